@@ -1,0 +1,1 @@
+"""Experiments: typed configs addressed by name, and what ``deepcompile train`` does with them."""

@@ -1,0 +1,66 @@
+"""Steps, one after another, each timed to its end; knows no file and no screen."""
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.metrics import Record, memory_in_use
+from experiments.values import ConfigError
+
+
+def training_steps(
+    step: Any, state: Any, batches: Iterator[Any], *, first: int, last: int, tokens_per_step: int
+) -> Iterator[tuple[Any, Record]]:
+    """Runs steps ``first`` to ``last``, both included, and yields the state and the record of each.
+
+    The program is compiled before the first step and timed apart, as ``compile_s`` in the first record, so that
+    ``step_s`` and ``tokens_per_s`` are of training alone. A step's time begins with asking for its batch, and ends when
+    its metrics are on the host.
+
+    Args:
+        step: the sharded step, ``(state, batch) -> (state, metrics)``.
+        state: what to start from; the step may free it.
+        batches: this process's rows of each global batch.
+        first: number of the first step, counted from 1.
+        last: number of the last step.
+        tokens_per_step: of the global batch.
+
+    Raises:
+        ConfigError: the loss is no longer a number.
+    """
+    for number in range(first, last + 1):
+        started = time.perf_counter()
+        batch = next(batches)
+        compile_record: Record = {}
+        if number == first:
+            loaded = time.perf_counter()
+            step.lower(state, batch).compile()
+            compile_record = {"compile_s": time.perf_counter() - loaded}
+            started += compile_record["compile_s"]
+        state, metrics = step(state, batch)
+        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        seconds = time.perf_counter() - started
+        yield (
+            state,
+            {
+                "step": number,
+                **metrics,
+                "tokens_per_s": tokens_per_step / seconds,
+                "step_s": seconds,
+                "memory_bytes": memory_in_use()[0],
+                **compile_record,
+            },
+        )
+        if not math.isfinite(metrics["loss"]):
+            raise ConfigError(
+                f"the loss is {metrics['loss']} at step {number}: lower optimizer.learning_rate or optimizer.clip_norm"
+            )
+
+
+def mean_loss(step: Any, state: Any, batches: Iterable[Any]) -> float:
+    """The mean of ``step(state, batch)["loss"]`` over batches of one size."""
+    return float(np.mean([jax.device_get(step(state, batch)["loss"]) for batch in batches]))

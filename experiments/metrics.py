@@ -1,0 +1,87 @@
+"""Where the numbers of a run go: ``metrics.jsonl`` (one object a step) and TensorBoard event files."""
+
+import json
+import math
+import resource
+import sys
+from pathlib import Path
+
+import jax
+from tensorboardX import SummaryWriter
+
+Record = dict[str, float]
+
+
+class MetricsWriter:
+    """Appends one record a step to ``metrics.jsonl`` and to ``tensorboard/``, flushed so that a reader sees it at once.
+
+    Args:
+        folder: the run's output folder.
+        after_step: the step the run starts from. Records past it are of a run that was cut off after its last
+            checkpoint; they will be computed again, so they are dropped first.
+        enabled: False on all processes but one.
+    """
+
+    def __init__(self, folder: Path, *, after_step: int = 0, enabled: bool = True):
+        self._enabled = enabled
+        if not enabled:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        path = metrics_path(folder)
+        kept = [record for record in read_metrics(folder) if record["step"] <= after_step]
+        path.write_text("".join(_line(record) for record in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1, flush_secs=10)
+
+    def write(self, record: Record) -> None:
+        """Writes a record, which has a ``step``."""
+        if not self._enabled:
+            return
+        self._file.write(_line(record))
+        self._file.flush()
+        for name, value in record.items():
+            if name != "step" and value is not None:
+                self._board.add_scalar(f"train/{name}", value, int(record["step"]))
+
+    def write_summary(self, name: str, value: float, step: int) -> None:
+        """Writes a number that belongs to the run rather than to a step, to TensorBoard only."""
+        if self._enabled:
+            self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flushes and closes both files."""
+        if self._enabled:
+            self._file.close()
+            self._board.close()
+
+
+def metrics_path(folder: Path) -> Path:
+    """The file of one JSON object a step."""
+    return folder / "metrics.jsonl"
+
+
+def read_metrics(folder: Path) -> list[Record]:
+    """The records a run has written; a last line cut short by a crash is left out."""
+    if not metrics_path(folder).exists():
+        return []
+    records = []
+    for line in metrics_path(folder).read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def memory_in_use() -> tuple[int, str]:
+    """Peak bytes so far, and of what: the first local device where it keeps count, else this process."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"], "device"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024, "process"
+
+
+def _line(record: Record) -> str:
+    finite = {name: value if math.isfinite(value) else None for name, value in record.items()}  # JSON has no NaN
+    return json.dumps(finite) + "\n"

@@ -1,0 +1,100 @@
+"""What is said at the beginning and the end of a run, and ``summary.json``."""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from experiments.config import Experiment
+from experiments.data import Text
+from experiments.metrics import Record
+
+_MEAN_OVER_STEPS = 10  # one batch's loss says little about the model
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """How a run ended. Losses and the entropy are in nats a token; a token is a byte.
+
+    Attributes:
+        steps: steps done in all, earlier parts of a resumed run included.
+        finished: False where the run was asked to stop before its last step.
+        final_loss: mean over the last ten steps' batches.
+        held_out_loss: on text the run did not train on; none where the run was stopped.
+        unigram_entropy: the loss of the best model that sees no context.
+        tokens_per_s: at the median step.
+        step_s: the median.
+        compile_s: tracing, planning and compiling, before the first step.
+    """
+
+    steps: int
+    finished: bool
+    final_loss: float
+    held_out_loss: float | None
+    unigram_entropy: float
+    tokens_per_s: float
+    step_s: float
+    compile_s: float
+
+
+def summarise(
+    records: Sequence[Record], text: Text, *, total_steps: int, held_out_loss: float | None
+) -> Summary:
+    """The summary of a run with these records, of which there is at least one."""
+    return Summary(
+        steps=int(records[-1]["step"]),
+        finished=records[-1]["step"] >= total_steps,
+        final_loss=statistics.fmean(record["loss"] for record in records[-_MEAN_OVER_STEPS:]),
+        held_out_loss=held_out_loss,
+        unigram_entropy=text.unigram_entropy_nats,
+        tokens_per_s=statistics.median(record["tokens_per_s"] for record in records),
+        step_s=statistics.median(record["step_s"] for record in records),
+        compile_s=sum(record.get("compile_s", 0.0) for record in records),
+    )
+
+
+def write_summary(folder: Path, summary: Summary) -> None:
+    """Writes ``summary.json``."""
+    (folder / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n", encoding="utf-8")
+
+
+def opening(experiment: Experiment, folder: Path, text: Text, mesh: jax.sharding.Mesh, parameters: int) -> str:
+    """What is about to run, in three lines."""
+    data = experiment.data
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return (
+        f"model    {type(experiment.model).__name__}, {parameters:,} parameters\n"
+        f"devices  {mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), {jax.process_count()} process(es)\n"
+        f"text     {text.documents:,} files, {text.size_bytes / 1e6:.1f} MB; unigram entropy "
+        f"{text.unigram_entropy_nats:.3f} nats\n"
+        f"run      {experiment.train.steps} steps of {data.batch_size} x {data.sequence_length} bytes, into {folder}"
+    )
+
+
+def closing(summary: Summary, folder: Path) -> str:
+    """What came of it: the loss beside the entropy of the text, the speed, where the files are."""
+    lines = [
+        f"{'finished' if summary.finished else 'stopped'} after {summary.steps} steps: {summary.step_s * 1e3:.0f} ms/step, "
+        f"{summary.tokens_per_s:,.0f} tokens/s (medians); compiled in {summary.compile_s:.1f} s",
+        f"{'unigram entropy':<17}{_nats_and_bits(summary.unigram_entropy)}",
+        f"{'final loss':<17}{_nats_and_bits(summary.final_loss)}, "
+        f"{_distance(summary.unigram_entropy - summary.final_loss)} the entropy",
+    ]
+    if summary.held_out_loss is not None:
+        lines.append(f"{'held-out loss':<17}{_nats_and_bits(summary.held_out_loss)}")
+    lines.append(f"written to {folder}: metrics.jsonl, tensorboard/, checkpoints/, explain.txt, summary.json")
+    if not summary.finished:
+        lines.append("continue with the same command and --resume")
+    return "\n".join(lines)
+
+
+def _nats_and_bits(nats: float) -> str:
+    return f"{nats:.3f} nats, {nats / math.log(2):.3f} bits per byte"
+
+
+def _distance(nats: float) -> str:
+    return f"{abs(nats):.3f} nats {'below' if nats >= 0 else 'above'}"

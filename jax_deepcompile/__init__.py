@@ -1,0 +1,1 @@
+"""Fully sharded training of ordinary JAX train steps."""

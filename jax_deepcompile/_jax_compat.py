@@ -1,0 +1,61 @@
+"""The only door to ``jax._src``: one dated branch per JAX version, nothing else in the package imports private modules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info
+from jax._src.interpreters import partial_eval as _partial_eval
+from jax.extend import core as jex
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+
+def new_var(aval) -> jex.Var:
+    return _core.Var(aval)
+
+
+def open_jaxpr(jaxpr) -> jex.Jaxpr:
+    """The jaxpr inside a closed one; jaxprs that are open already come back unchanged."""
+    # 2026-06, jax 0.11: Jaxpr and ClosedJaxpr are one class, whose `.jaxpr` is itself.
+    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+
+
+def closed_consts(jaxpr) -> Sequence:
+    return getattr(jaxpr, "consts", ())
+
+
+def dce(jaxpr: jex.Jaxpr, keep_inputs: bool = True) -> jex.Jaxpr:
+    """``jaxpr`` without the equations that reach neither an output nor an effect; loops and branches included."""
+    live, _ = _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=keep_inputs)
+    return live
+
+
+@contextlib.contextmanager
+def provenance(eqn) -> Iterator[None]:
+    """New equations traced inside carry the user's position and name scope of ``eqn``."""
+    name_stack = _source_info.current_name_stack() + eqn.source_info.name_stack
+    with _source_info.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+        yield
+
+
+def user_line(eqn) -> str:
+    """``file:line (function)`` of the user's code that made ``eqn``."""
+    return _source_info.summarize(eqn.source_info)
+
+
+def is_drop_var(var) -> bool:
+    return isinstance(var, _core.DropVar)
+
+
+def eval_local(jaxpr, values: Sequence) -> list:
+    """Evaluates an open or closed jaxpr inside the current trace."""
+    return _core.eval_jaxpr(open_jaxpr(jaxpr), closed_consts(jaxpr), *values)
+
+
+def replace_jaxpr(jaxpr: jex.Jaxpr, **changes) -> jex.Jaxpr:
+    """``jaxpr.replace`` that also drops debug names, which no longer match changed inputs and outputs."""
+    return jaxpr.replace(**changes)

@@ -1,0 +1,129 @@
+"""What can go wrong, said so that it can be put right: what, where in the user's code, the values, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class DeepCompileError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class BatchNotDivisibleError(DeepCompileError, ValueError):
+    def __init__(self, path: str, shape: Sequence[int], parts: int, axes: Sequence[str]) -> None:
+        size = shape[0] if shape else 0
+        below, above = size // parts * parts, (size // parts + 1) * parts
+        choices = f"{below} or {above}" if below else f"{above}"
+        super().__init__(
+            f"batch leaf {path} has shape {tuple(shape)}: its leading dimension {size} must be a multiple of {parts}, "
+            f"the number of devices along the mesh axes {', '.join(axes)}. Use a batch of {choices} examples, "
+            f"or drop the last, shorter batch of an epoch."
+        )
+
+
+class BatchScalarError(DeepCompileError, ValueError):
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"batch leaf {path} is a scalar, so it has no examples to divide among the devices. Pass it as an argument "
+            f"of its own, which is replicated, or name the arguments that hold examples: shard(..., batch_argnums=...)."
+        )
+
+
+class MeshAxisError(DeepCompileError, ValueError):
+    def __init__(self, asked: str, axes: Mapping[str, int], parameter: str) -> None:
+        shape = ", ".join(f"{name}={size}" for name, size in axes.items())
+        super().__init__(
+            f"the mesh has no axis '{asked}' to shard over: its axes are {shape}. Name the right one, "
+            f'shard(mesh, {parameter}="{next(iter(axes), asked)}"), or give the mesh an axis called \'{asked}\'.'
+        )
+
+
+class MeshTooLargeError(DeepCompileError, ValueError):
+    def __init__(self, axes: Mapping[str, int], needed: int, present: int, platform: str) -> None:
+        shape = ", ".join(f"{name}={size}" for name, size in axes.items())
+        super().__init__(
+            f"the mesh {shape} needs {needed} devices and there are {present} ({platform}). Make it smaller, or start "
+            f"more: on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before importing jax."
+        )
+
+
+class DevicesNotAttachedError(DeepCompileError, RuntimeError):
+    def __init__(self, kind: str, count: int) -> None:
+        super().__init__(
+            f"this step was sharded for {count} devices ({kind}) that are not attached to this process, so it can be "
+            f"traced, lowered and compiled but not called. Call .lower(...).compile(), or shard it on a mesh of "
+            f"jax.devices()."
+        )
+
+
+class LeafTypeError(DeepCompileError, TypeError):
+    def __init__(self, path: str, leaf: object) -> None:
+        super().__init__(
+            f"argument leaf {path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, neither an array nor a "
+            f"number: {_shortened(leaf)}. Keep it out of the step's arguments (close over it), or, in a class of "
+            f"yours, mark it static: flax.struct.field(pytree_node=False)."
+        )
+
+
+class StateNotReturnedError(DeepCompileError, ValueError):
+    def __init__(self, function: str, argument: str, returned: str) -> None:
+        super().__init__(
+            f"{function} does not return its state: nothing it returns has the structure of argument {argument}. It "
+            f"returned {returned}. Return the updated state, as in `return state, metrics`; if another argument is the "
+            f"state, say which: shard(..., state_argnums=...)."
+        )
+
+
+class StateChangedError(DeepCompileError, ValueError):
+    def __init__(self, function: str, changes: Sequence[str]) -> None:
+        listed = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
+        super().__init__(
+            f"{function} returns its state changed in structure, shape or dtype, so the next step could not take it: "
+            f"{listed}. Return every leaf as it came in; where a dtype was promoted, cast back with .astype(old.dtype)."
+        )
+
+
+class HostCallbackError(DeepCompileError, NotImplementedError):
+    def __init__(self, primitive: str, where: str) -> None:
+        super().__init__(
+            f"the step calls back to the host with {primitive} at {where}. A callback would run once on every device, "
+            f"each seeing only its own part of the data. Return the value from the step and use it outside; to look at "
+            f"it, use jax.debug.print."
+        )
+
+
+class OrderedEffectError(DeepCompileError, NotImplementedError):
+    def __init__(self, primitive: str, where: str) -> None:
+        super().__init__(
+            f"{primitive} at {where} asks for ordered=True, and effects on several devices have no order. Drop "
+            f"ordered=True."
+        )
+
+
+class PmappedStepError(DeepCompileError, TypeError):
+    def __init__(self, function: str) -> None:
+        super().__init__(
+            f"{function} is pmapped already, so it is written for one device's batch and its own collectives. Decorate "
+            f"the plain function instead, with the global batch and without lax.pmean or axis names: what pmean did is "
+            f"derived from jnp.mean over the batch."
+        )
+
+
+class NotTracedError(DeepCompileError, RuntimeError):
+    def __init__(self, function: str) -> None:
+        super().__init__(
+            f"{function} has not been traced yet, so there is nothing to explain. Call it, or trace it: "
+            f"step.trace(state, batch), where jax.ShapeDtypeStruct leaves will do."
+        )
+
+
+class InvariantError(DeepCompileError, AssertionError):
+    """A compiler pass broke an invariant of ``ir/verifier.py``: a bug of this package, not of the user's step."""
+
+    def __init__(self, number: int, invariant: str, found: str) -> None:
+        super().__init__(f"invariant {number} does not hold ({invariant}): {found}. Please report this as a bug.")
+
+
+def _shortened(value: object, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

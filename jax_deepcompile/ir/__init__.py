@@ -1,0 +1,1 @@
+"""The program being compiled: its types, how to walk it, and what must always hold."""

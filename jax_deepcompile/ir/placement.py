@@ -1,0 +1,118 @@
+"""Where a value lives on the mesh: per mesh axis it is whole, split along one dimension, or a partial sum.
+
+The vocabulary is DTensor's (replicate, shard, partial). A dimension split over several axes is split major-first in the
+order of the axes, as ``PartitionSpec(("data", "fsdp"))`` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+REPLICATE = -1
+"""Every device along the axis holds the same, whole value."""
+PARTIAL = -2
+"""The value is the sum of what the devices along the axis hold."""
+
+AxisPlacement = int
+"""The dimension split over one axis (>= 0), ``REPLICATE`` or ``PARTIAL``."""
+
+
+@dataclass(frozen=True)
+class MeshAxes:
+    """The mesh axes a program is partitioned over, major first.
+
+    Attributes:
+      names: one name an axis.
+      sizes: devices along each axis.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sizes)
+
+    def size_of(self, names: Iterable[str]) -> int:
+        return math.prod(self.sizes[self.names.index(name)] for name in names)
+
+    def replicated(self) -> Placement:
+        return Placement((REPLICATE,) * len(self.names))
+
+    def place(self, dims: Mapping[int, Sequence[str]], partial: Iterable[str] = ()) -> Placement:
+        """The placement that splits dimension ``d`` over the axes ``dims[d]`` and is partial over ``partial``."""
+        axes = dict.fromkeys(self.names, REPLICATE)
+        axes |= {name: dim for dim, names in dims.items() for name in names}
+        axes |= dict.fromkeys(partial, PARTIAL)
+        return Placement(tuple(axes[name] for name in self.names))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The placement of one value: an ``AxisPlacement`` for each of the mesh axes."""
+
+    axes: tuple[AxisPlacement, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.axes))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    @property
+    def is_replicated(self) -> bool:
+        return all(axis == REPLICATE for axis in self.axes)
+
+    @property
+    def is_partial(self) -> bool:
+        return PARTIAL in self.axes
+
+    def axes_of(self, dim: int) -> tuple[int, ...]:
+        """Indices of the axes that split ``dim``, major first."""
+        return tuple(index for index, axis in enumerate(self.axes) if axis == dim)
+
+    def replace(self, axis: int, state: AxisPlacement) -> Placement:
+        return Placement((*self.axes[:axis], state, *self.axes[axis + 1 :]))
+
+    def shifted(self, by: int) -> Placement:
+        """The placement of the same value with ``by`` dimensions inserted (or, negative, removed) in front."""
+        return Placement(tuple(axis + by if axis >= 0 else axis for axis in self.axes))
+
+    def without_partial(self) -> Placement:
+        return Placement(tuple(REPLICATE if axis == PARTIAL else axis for axis in self.axes))
+
+    def fits(self, shape: Sequence[int], mesh: MeshAxes) -> bool:
+        """Whether every split dimension exists and divides evenly."""
+        parts: dict[int, int] = {}
+        for axis, size in zip(self.axes, mesh.sizes, strict=True):
+            if axis >= 0:
+                parts[axis] = parts.get(axis, 1) * size
+        return all(dim < len(shape) and shape[dim] % count == 0 for dim, count in parts.items())
+
+    def local_shape(self, shape: Sequence[int], mesh: MeshAxes) -> tuple[int, ...]:
+        local = list(shape)
+        for axis, size in zip(self.axes, mesh.sizes, strict=True):
+            if axis >= 0:
+                local[axis] //= size
+        return tuple(local)
+
+    def spec(self, mesh: MeshAxes) -> PartitionSpec:
+        """The ``PartitionSpec`` of a value that is not partial."""
+        rank = max(self.axes, default=-1) + 1
+        entries = []
+        for dim in range(rank):
+            names = tuple(mesh.names[index] for index in self.axes_of(dim))
+            entries.append(None if not names else names[0] if len(names) == 1 else names)
+        return PartitionSpec(*entries)
+
+    def describe(self, mesh: MeshAxes) -> str:
+        """Text such as ``shard(0: data, fsdp) partial(model)``."""
+        dims = sorted({axis for axis in self.axes if axis >= 0})
+        parts = [f"shard({dim}: {', '.join(mesh.names[i] for i in self.axes_of(dim))})" for dim in dims]
+        if self.is_partial:
+            parts.append(f"partial({', '.join(mesh.names[i] for i in self.axes_of(PARTIAL))})")
+        return " ".join(parts) or "replicate"

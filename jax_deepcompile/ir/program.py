@@ -1,0 +1,83 @@
+"""The one type every part of the compiler speaks: a jaxpr and what each of its inputs and outputs is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from jax.extend import core as jex
+
+from jax_deepcompile.ir.placement import MeshAxes, Placement
+
+
+class Role(StrEnum):
+    """What an input or output is to the user."""
+
+    PARAM = "param"
+    OPTIMIZER = "optimizer"
+    BATCH = "batch"
+    OTHER = "other"
+
+    @property
+    def is_state(self) -> bool:
+        return self in (Role.PARAM, Role.OPTIMIZER)
+
+
+class View(StrEnum):
+    """Whether shapes are those of whole values or of one device's blocks."""
+
+    GLOBAL = "global"
+    LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or output.
+
+    Attributes:
+      path: where the user finds it, such as ``state.params['kernel']``.
+      role: what it is.
+      shape: its whole shape.
+      dtype: its dtype's name.
+      placement: where it lives on the mesh; None until partitioned.
+      memory_kind: ``device`` or ``pinned_host``.
+    """
+
+    path: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+    placement: Placement | None = None
+    memory_kind: str = "device"
+
+    def placed(self, placement: Placement) -> Port:
+        return replace(self, placement=placement)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A train step (or a state's initialisation) on its way to the machine.
+
+    Attributes:
+      name: the user's function.
+      jaxpr: closed; in the local view it contains collectives over the mesh's axes.
+      inputs: one port for each input of the jaxpr.
+      outputs: one port for each output.
+      state_outputs: pairs (input, output): the output is the next step's input, and takes its buffer.
+      mesh: the axes it is (to be) partitioned over.
+      view: whether shapes in the jaxpr are global or local.
+    """
+
+    name: str
+    jaxpr: jex.ClosedJaxpr
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    state_outputs: tuple[tuple[int, int], ...]
+    mesh: MeshAxes
+    view: View = View.GLOBAL
+
+    def replace(self, **changes) -> Program:
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        return f"# {self.name}: {self.view} view on {dict(zip(self.mesh.names, self.mesh.sizes, strict=True))}\n{self.jaxpr}"

@@ -1,0 +1,130 @@
+"""Walking and flattening jaxprs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jax.extend import core as jex
+
+from jax_deepcompile import _jax_compat
+from jax_deepcompile._jax_compat import closed_consts, new_var, open_jaxpr
+
+_CALLED = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "custom_lin": "",
+    "remat2": "jaxpr",
+}
+"""Primitives that compute, once and on their operands, the jaxpr in the parameter named here."""
+
+
+def equations(jaxpr) -> Iterator[jex.JaxprEqn]:
+    """Every equation, those of nested jaxprs included."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for inner in nested_jaxprs(eqn):
+            yield from equations(inner)
+
+
+def nested_jaxprs(eqn: jex.JaxprEqn) -> list:
+    """The jaxprs among an equation's parameters, closed or open."""
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (jex.Jaxpr, jex.ClosedJaxpr)):
+                found.append(item)
+    return found
+
+
+def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """``closed`` with every call replaced by the equations of what it calls, inside loops and branches too.
+
+    A checkpointed region of the backward pass (``remat2``) becomes an optimization barrier around its inputs followed by
+    its equations, which is what JAX lowers it to: the barrier keeps XLA from merging the recomputation with the forward
+    pass. Custom derivative rules have done their work by the time a step is traced.
+
+    Before::
+
+        { lambda ; a. let b = jit[jaxpr={ lambda ; c. let d = sin c in (d,) }] a in (b,) }
+
+    After::
+
+        { lambda ; a. let b = sin a in (b,) }
+    """
+    return _Inliner().run(closed)
+
+
+class _Inliner:
+    """Flattens one jaxpr; constants of what it inlines become its own."""
+
+    def __init__(self) -> None:
+        self.constvars: list = []
+        self.consts: list = []
+        self.eqns: list = []
+
+    def run(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        jaxpr = open_jaxpr(closed)
+        self.constvars += jaxpr.constvars
+        self.consts += closed_consts(closed)
+        outvars = self._walk(jaxpr, {})
+        flat = _jax_compat.replace_jaxpr(jaxpr, constvars=self.constvars, eqns=self.eqns, outvars=outvars)
+        return jex.ClosedJaxpr(flat, self.consts)
+
+    def _walk(self, jaxpr: jex.Jaxpr, known: dict) -> list:
+        def read(atom):
+            return atom if isinstance(atom, jex.Literal) else known.get(atom, atom)
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            if eqn.primitive.name in _CALLED and _CALLED[eqn.primitive.name] in eqn.params:
+                known.update(zip(eqn.outvars, self._call(eqn, operands), strict=True))
+                continue
+            results = [var if _jax_compat.is_drop_var(var) else new_var(var.aval) for var in eqn.outvars]
+            known.update(zip(eqn.outvars, results, strict=True))
+            self.eqns.append(eqn.replace(invars=operands, outvars=results, params=_with_inlined_regions(eqn)))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _call(self, eqn: jex.JaxprEqn, operands: list) -> list:
+        inner = eqn.params[_CALLED[eqn.primitive.name]]
+        body = open_jaxpr(inner)
+        if eqn.primitive.name == "remat2" and eqn.params["differentiated"]:
+            operands = self._barrier(eqn, operands)
+        known = dict(zip(body.invars, operands, strict=True))
+        for var, value in zip(body.constvars, closed_consts(inner), strict=True):
+            known[var] = new_var(var.aval)
+            self.constvars.append(known[var])
+            self.consts.append(value)
+        return self._walk(body, known)
+
+    def _barrier(self, eqn: jex.JaxprEqn, operands: list) -> list:
+        asked = eqn.params["prevent_cse"]
+        asked = (asked,) * len(operands) if isinstance(asked, bool) else asked
+        guarded = [
+            index for index, atom in enumerate(operands) if asked[index] and not isinstance(atom, jex.Literal)
+        ]
+        if not guarded:
+            return operands
+        results = [new_var(operands[index].aval) for index in guarded]
+        barrier = jex.primitives.optimization_barrier_p
+        self.eqns.append(
+            jex.new_jaxpr_eqn([operands[index] for index in guarded], results, barrier, {}, source_info=eqn.source_info)
+        )
+        held = dict(zip(guarded, results, strict=True))
+        return [held.get(index, atom) for index, atom in enumerate(operands)]
+
+
+def _with_inlined_regions(eqn: jex.JaxprEqn) -> dict:
+    """The parameters of a loop or branch, its jaxprs flattened."""
+    if eqn.primitive.name not in ("scan", "while", "cond"):
+        return eqn.params
+    params = dict(eqn.params)
+    for name, value in params.items():
+        if isinstance(value, jex.ClosedJaxpr):
+            params[name] = inline_calls(value)
+        elif isinstance(value, tuple) and value and all(isinstance(item, jex.ClosedJaxpr) for item in value):
+            params[name] = tuple(inline_calls(item) for item in value)
+    return params

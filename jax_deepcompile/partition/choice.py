@@ -1,0 +1,173 @@
+"""Choosing how one equation is split: every legal way is priced, the cheapest is taken.
+
+Axes are chosen one after the other, major first. The price of a way is compared lexicographically:
+
+1. bytes of activations moved: activations stay where the batch put them, parameters come to them;
+2. bytes moved in all, the results' way to what their consumers demand included;
+3. the number of collectives;
+4. bytes computed on each device, so that work is shared where sharing is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax.extend import core as jex
+
+from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, AxisPlacement, MeshAxes, Placement
+from jax_deepcompile.partition.layout import Decision, Split
+from jax_deepcompile.partition.reshard import axis_bytes, full_bytes
+from jax_deepcompile.partition.rules.base import Dims, Kind, OpRule
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What is known of an operand when its equation is decided.
+
+    Attributes:
+      held: the placements it can be had in without communication.
+      expected: placements other equations will bring it to; free for partial sums, which must be summed once anyway.
+      batch: whether it depends on the batch.
+      bytes: its whole size.
+    """
+
+    held: tuple[Placement, ...]
+    expected: tuple[Placement, ...]
+    batch: bool
+    bytes: float
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to use one axis: the factor split (or None), and what it makes of every operand and result."""
+
+    factor: int | None
+    operands: tuple[AxisPlacement, ...]
+    results: tuple[AxisPlacement, ...]
+    combined: bool = False
+
+
+def choose_split(
+    eqn: jex.JaxprEqn,
+    rule: OpRule,
+    operands: Sequence[Operand],
+    demands: Sequence[Sequence[Placement]],
+    mesh: MeshAxes,
+) -> Decision:
+    """The cheapest legal split of ``eqn``, axis by axis."""
+    remaining = [factor.size for factor in rule.factors]
+    splits: list[list[str]] = [[] for _ in rule.factors]
+    ways: list[_Way] = []
+    result_bytes = [full_bytes(var.aval) for var in eqn.outvars]
+    batch = any(operand.batch for operand in operands)
+    for axis, (name, size) in enumerate(zip(mesh.names, mesh.sizes, strict=True)):
+        candidates = _ways(rule, axis, size, remaining, operands, demands)
+        if len(candidates) > 1:
+            way = min(
+                candidates, key=lambda way: _price(way, axis, size, operands, demands, result_bytes, batch)  # noqa: B023
+            )
+        else:
+            way = candidates[0]
+        ways.append(way)
+        if way.factor is not None:
+            remaining[way.factor] //= size
+            splits[way.factor].append(name)
+    return Decision(
+        how=Split(rule, tuple(tuple(names) for names in splits)),
+        operands=tuple(Placement(tuple(way.operands[i] for way in ways)) for i in range(len(operands))),
+        results=tuple(Placement(tuple(way.results[i] for way in ways)) for i in range(len(eqn.outvars))),
+    )
+
+
+def _ways(rule, axis, size, remaining, operands, demands) -> list[_Way]:
+    whole = _Way(None, (REPLICATE,) * len(rule.operands), (REPLICATE,) * len(rule.results))
+    if size == 1:
+        return [whole]
+    ways = [whole]
+    for factor in sorted(_touched_factors(rule, axis, size, remaining, operands, demands)):
+        ways.append(_factor_way(rule, factor, remaining))
+    states = [{held.axes[axis] for held in operand.held} for operand in operands]
+    partial_wanted = any(demand.axes[axis] == PARTIAL for wanted in demands for demand in wanted)
+    for group in rule.linear:
+        if partial_wanted or any(PARTIAL in states[index] for index in group):
+            placed = tuple(PARTIAL if index in group else REPLICATE for index in range(len(operands)))
+            ways.append(_Way(None, placed, (PARTIAL,) * len(rule.results)))
+    return ways
+
+
+def _touched_factors(rule, axis, size, remaining, operands, demands) -> set[int]:
+    """Factors that an operand or a demand already splits over this axis; splitting others would only invent work."""
+    touched: set[int] = set()
+    for dims, operand in zip(rule.operands, operands, strict=True):
+        for placement in (*operand.held, *operand.expected):
+            state = placement.axes[axis]
+            if state >= 0:
+                touched.add(_leading_factor(dims[state], remaining))
+            elif state == PARTIAL:
+                touched |= {_leading_factor(factors, remaining) for factors in dims}
+    for dims, wanted in zip(rule.results, demands, strict=True):
+        for placement in wanted:
+            if placement.axes[axis] >= 0:
+                touched.add(_leading_factor(dims[placement.axes[axis]], remaining))
+    touched.discard(-1)
+    return {factor for factor in touched if _splittable(rule, factor, size, remaining)}
+
+
+def _leading_factor(factors: Sequence[int], remaining: Sequence[int]) -> int:
+    """The factor that the next axis would split: the first with more than one trip left."""
+    return next((factor for factor in factors if remaining[factor] > 1), -1)
+
+
+def _splittable(rule: OpRule, factor: int, size: int, remaining: Sequence[int]) -> bool:
+    if rule.factors[factor].kind is Kind.WHOLE or remaining[factor] % size:
+        return False
+    every_dim = (factors for dims in (*rule.operands, *rule.results) for factors in dims if factor in factors)
+    return all(_leading_factor(factors, remaining) == factor for factors in every_dim)
+
+
+def _factor_way(rule: OpRule, factor: int, remaining: Sequence[int]) -> _Way:
+    kind = rule.factors[factor].kind
+
+    def place(dims: Dims, absent: AxisPlacement) -> AxisPlacement:
+        return next((dim for dim, factors in enumerate(dims) if factor in factors), absent)
+
+    operands = tuple(
+        place(dims, PARTIAL if kind is Kind.SUM and index in rule.addends else REPLICATE)
+        for index, dims in enumerate(rule.operands)
+    )
+    results = tuple(place(dims, PARTIAL if kind is Kind.SUM else REPLICATE) for dims in rule.results)
+    return _Way(factor, operands, results, combined=kind in (Kind.MAX, Kind.MIN))
+
+
+def _price(way, axis, size, operands, demands, result_bytes, batch) -> tuple[float, float, int, float]:
+    activation = moved = computed = 0.0
+    launched = 0
+    for operand, wanted in zip(operands, way.operands, strict=True):
+        bytes_sent, of_activation = min(_operand_price(operand, axis, size, wanted))
+        moved += bytes_sent
+        activation += of_activation
+        launched += bytes_sent > 0
+        computed += operand.bytes / (size if wanted >= 0 else 1)
+    for yielded, wanted, whole in zip(way.results, demands, result_bytes, strict=True):
+        computed += whole / (size if yielded >= 0 else 1)
+        if way.combined:
+            moved += axis_bytes(PARTIAL, REPLICATE, whole, size)
+            launched += 1
+        for state in {placement.axes[axis] for placement in wanted}:
+            bytes_sent = axis_bytes(yielded, state, whole, size)
+            moved += bytes_sent
+            launched += bytes_sent > 0
+            activation += bytes_sent if batch and yielded >= 0 else 0
+    return activation, moved, launched, computed
+
+
+def _operand_price(operand: Operand, axis: int, size: int, wanted: AxisPlacement) -> list[tuple[float, float]]:
+    prices = []
+    partial = any(held.axes[axis] == PARTIAL for held in operand.held)
+    sources = (*operand.held, *operand.expected) if partial else operand.held
+    for placement in sources:
+        state = placement.axes[axis]
+        sent = axis_bytes(state, wanted, operand.bytes, size)
+        prices.append((sent, sent if operand.batch and state >= 0 and not partial else 0.0))
+    return prices

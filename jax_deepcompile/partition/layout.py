@@ -1,0 +1,149 @@
+"""The decisions of the partitioner as plain data: what every equation computes where, and what moves before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jax.extend import core as jex
+
+from jax_deepcompile.ir.placement import MeshAxes, Placement
+from jax_deepcompile.partition.rules.base import OpRule
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """How an equation gets one operand.
+
+    Attributes:
+      source: the placement of the copy it starts from.
+      target: the placement it needs.
+      fresh: make a new copy although an equal one was made before: that one has been released since. The new one is
+        tied to the present by an optimization barrier, or the compiler would merge the two and keep the first alive.
+    """
+
+    source: Placement
+    target: Placement
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Split:
+    """An equation computed by its rule: for each factor the mesh axes that split it, major first."""
+
+    rule: OpRule
+    splits: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Nested:
+    """An equation computed by a region rule, from the layouts of the jaxprs it holds."""
+
+    rule: RegionRule
+    layouts: tuple[Layout, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One equation, decided."""
+
+    eqn: jex.JaxprEqn
+    how: Split | Nested
+    fetches: tuple[Fetch, ...]
+    results: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A jaxpr, decided.
+
+    Attributes:
+      jaxpr: the jaxpr in the global view.
+      inputs: the placement of each input.
+      outputs: how each output is fetched at the end.
+      steps: its equations.
+      mesh: the mesh axes.
+      wanted: for each input the placements its uses ask for, in order of first use.
+      regathered: inputs that are gathered for more than one use region, or by a nested loop.
+    """
+
+    jaxpr: jex.Jaxpr
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Fetch, ...]
+    steps: tuple[Step, ...]
+    mesh: MeshAxes
+    wanted: tuple[tuple[Placement, ...], ...]
+    regathered: tuple[bool, ...]
+
+    @property
+    def output_placements(self) -> tuple[Placement, ...]:
+        return tuple(fetch.target for fetch in self.outputs)
+
+    def walk(self, trips: int = 1) -> Iterator[tuple[Step, int]]:
+        """All steps, those of nested jaxprs included, with how often each runs (loops of unknown length count once)."""
+        for step in self.steps:
+            yield step, trips
+            if isinstance(step.how, Nested):
+                inner = trips * step.how.rule.trip_count(step.eqn)
+                for layout in step.how.layouts:
+                    yield from layout.walk(inner)
+
+
+Run = Callable[[Layout, Sequence[jax.Array]], list[jax.Array]]
+"""Computes a layout on local blocks."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of one equation that holds jaxprs.
+
+    Attributes:
+      operands: for each operand the placement it has.
+      batch: for each operand whether it depends on the batch.
+      demands: for each result the placements its consumers ask for; empty where any will do.
+      mesh: the mesh axes.
+    """
+
+    operands: tuple[Placement, ...]
+    batch: tuple[bool, ...]
+    demands: tuple[tuple[Placement, ...], ...]
+    mesh: MeshAxes
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How an equation is computed: the placements it needs, those it yields, and the data to do it."""
+
+    how: Split | Nested
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+
+class Propagate(Protocol):
+    """Decides a nested jaxpr from the placements of its inputs and the demands on its outputs."""
+
+    def __call__(
+        self,
+        jaxpr: jex.Jaxpr,
+        inputs: Sequence[Placement],
+        batch: Sequence[bool],
+        demands: Sequence[Sequence[Placement]],
+    ) -> Layout: ...
+
+
+class RegionRule(Protocol):
+    """How an equation that holds jaxprs, or treats each operand by itself, is decided and computed."""
+
+    def trip_count(self, eqn: jex.JaxprEqn) -> int:
+        """How often its jaxprs run."""
+        ...
+
+    def batch(self, eqn: jex.JaxprEqn, operands: Sequence[bool]) -> list[bool]:
+        """Which results depend on the batch, given which operands do."""
+        ...
+
+    def decide(self, eqn: jex.JaxprEqn, request: Request, propagate: Propagate) -> Decision: ...
+
+    def emit(self, step: Step, operands: Sequence[jax.Array], run: Run, mesh: MeshAxes) -> Sequence[Any]: ...

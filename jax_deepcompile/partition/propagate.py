@@ -1,0 +1,251 @@
+"""Deciding a placement for every value of a jaxpr.
+
+Three sweeps: a forward one that lets placements flow from the inputs; a backward one that collects, for every value, the
+placements its consumers would like; and a forward one that decides with both in hand. What no sweep can know, the price of
+another choice, is weighed equation by equation in ``choice.py``.
+
+A sharded parameter is gathered where it is used. The gathered copy serves the uses that follow closely and is then
+released: a *use region* ends once more bytes of other parameters have been gathered than the parameter's own, so a copy
+never outlives its turn, and the backward pass gathers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import is_drop_var
+from jax_deepcompile.ir.placement import PARTIAL, MeshAxes, Placement
+from jax_deepcompile.partition.choice import Operand, choose_split
+from jax_deepcompile.partition.layout import Decision, Fetch, Layout, Nested, RegionRule, Request, Step
+from jax_deepcompile.partition.reshard import axis_bytes, collectives, full_bytes
+from jax_deepcompile.partition.rules.base import OpRule
+
+FindRule = Callable[[jex.JaxprEqn], "OpRule | RegionRule"]
+Demands = tuple[tuple[Placement, ...], ...]
+
+
+@dataclass
+class Propagator:
+    """Decides jaxprs over one mesh with one set of rules; remembers what it has decided, as loops ask repeatedly.
+
+    Attributes:
+      mesh: the axes to partition over.
+      find_rule: the rule of an equation.
+    """
+
+    mesh: MeshAxes
+    find_rule: FindRule
+    _layouts: dict = field(default_factory=dict)
+    _rules: dict = field(default_factory=dict)
+
+    def __call__(
+        self,
+        jaxpr: jex.Jaxpr,
+        inputs: Sequence[Placement],
+        batch: Sequence[bool],
+        demands: Sequence[Sequence[Placement]],
+    ) -> Layout:
+        """Decides ``jaxpr``.
+
+        Args:
+          jaxpr: an open jaxpr; its constants, if any, count as replicated.
+          inputs: the placement of each input.
+          batch: for each input whether it depends on the batch.
+          demands: for each output the placements wanted of it; it is brought to the first. Empty: as it comes.
+        """
+        key = (id(jaxpr), tuple(inputs), tuple(batch), tuple(tuple(wanted) for wanted in demands))
+        if key not in self._layouts:
+            self._layouts[key] = _Sweeps(self, jaxpr, *key[1:]).run()
+        return self._layouts[key]
+
+    def rule_of(self, eqn: jex.JaxprEqn) -> OpRule | RegionRule:
+        if id(eqn) not in self._rules:
+            self._rules[id(eqn)] = (self.find_rule(eqn), eqn)
+        return self._rules[id(eqn)][0]
+
+
+@dataclass
+class _Copy:
+    """A copy of a value in another placement.
+
+    Attributes:
+      gathered: it is a parameter's gathered copy, to be released when its use region ends.
+      used_at: how many bytes had been gathered when it was last used.
+    """
+
+    gathered: bool
+    used_at: float
+
+
+@dataclass
+class _Sweeps:
+    """The state of deciding one jaxpr."""
+
+    propagator: Propagator
+    jaxpr: jex.Jaxpr
+    inputs: tuple[Placement, ...]
+    input_batch: tuple[bool, ...]
+    output_demands: Demands
+    natural: dict = field(default_factory=dict)
+    batch: dict = field(default_factory=dict)
+    demands: dict = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> MeshAxes:
+        return self.propagator.mesh
+
+    def run(self) -> Layout:
+        self._mark_batch()
+        self._forward()
+        self._backward()
+        return self._forward()
+
+    def _mark_batch(self) -> None:
+        self.batch = dict(zip(self.jaxpr.invars, self.input_batch, strict=True))
+        for eqn in self.jaxpr.eqns:
+            operands = [not isinstance(atom, jex.Literal) and self.batch.get(atom, False) for atom in eqn.invars]
+            rule = self.propagator.rule_of(eqn)
+            outs = [any(operands)] * len(eqn.outvars) if isinstance(rule, OpRule) else rule.batch(eqn, operands)
+            self.batch.update(zip(eqn.outvars, outs, strict=True))
+
+    def _backward(self) -> None:
+        for atom, wanted in zip(self.jaxpr.outvars, self.output_demands, strict=True):
+            for placement in wanted:
+                self._demand(atom, placement)
+        for eqn in reversed(self.jaxpr.eqns):
+            operands = [self._known(atom, (self._natural(atom),)) for atom in eqn.invars]
+            decision = self._decide(eqn, operands)
+            for atom, placement in zip(eqn.invars, decision.operands, strict=True):
+                self._demand(atom, placement)
+
+    def _forward(self) -> Layout:
+        replicated = self.mesh.replicated()
+        self.natural = dict.fromkeys(self.jaxpr.constvars, replicated)
+        self.natural.update(zip(self.jaxpr.invars, self.inputs, strict=True))
+        copies = _Copies(self)
+        steps = []
+        for eqn in self.jaxpr.eqns:
+            operands = [self._known(atom, copies.held(atom)) for atom in eqn.invars]
+            decision = self._decide(eqn, operands)
+            fetches = tuple(
+                copies.fetch(atom, placement) for atom, placement in zip(eqn.invars, decision.operands, strict=True)
+            )
+            if isinstance(decision.how, Nested):
+                copies.passed_to_region(eqn.invars)
+            steps.append(Step(eqn, decision.how, fetches, decision.results))
+            self.natural.update(zip(eqn.outvars, decision.results, strict=True))
+        outputs = []
+        for atom, wanted in zip(self.jaxpr.outvars, self.output_demands, strict=True):
+            outputs.append(copies.fetch(atom, wanted[0] if wanted else self._natural(atom)))
+        return Layout(
+            self.jaxpr,
+            self.inputs,
+            tuple(outputs),
+            tuple(steps),
+            self.mesh,
+            tuple(copies.wanted(var) for var in self.jaxpr.invars),
+            tuple(var in copies.regathered for var in self.jaxpr.invars),
+        )
+
+    def _decide(self, eqn: jex.JaxprEqn, operands: list[Operand]) -> Decision:
+        demands = tuple(tuple(self.demands.get(var, ())) for var in eqn.outvars)
+        rule = self.propagator.rule_of(eqn)
+        if isinstance(rule, OpRule):
+            return choose_split(eqn, rule, operands, demands, self.mesh)
+        request = Request(
+            tuple(self._best_for_region(operand) for operand in operands),
+            tuple(operand.batch for operand in operands),
+            demands,
+            self.mesh,
+        )
+        return rule.decide(eqn, request, self.propagator)
+
+    def _best_for_region(self, operand: Operand) -> Placement:
+        """The placement a region is offered: partial sums come as what they will be summed into anyway."""
+        offered = operand.held[0]
+        if not offered.is_partial:
+            return offered
+        summed = [placement for placement in (*operand.held, *operand.expected) if not placement.is_partial]
+        return summed[0] if summed else offered
+
+    def _known(self, atom, held: tuple[Placement, ...]) -> Operand:
+        if isinstance(atom, jex.Literal):
+            return Operand((self.mesh.replicated(),), (), False, full_bytes(atom.aval))
+        return Operand(held, tuple(self.demands.get(atom, ())), self.batch.get(atom, False), full_bytes(atom.aval))
+
+    def _natural(self, atom) -> Placement:
+        return self.mesh.replicated() if isinstance(atom, jex.Literal) else self.natural[atom]
+
+    def _demand(self, atom, placement: Placement) -> None:
+        if isinstance(atom, jex.Literal) or is_drop_var(atom):
+            return
+        wanted = self.demands.setdefault(atom, [])
+        if placement not in wanted:
+            wanted.append(placement)
+
+
+class _Copies:
+    """The copies of each value made so far in a forward sweep, and which of them are still held."""
+
+    def __init__(self, sweeps: _Sweeps) -> None:
+        self.sweeps = sweeps
+        self.made: dict = {}
+        self.uses: dict = {}
+        self.regathered: set = set()
+        self.gathered_bytes = 0.0
+
+    def held(self, atom) -> tuple[Placement, ...]:
+        if isinstance(atom, jex.Literal):
+            return (self.sweeps.mesh.replicated(),)
+        alive = [
+            placement for placement, copy in self.made.get(atom, {}).items() if not self._released(atom, copy)
+        ]
+        return (self.sweeps.natural[atom], *alive)
+
+    def wanted(self, var) -> tuple[Placement, ...]:
+        return tuple(self.uses.get(var, ()))
+
+    def passed_to_region(self, atoms) -> None:
+        """Sharded values a region takes in as they are will be gathered inside it."""
+        self.regathered.update(atom for atom in atoms if not isinstance(atom, jex.Literal))
+
+    def fetch(self, atom, target: Placement) -> Fetch:
+        mesh = self.sweeps.mesh
+        if isinstance(atom, jex.Literal):
+            return Fetch(mesh.replicated(), target)
+        uses = self.uses.setdefault(atom, [])
+        if target not in uses:
+            uses.append(target)
+        natural = self.sweeps.natural[atom]
+        if target == natural:
+            return Fetch(natural, target)
+        made = self.made.setdefault(atom, {})
+        whole = full_bytes(atom.aval)
+        fresh = False
+        if target in made:
+            if not self._released(atom, made[target]):
+                made[target].used_at = self.gathered_bytes
+                return Fetch(target, target)
+            fresh = True
+            self.regathered.add(atom)
+        sources = [natural, *(p for p, copy in made.items() if p != target and not self._released(atom, copy))]
+        source = min(sources, key=lambda placement: _price(placement, target, whole, mesh))
+        gathered = not self.sweeps.batch.get(atom, False) and collectives(source, target, mesh) > 0
+        if gathered:
+            self.gathered_bytes += whole
+        made[target] = _Copy(gathered, self.gathered_bytes)
+        return Fetch(source, target, fresh)
+
+    def _released(self, atom, copy: _Copy) -> bool:
+        return copy.gathered and self.gathered_bytes - copy.used_at >= full_bytes(atom.aval)
+
+
+def _price(source: Placement, target: Placement, whole: float, mesh: MeshAxes) -> tuple[float, int]:
+    sent = sum(
+        axis_bytes(have, want, whole, size)
+        for have, want, size in zip(source.axes, target.axes, mesh.sizes, strict=True)
+    )
+    return sent, target.axes.count(PARTIAL)

@@ -1,0 +1,156 @@
+"""Moving a value from one placement to another: what it takes, what it costs, and how it is done inside ``shard_map``."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, AxisPlacement, MeshAxes, Placement
+
+
+class MoveKind(StrEnum):
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    SLICE = "slice"
+    MASK = "mask"
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step of a resharding.
+
+    Attributes:
+      kind: what happens.
+      axes: the mesh axes it happens over, major first.
+      dim: the dimension gathered, scattered, sliced, or split by an all-to-all; unused by all-reduce and mask.
+      concat_dim: the dimension an all-to-all concatenates.
+    """
+
+    kind: MoveKind
+    axes: tuple[str, ...]
+    dim: int = -1
+    concat_dim: int = -1
+
+
+def axis_bytes(source: AxisPlacement, target: AxisPlacement, full_bytes: float, size: int) -> float:
+    """Bytes a device sends to change one axis's placement of a value of ``full_bytes``, by ring algorithms."""
+    if source == target or size == 1 or source == REPLICATE:
+        return 0.0
+    ring = (size - 1) / size
+    if source == PARTIAL:
+        return full_bytes * ring * (2 if target == REPLICATE else 1)
+    if target == REPLICATE or target == PARTIAL:
+        return full_bytes * ring
+    return full_bytes / size * ring
+
+
+@functools.lru_cache(maxsize=65536)
+def plan_moves(source: Placement, target: Placement, mesh: MeshAxes) -> tuple[Move, ...]:
+    """The moves that turn ``source`` into ``target``, in order.
+
+    A dimension is split major-first in mesh order, so an axis can only be taken from or added to the end of a
+    dimension's list of axes: what lies behind it is gathered with it and cut again, which costs no communication.
+    """
+    current = list(source.axes)
+    names = mesh.names
+    moves: list[Move] = []
+    leaving = {dim: _suffix_to_gather(dim, source, target) for dim in {axis for axis in source.axes if axis >= 0}}
+
+    swaps = []
+    for dim, axes in sorted(leaving.items()):
+        if not axes:
+            continue
+        destination = target.axes[axes[0]]
+        if len(axes) == 1 and destination >= 0 and destination != dim and not leaving.get(destination):
+            swaps.append((dim, axes[0], destination))
+            continue
+        moves.append(Move(MoveKind.ALL_GATHER, tuple(names[axis] for axis in axes), dim))
+        for axis in axes:
+            current[axis] = REPLICATE
+    for dim, axis, destination in swaps:
+        behind = [other for other, state in enumerate(current) if state == destination and other > axis]
+        missing = [other for other in target.axes_of(destination) if other < axis and current[other] != destination]
+        if behind or missing:
+            moves.append(Move(MoveKind.ALL_GATHER, (names[axis],), dim))
+            current[axis] = REPLICATE
+        else:
+            moves.append(Move(MoveKind.ALL_TO_ALL, (names[axis],), destination, dim))
+            current[axis] = destination
+
+    for axis, wanted in enumerate(target.axes):
+        if wanted < 0 or current[axis] == wanted:
+            continue
+        kind = MoveKind.REDUCE_SCATTER if current[axis] == PARTIAL else MoveKind.SLICE
+        moves.append(Move(kind, (names[axis],), wanted))
+        current[axis] = wanted
+    summed = tuple(
+        names[axis] for axis, state in enumerate(current) if state == PARTIAL and target.axes[axis] == REPLICATE
+    )
+    if summed:
+        moves.append(Move(MoveKind.ALL_REDUCE, summed))
+    masked = tuple(
+        names[axis] for axis, wanted in enumerate(target.axes) if wanted == PARTIAL and current[axis] == REPLICATE
+    )
+    if masked:
+        moves.append(Move(MoveKind.MASK, masked))
+    return tuple(moves)
+
+
+def _suffix_to_gather(dim: int, source: Placement, target: Placement) -> tuple[int, ...]:
+    held, wanted = source.axes_of(dim), target.axes_of(dim)
+    kept = 0
+    while kept < min(len(held), len(wanted)) and held[kept] == wanted[kept]:
+        kept += 1
+    return held[kept:]
+
+
+def collectives(source: Placement, target: Placement, mesh: MeshAxes) -> int:
+    """How many collectives the resharding launches."""
+    return sum(move.kind not in (MoveKind.SLICE, MoveKind.MASK) for move in plan_moves(source, target, mesh))
+
+
+def apply_move(value: jax.Array, move: Move, mesh: MeshAxes) -> jax.Array:
+    """Performs ``move`` on the local block ``value``; call it where ``move.axes`` are manual."""
+    axes = move.axes if len(move.axes) > 1 else move.axes[0]
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        implementation = jax.random.key_impl(value)
+        moved = apply_move(jax.random.key_data(value), move, mesh)
+        return jax.random.wrap_key_data(moved, impl=implementation)
+    match move.kind:
+        case MoveKind.ALL_GATHER:
+            return lax.all_gather(value, axes, axis=move.dim, tiled=True)
+        case MoveKind.REDUCE_SCATTER:
+            return lax.psum_scatter(value, axes, scatter_dimension=move.dim, tiled=True)
+        case MoveKind.ALL_REDUCE:
+            return lax.psum(value, axes)
+        case MoveKind.ALL_TO_ALL:
+            return lax.all_to_all(value, axes, split_axis=move.dim, concat_axis=move.concat_dim, tiled=True)
+        case MoveKind.SLICE:
+            width = value.shape[move.dim] // mesh.size_of(move.axes)
+            return lax.dynamic_slice_in_dim(value, axis_position(move.axes, mesh) * width, width, axis=move.dim)
+        case MoveKind.MASK:
+            return jnp.where(axis_position(move.axes, mesh) == 0, value, jnp.zeros_like(value))
+
+
+def axis_position(names: Sequence[str], mesh: MeshAxes) -> jax.Array:
+    """This device's index along the axes ``names`` taken together, major first."""
+    position = jnp.zeros((), jnp.int32)
+    for name in names:
+        position = position * mesh.size_of((name,)) + lax.axis_index(name)
+    return position
+
+
+def full_bytes(aval) -> float:
+    """Bytes of a whole value; random keys count as their key data."""
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return 8.0 * math.prod(aval.shape)
+    return float(math.prod(aval.shape) * aval.dtype.itemsize)

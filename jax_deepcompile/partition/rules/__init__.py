@@ -1,0 +1,1 @@
+"""How each primitive may be split: one file per family of primitives, collected in ``families.py``."""

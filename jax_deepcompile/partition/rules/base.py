@@ -1,0 +1,181 @@
+"""The language rules are written in.
+
+A rule describes an equation by its *factors*, the independent loops of its arithmetic, as an einsum letter does. Every
+dimension of every operand and result is a product of factors, major first; splitting a factor over a mesh axis splits all
+dimensions it leads. Matrix multiplication ``x[b, k] @ w[k, n]`` has factors ``b`` and ``n``, which may be split freely,
+and ``k``, which may be split if the result is then summed. From this the propagation derives every legal placement.
+(The same idea under the same name: Shardy's sharding rules, https://openxla.org/shardy/sharding_representation.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from jax_deepcompile.ir.placement import MeshAxes
+from jax_deepcompile.partition.reshard import axis_position
+
+
+class Kind(StrEnum):
+    """What happens to the results when a factor is split."""
+
+    MAP = "map"
+    """They are split with it."""
+    SUM = "sum"
+    """They become partial sums."""
+    MAX = "max"
+    """They are combined by maximum at once."""
+    MIN = "min"
+    """They are combined by minimum at once."""
+    WHOLE = "whole"
+    """The factor cannot be split."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One independent loop of an equation: its trip count and what splitting it does."""
+
+    size: int
+    kind: Kind
+
+
+Dims = tuple[tuple[int, ...], ...]
+"""For each dimension of a value the indices of its factors, major first."""
+
+
+@dataclass(frozen=True)
+class LocalEquation:
+    """An equation about to be computed on one device's blocks.
+
+    Attributes:
+      eqn: the equation in the global view.
+      rule: its rule.
+      splits: for each factor the mesh axes it is split over, major first.
+      mesh: the mesh axes.
+    """
+
+    eqn: jex.JaxprEqn
+    rule: OpRule
+    splits: tuple[tuple[str, ...], ...]
+    mesh: MeshAxes
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.eqn.params
+
+    def factor_size(self, factor: int) -> int:
+        """Trip count of ``factor`` on one device."""
+        return self.rule.factors[factor].size // self.mesh.size_of(self.splits[factor])
+
+    def dim_size(self, factors: Sequence[int]) -> int:
+        """Local size of a dimension made of ``factors``."""
+        return math.prod(self.factor_size(factor) for factor in factors)
+
+    def result_shape(self, index: int = 0) -> tuple[int, ...]:
+        return tuple(self.dim_size(factors) for factors in self.rule.results[index])
+
+    def operand_shape(self, index: int) -> tuple[int, ...]:
+        return tuple(self.dim_size(factors) for factors in self.rule.operands[index])
+
+    def start(self, factors: Sequence[int]) -> jax.Array | int:
+        """Global index at which this device's block of a dimension made of ``factors`` starts."""
+        axes = [name for factor in factors for name in self.splits[factor]]
+        return axis_position(axes, self.mesh) * self.dim_size(factors) if axes else 0
+
+    def bind(self, *operands: jax.Array, **changed_params: Any) -> Sequence[jax.Array]:
+        """Computes the same primitive on ``operands``, some parameters changed."""
+        params = self.eqn.primitive.get_bind_params({**self.params, **changed_params})
+        out = self.eqn.primitive.bind(*operands, **params)
+        return out if self.eqn.primitive.multiple_results else [out]
+
+
+Emit = Callable[..., Sequence[jax.Array]]
+"""``emit(local: LocalEquation, *operand_blocks) -> result_blocks``."""
+
+
+def bind_unchanged(local: LocalEquation, *operands: jax.Array) -> Sequence[jax.Array]:
+    return local.bind(*operands)
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """How one equation may be split.
+
+    Attributes:
+      factors: its factors.
+      operands: the dims of each operand.
+      results: the dims of each result.
+      linear: sets of operands in which the equation is jointly linear: if all of a set are partial sums and the other
+        operands whole, the results are partial sums.
+      addends: operands that are added to a reduction over SUM factors; splitting one makes them partial sums too.
+      emit: computes the equation on one device's blocks.
+      reported: why the equation is computed whole where it could not be split, for ``explain()``; empty if by nature.
+    """
+
+    factors: tuple[Factor, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    linear: tuple[frozenset[int], ...] = ()
+    addends: frozenset[int] = frozenset()
+    emit: Emit = bind_unchanged
+    reported: str = ""
+
+
+@dataclass
+class RuleBuilder:
+    """Collects the factors of a rule while it is being written."""
+
+    factors: list[Factor] = field(default_factory=list)
+
+    def factor(self, size: int, kind: Kind = Kind.MAP) -> int:
+        self.factors.append(Factor(size, kind))
+        return len(self.factors) - 1
+
+    def map(self, size: int) -> tuple[int, ...]:
+        return (self.factor(size),)
+
+    def sum(self, size: int) -> tuple[int, ...]:
+        return (self.factor(size, Kind.SUM),)
+
+    def whole(self, size: int) -> tuple[int, ...]:
+        return (self.factor(size, Kind.WHOLE),)
+
+    def whole_dims(self, shape: Sequence[int]) -> Dims:
+        return tuple(self.whole(size) for size in shape)
+
+    def build(
+        self,
+        operands: Sequence[Dims],
+        results: Sequence[Dims],
+        *,
+        linear: Sequence[Sequence[int]] = (),
+        addends: Sequence[int] = (),
+        emit: Emit = bind_unchanged,
+        reported: str = "",
+    ) -> OpRule:
+        return OpRule(
+            tuple(self.factors),
+            tuple(tuple(dims) for dims in operands),
+            tuple(tuple(dims) for dims in results),
+            tuple(frozenset(group) for group in linear),
+            frozenset(addends),
+            emit,
+            reported,
+        )
+
+
+Rule = Callable[[jex.JaxprEqn], OpRule]
+
+
+def replicated_rule(eqn: jex.JaxprEqn, reported: str = "") -> OpRule:
+    """Every operand and result whole on every device: right for any deterministic primitive."""
+    builder = RuleBuilder()
+    operands = [builder.whole_dims(var.aval.shape) for var in eqn.invars]
+    results = [builder.whole_dims(var.aval.shape) for var in eqn.outvars]
+    return builder.build(operands, results, reported=reported)

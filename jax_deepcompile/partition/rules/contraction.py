@@ -1,0 +1,60 @@
+"""Contractions: batch and free dimensions may be split freely, contracted ones make partial sums."""
+
+from __future__ import annotations
+
+from jax.extend import core as jex
+
+from jax_deepcompile.partition.rules.base import OpRule, RuleBuilder
+from jax_deepcompile.partition.rules.registry import rule
+
+
+@rule("dot_general")
+def dot_general(eqn: jex.JaxprEqn) -> OpRule:
+    """``x[batch, free, contract] · y[batch, contract, free] -> [batch, free of x, free of y]``."""
+    (contract_x, contract_y), (batch_x, batch_y) = eqn.params["dimension_numbers"]
+    shape_x, shape_y = (var.aval.shape for var in eqn.invars)
+    builder = RuleBuilder()
+    dims_x, dims_y = {}, {}
+    batch = [builder.map(shape_x[dim]) for dim in batch_x]
+    for dim_x, dim_y, factor in zip(batch_x, batch_y, batch, strict=True):
+        dims_x[dim_x] = dims_y[dim_y] = factor
+    for dim_x, dim_y in zip(contract_x, contract_y, strict=True):
+        dims_x[dim_x] = dims_y[dim_y] = builder.sum(shape_x[dim_x])
+    free_x = [dim for dim in range(len(shape_x)) if dim not in dims_x]
+    free_y = [dim for dim in range(len(shape_y)) if dim not in dims_y]
+    dims_x |= {dim: builder.map(shape_x[dim]) for dim in free_x}
+    dims_y |= {dim: builder.map(shape_y[dim]) for dim in free_y}
+    result = [*batch, *(dims_x[dim] for dim in free_x), *(dims_y[dim] for dim in free_y)]
+    return builder.build(
+        [[dims_x[dim] for dim in range(len(shape_x))], [dims_y[dim] for dim in range(len(shape_y))]],
+        [result],
+        linear=[(0,), (1,)],
+    )
+
+
+@rule("conv_general_dilated")
+def convolution(eqn: jex.JaxprEqn) -> OpRule:
+    """Batch splits freely, output features split with the kernel's; input features are summed; windows stay whole.
+
+    Grouped convolutions keep their features whole, and batch-grouped ones their batch, as groups are laid out major in
+    both the operand and the result and may not divide evenly.
+    """
+    lhs, rhs = (var.aval.shape for var in eqn.invars)
+    out = eqn.outvars[0].aval.shape
+    numbers = eqn.params["dimension_numbers"]
+    builder = RuleBuilder()
+    lhs_dims = [builder.whole(size) for size in lhs]
+    rhs_dims = [builder.whole(size) for size in rhs]
+    out_dims = [builder.whole(size) for size in out]
+    lhs_batch, lhs_feature = numbers.lhs_spec[:2]
+    rhs_out, rhs_in = numbers.rhs_spec[:2]
+    out_batch, out_feature = numbers.out_spec[:2]
+    single_feature_group = eqn.params["feature_group_count"] == 1
+    single_batch_group = eqn.params["batch_group_count"] == 1
+    if single_batch_group:
+        lhs_dims[lhs_batch] = out_dims[out_batch] = builder.map(lhs[lhs_batch])
+    if single_feature_group:
+        lhs_dims[lhs_feature] = rhs_dims[rhs_in] = builder.sum(lhs[lhs_feature])
+        if single_batch_group:
+            rhs_dims[rhs_out] = out_dims[out_feature] = builder.map(out[out_feature])
+    return builder.build([lhs_dims, rhs_dims], [out_dims], linear=[(0,), (1,)])

@@ -1,0 +1,301 @@
+"""Loops and branches: their jaxprs are decided like the program itself; what a loop carries reaches a fixed point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
+from jax_deepcompile.partition.layout import Decision, Layout, Nested, Propagate, RegionRule, Request, Run, Step
+from jax_deepcompile.partition.rules.registry import REGISTRY
+
+_ROUNDS = 8
+"""A carry changes placement a few times at most; one that still moves after this many rounds is carried whole."""
+
+
+def batch_through(jaxpr: jex.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Which outputs depend on inputs that depend on the batch; regions inside count as one equation."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    for eqn in jaxpr.eqns:
+        depends = any(known.get(atom, False) for atom in eqn.invars if not isinstance(atom, jex.Literal))
+        known.update(dict.fromkeys(eqn.outvars, depends))
+    return [not isinstance(atom, jex.Literal) and known.get(atom, False) for atom in jaxpr.outvars]
+
+
+def _settled_batch(jaxpr: jex.Jaxpr, fixed: Sequence[bool], carry: Sequence[bool], rest: Sequence[bool]):
+    """Outputs' dependence on the batch once it has gone round the loop: ``(carry, other outputs)``."""
+    carry = list(carry)
+    while True:
+        outs = batch_through(jaxpr, [*fixed, *carry, *rest])
+        merged = [before or after for before, after in zip(carry, outs[: len(carry)], strict=True)]
+        if merged == carry:
+            return carry, outs[len(carry) :]
+        carry = merged
+
+
+def _settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands, propagate: Propagate, keep_partial):
+    """Decides a loop body so that every carried value leaves it in the placement it came in.
+
+    Args:
+      fixed, carry, rest: placements of the body's constants, carry and per-iteration inputs.
+      batch: for every input of the body whether it depends on the batch.
+      rest_demands: demands on the outputs that are not carried.
+      final_demands: demands on the carried values after the loop.
+      keep_partial: for each carried value, whether it may accumulate as a partial sum.
+    """
+    carry = [
+        _without_unwanted_partial(placement, wanted, allowed)
+        for placement, wanted, allowed in zip(carry, final_demands, keep_partial, strict=True)
+    ]
+    for round_ in range(_ROUNDS):
+        free = propagate(jaxpr, [*fixed, *carry, *rest], batch, [*[()] * len(carry), *rest_demands])
+        yielded = free.output_placements[: len(carry)]
+        uses = free.wanted[len(fixed) : len(fixed) + len(carry)]
+        settled = [
+            _meet(now, after, used, wanted, allowed)
+            for now, after, used, wanted, allowed in zip(
+                carry, yielded, uses, final_demands, keep_partial, strict=True
+            )
+        ]
+        if settled == carry:
+            break
+        moved = [before != after for before, after in zip(carry, settled, strict=True)]
+        carry = settled
+        if round_ == _ROUNDS - 2:
+            carry = [
+                Placement((REPLICATE,) * len(placement.axes)) if still else placement
+                for placement, still in zip(carry, moved, strict=True)
+            ]
+    demands = [*[(placement,) for placement in carry], *rest_demands]
+    return tuple(carry), propagate(jaxpr, [*fixed, *carry, *rest], batch, demands)
+
+
+def _meet(now: Placement, after: Placement, used, wanted, allowed: bool) -> Placement:
+    """The next guess for a carried value that enters as ``now`` and leaves as ``after``."""
+    axes = []
+    for axis, (enters, leaves) in enumerate(zip(now.axes, after.axes, strict=True)):
+        if leaves == PARTIAL and not allowed:
+            leaves = next((demand.axes[axis] for demand in wanted if demand.axes[axis] != PARTIAL), REPLICATE)
+        whole_inside = any(placement.axes[axis] == REPLICATE for placement in used)
+        keeps = enters >= 0 and leaves == REPLICATE and not whole_inside
+        axes.append(enters if keeps else leaves)
+    return Placement(tuple(axes))
+
+
+def _without_unwanted_partial(placement: Placement, wanted, allowed: bool) -> Placement:
+    if allowed or not placement.is_partial:
+        return placement
+    return next((demand for demand in wanted if not demand.is_partial), placement.without_partial())
+
+
+@dataclass(frozen=True)
+class ScanRule(RegionRule):
+    """``scan``: stacked inputs and outputs are split on a dimension that is not the loop's, and gathered in the body.
+
+    A value added up over the iterations may stay a partial sum until the loop ends. That costs its whole size on every
+    device, so it is done only for the recurrent kind of loop, which holds its few parameters gathered throughout anyway
+    (see ``_is_recurrent``); a loop over microbatches keeps its accumulated gradients sharded.
+    """
+
+    def trip_count(self, eqn) -> int:
+        return eqn.params["length"]
+
+    def batch(self, eqn, operands):
+        consts, carry, xs = _split(eqn, operands)
+        carry, ys = _settled_batch(open_jaxpr(eqn.params["jaxpr"]), consts, carry, xs)
+        return [*carry, *ys]
+
+    def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
+        consts, carry, xs = _split(eqn, request.operands)
+        num_carry = len(carry)
+        consts = [placement.without_partial() for placement in consts]
+        xs = [_off_the_loop(placement.without_partial()) for placement in xs]
+        final_demands = request.demands[:num_carry]
+        ys_demands = [_body_demands(wanted) for wanted in request.demands[num_carry:]]
+        jaxpr = open_jaxpr(eqn.params["jaxpr"])
+        const_batch, carry_batch, xs_batch = _split(eqn, request.batch)
+        carry_batch, _ = _settled_batch(jaxpr, const_batch, carry_batch, xs_batch)
+        batch = [*const_batch, *carry_batch, *xs_batch]
+        inner_xs = [placement.shifted(-1) for placement in xs]
+
+        def settle(consts, keep_partial):
+            return _settle_carry(
+                jaxpr, consts, carry, inner_xs, batch, ys_demands, final_demands, propagate, keep_partial
+            )
+
+        unsummed = [not any(_is_split(demand) for demand in wanted) for wanted in final_demands]
+        settled, layout = settle(consts, unsummed)
+        if _is_recurrent(layout, len(consts)):
+            whole = request.mesh.replicated()
+            hoisted = [
+                placement if depends else _hoisted(placement, wanted, whole)
+                for placement, wanted, depends in zip(consts, layout.wanted, const_batch, strict=False)
+            ]
+            settled, layout = settle(hoisted, [True] * num_carry)
+            consts = hoisted
+        consts = [
+            _sliced_outside(placement, wanted)
+            for placement, wanted in zip(consts, layout.wanted[: len(consts)], strict=True)
+        ]
+        layout = propagate(
+            jaxpr, [*consts, *settled, *inner_xs], batch, [*[(placement,) for placement in settled], *ys_demands]
+        )
+        ys = [placement.shifted(1) for placement in layout.output_placements[num_carry:]]
+        return Decision(Nested(self, (layout,)), (*consts, *settled, *xs), (*settled, *ys))
+
+    def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
+        (layout,) = step.how.layouts
+        params = step.eqn.params
+        consts, carry, xs = _split(step.eqn, operands)
+
+        def body(carry, xs):
+            outs = run(layout, [*consts, *carry, *xs], closed_consts(params["jaxpr"]))
+            return outs[: len(carry)], outs[len(carry) :]
+
+        options = {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in params}
+        carry, ys = lax.scan(body, carry, list(xs), **options)
+        return [*carry, *ys]
+
+
+def _split(eqn, values):
+    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    values = list(values)
+    return values[:consts], values[consts : consts + carry], values[consts + carry :]
+
+
+def _off_the_loop(placement: Placement) -> Placement:
+    return Placement(tuple(REPLICATE if axis == 0 else axis for axis in placement.axes))
+
+
+def _body_demands(wanted) -> tuple[Placement, ...]:
+    """What the body should yield for a stacked output: demands on its own dimensions, not on the loop's."""
+    inner = [_off_the_loop(placement).shifted(-1) for placement in wanted if not placement.is_partial]
+    return tuple(dict.fromkeys(placement for placement in inner if _is_split(placement)))
+
+
+def _is_split(placement: Placement) -> bool:
+    return any(axis >= 0 for axis in placement.axes)
+
+
+def _is_recurrent(layout: Layout, num_consts: int) -> bool:
+    """Whether the loop's invariant parameters are all needed whole in every iteration, for one use region each.
+
+    Then all of them are held gathered in every iteration anyway, and gathering them once before the loop costs no more.
+    """
+    gathered = [
+        any(placement != held for placement in wanted)
+        for held, wanted in zip(layout.inputs[:num_consts], layout.wanted[:num_consts], strict=True)
+        if _is_split(held)
+    ]
+    return any(gathered) and not any(layout.regathered[:num_consts])
+
+
+def _hoisted(placement: Placement, wanted, whole: Placement) -> Placement:
+    return whole if _is_split(placement) and whole in wanted else placement
+
+
+def _sliced_outside(placement: Placement, wanted) -> Placement:
+    """A whole constant of which the body only ever uses one slice is sliced once, before the loop."""
+    if placement.is_replicated and len(wanted) == 1 and not wanted[0].is_partial:
+        return wanted[0]
+    return placement
+
+
+@dataclass(frozen=True)
+class WhileRule(RegionRule):
+    """``while``: the predicate is the same on every device, so that all run, and communicate, equally often."""
+
+    def trip_count(self, eqn) -> int:
+        return 1
+
+    def batch(self, eqn, operands):
+        _, body_consts, carry = _split_while(eqn, operands)
+        return _settled_batch(open_jaxpr(eqn.params["body_jaxpr"]), body_consts, carry, [])[0]
+
+    def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
+        cond_consts, body_consts, carry = _split_while(eqn, request.operands)
+        cond_batch, body_batch, carry_batch = _split_while(eqn, request.batch)
+        cond_consts = [placement.without_partial() for placement in cond_consts]
+        body_consts = [placement.without_partial() for placement in body_consts]
+        jaxpr = open_jaxpr(eqn.params["body_jaxpr"])
+        carry_batch, _ = _settled_batch(jaxpr, body_batch, carry_batch, [])
+        carry, body = _settle_carry(
+            jaxpr, body_consts, carry, [], [*body_batch, *carry_batch], [], request.demands, propagate,
+            [not any(_is_split(demand) for demand in wanted) for wanted in request.demands],
+        )  # fmt: skip
+        condition = propagate(
+            open_jaxpr(eqn.params["cond_jaxpr"]),
+            [*cond_consts, *carry],
+            [*cond_batch, *carry_batch],
+            [(request.mesh.replicated(),)],
+        )
+        return Decision(Nested(self, (condition, body)), (*cond_consts, *body_consts, *carry), carry)
+
+    def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
+        condition, body = step.how.layouts
+        cond_consts, body_consts, carry = _split_while(step.eqn, operands)
+        params = step.eqn.params
+        return lax.while_loop(
+            lambda carry: run(condition, [*cond_consts, *carry], closed_consts(params["cond_jaxpr"]))[0],
+            lambda carry: run(body, [*body_consts, *carry], closed_consts(params["body_jaxpr"])),
+            carry,
+        )
+
+
+def _split_while(eqn, values):
+    conds, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    values = list(values)
+    return values[:conds], values[conds : conds + bodies], values[conds + bodies :]
+
+
+@dataclass(frozen=True)
+class CondRule(RegionRule):
+    """``cond``: every device takes the same branch, and all branches yield the same placements."""
+
+    def trip_count(self, eqn) -> int:
+        return 1
+
+    def batch(self, eqn, operands):
+        by_branch = [batch_through(open_jaxpr(branch), operands[1:]) for branch in eqn.params["branches"]]
+        return [operands[0] or any(outs) for outs in zip(*by_branch, strict=True)]
+
+    def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
+        branches = [open_jaxpr(branch) for branch in eqn.params["branches"]]
+        operands, batch = request.operands[1:], request.batch[1:]
+        layouts = [propagate(branch, operands, batch, request.demands) for branch in branches]
+        results = tuple(
+            wanted[0] if wanted else _join(outs)
+            for wanted, *outs in zip(
+                request.demands, *(layout.output_placements for layout in layouts), strict=True
+            )
+        )
+        layouts = [propagate(branch, operands, batch, [(placement,) for placement in results]) for branch in branches]
+        whole = request.mesh.replicated()
+        return Decision(Nested(self, tuple(layouts)), (whole, *operands), results)
+
+    def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
+        index, *rest = operands
+        calls = [
+            lambda *blocks, layout=layout, branch=branch: run(layout, blocks, closed_consts(branch))
+            for layout, branch in zip(step.how.layouts, step.eqn.params["branches"], strict=True)
+        ]
+        return lax.switch(index, calls, *rest)
+
+
+def _join(placements: Sequence[Placement]) -> Placement:
+    """One placement for a value that branches yield differently: split if one splits it, else partial if one does."""
+    axes = []
+    for states in zip(*(placement.axes for placement in placements), strict=True):
+        split = [state for state in states if state >= 0]
+        axes.append(split[0] if split else PARTIAL if PARTIAL in states else REPLICATE)
+    return Placement(tuple(axes))
+
+
+REGISTRY.register_region("scan", ScanRule())
+REGISTRY.register_region("while", WhileRule())
+REGISTRY.register_region("cond", CondRule())

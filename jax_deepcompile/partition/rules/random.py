@@ -1,0 +1,126 @@
+"""Random numbers: every device computes its slice of the global stream, so results do not depend on the mesh.
+
+Threefry in its partitionable form (``jax_threefry_partitionable``, the default) makes number ``i`` of an array from the
+key and ``i`` alone, so a block of the array needs only the indices of the block.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+from jax.extend.random import threefry2x32_p
+
+from jax_deepcompile.partition.rules.base import LocalEquation, OpRule, RuleBuilder
+from jax_deepcompile.partition.rules.registry import rule
+
+_WORD = 0xFFFFFFFF
+_UINT = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
+
+
+@rule("random_wrap", "random_unwrap")
+def key_data(eqn: jex.JaxprEqn) -> OpRule:
+    """``keys[*k] <-> data[*k, words]``: the words of a key stay together."""
+    builder = RuleBuilder()
+    shapes = [eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape]
+    shared = [builder.map(size) for size in min(shapes, key=len)]
+    operand, result = (
+        [*shared, *(builder.whole(size) for size in shape[len(shared) :])] for shape in shapes
+    )
+    return builder.build([operand], [result])
+
+
+@rule("random_seed", "random_fold_in", "random_clone", "random_gamma")
+def per_key(eqn: jex.JaxprEqn) -> OpRule:
+    """One result a key."""
+    builder = RuleBuilder()
+    shape = eqn.outvars[0].aval.shape
+    dims = [builder.map(size) for size in shape]
+    return builder.build([dims if var.aval.shape == shape else () for var in eqn.invars], [dims])
+
+
+@rule("random_split")
+def split_keys(eqn: jex.JaxprEqn) -> OpRule:
+    """``keys[*k] -> keys[*k, *shape]``: each device splits the keys it has, all ways."""
+    builder = RuleBuilder()
+    keys = [builder.map(size) for size in eqn.invars[0].aval.shape]
+    return builder.build([keys], [[*keys, *(builder.whole(size) for size in eqn.params["shape"])]])
+
+
+@rule("random_bits")
+def random_bits(eqn: jex.JaxprEqn) -> OpRule:
+    """``keys[*k] -> bits[*k, *shape]``."""
+    builder = RuleBuilder()
+    keys = [builder.map(size) for size in eqn.invars[0].aval.shape]
+    shape, width = eqn.params["shape"], eqn.params["bit_width"]
+    sliceable = _is_partitionable_threefry(eqn.invars[0].aval.dtype)
+    bits = [builder.map(size) if sliceable else builder.whole(size) for size in shape]
+    result = [*keys, *bits]
+
+    def emit(local: LocalEquation, key_block: jax.Array):
+        if not any(local.splits[factor] for factors in bits for factor in factors):
+            return local.bind(key_block)
+        starts = [local.start(factors) for factors in bits]
+        block = tuple(local.dim_size(factors) for factors in bits)
+        return [_threefry_block(key_block, shape, block, starts, width)]
+
+    reported = "" if sliceable else "this generator's stream cannot be sliced: every device draws the whole array"
+    return builder.build([keys], [result], emit=emit, reported=reported)
+
+
+def _is_partitionable_threefry(key_dtype) -> bool:
+    return str(key_dtype) == "key<fry>" and jax.config.jax_threefry_partitionable
+
+
+def _threefry_block(keys, shape, block, starts, bit_width: int) -> jax.Array:
+    """Bits of the block at ``starts`` of an array ``shape``, for each key: ``[*keys.shape, *block]``."""
+    high_index, low_index = _global_index(shape, block, starts)
+    words = jax.random.key_data(keys)
+    first, second = (
+        jnp.broadcast_to(words[..., word].reshape(keys.shape + (1,) * len(block)), keys.shape + block)
+        for word in (0, 1)
+    )
+    counts = (jnp.broadcast_to(index, keys.shape + block) for index in (high_index, low_index))
+    high, low = threefry2x32_p.bind(first, second, *counts)
+    if bit_width == 64:
+        return lax.shift_left(high.astype(jnp.uint64), jnp.uint64(32)) | low.astype(jnp.uint64)
+    return (high ^ low).astype(_UINT[bit_width])
+
+
+def _global_index(shape, block, starts) -> tuple[jax.Array, jax.Array]:
+    """High and low words of the row-major index, in an array ``shape``, of every element of the block."""
+    high = low = jnp.zeros(block, jnp.uint32)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        position = lax.broadcasted_iota(jnp.uint32, block, dim) + jnp.asarray(starts[dim]).astype(jnp.uint32)
+        if math.prod(shape) <= 2**32:
+            low = low + position * jnp.uint32(stride & _WORD)
+        else:
+            more_high, more_low = _multiply_wide(position, stride)
+            low = low + more_low
+            high = high + more_high + (low < more_low).astype(jnp.uint32)
+        stride *= shape[dim]
+    return high, low
+
+
+def _multiply_wide(position: jax.Array, stride: int) -> tuple[jax.Array, jax.Array]:
+    """High and low words of ``position * stride`` modulo 2**64, from 16-bit limbs of the low product."""
+    low_stride, high_stride = stride & _WORD, stride >> 32 & _WORD
+    p0, p1 = position & jnp.uint32(0xFFFF), position >> jnp.uint32(16)
+    s0, s1 = jnp.uint32(low_stride & 0xFFFF), jnp.uint32(low_stride >> 16)
+    middle = (p0 * s0 >> jnp.uint32(16)) + (p0 * s1 & jnp.uint32(0xFFFF)) + (p1 * s0 & jnp.uint32(0xFFFF))
+    high = p1 * s1 + (p0 * s1 >> jnp.uint32(16)) + (p1 * s0 >> jnp.uint32(16)) + (middle >> jnp.uint32(16))
+    return high + position * jnp.uint32(high_stride), position * jnp.uint32(low_stride)
+
+
+@rule("rng_bit_generator", "rng_uniform")
+def stateful_generator(eqn: jex.JaxprEqn) -> OpRule:
+    builder = RuleBuilder()
+    return builder.build(
+        [builder.whole_dims(var.aval.shape) for var in eqn.invars],
+        [builder.whole_dims(var.aval.shape) for var in eqn.outvars],
+        reported="this generator's stream cannot be sliced: every device draws the whole array",
+    )

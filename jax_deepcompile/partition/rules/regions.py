@@ -1,0 +1,139 @@
+"""Equations that place their operands themselves: barriers, the user's own constraints and manual regions, printing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+from jax.extend import core as jex
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_deepcompile import _jax_compat
+from jax_deepcompile.ir.placement import REPLICATE, MeshAxes, Placement
+from jax_deepcompile.partition.layout import Decision, Nested, Propagate, RegionRule, Request, Run, Step
+from jax_deepcompile.partition.reshard import axis_position
+from jax_deepcompile.partition.rules.registry import REGISTRY
+
+
+class _SingleTrip(RegionRule):
+    def trip_count(self, eqn: jex.JaxprEqn) -> int:
+        return 1
+
+    def batch(self, eqn: jex.JaxprEqn, operands: Sequence[bool]) -> list[bool]:
+        return [any(operands)] * len(eqn.outvars)
+
+
+@dataclass(frozen=True)
+class BarrierRule(_SingleTrip):
+    """``optimization_barrier``: every value passes as it is, partial sums included."""
+
+    def batch(self, eqn, operands):
+        return list(operands)
+
+    def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
+        return Decision(Nested(self), request.operands, request.operands)
+
+    def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
+        return lax.optimization_barrier(tuple(operands))
+
+
+@dataclass(frozen=True)
+class ConstraintRule(_SingleTrip):
+    """``sharding_constraint``: axes of ours that it names are obeyed, automatic axes are passed on to XLA."""
+
+    def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
+        (held,) = request.operands
+        placement = held.without_partial()
+        shape = eqn.invars[0].aval.shape
+        for dim, names in enumerate(_entries(eqn.params["sharding"])):
+            for name in names:
+                if name in request.mesh.names:
+                    asked = placement.replace(request.mesh.names.index(name), dim)
+                    placement = asked if asked.fits(shape, request.mesh) else placement
+        return Decision(Nested(self), (placement,), (placement,))
+
+    def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
+        sharding = step.eqn.params["sharding"]
+        automatic = [
+            tuple(name for name in names if name not in mesh.names) or None for names in _entries(sharding)
+        ]
+        if not any(automatic):
+            return operands
+        target = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*automatic))
+        return [lax.with_sharding_constraint(operands[0], target)]
+
+
+def _entries(sharding) -> list[tuple[str, ...]]:
+    """The mesh axes of every dimension that ``sharding`` mentions."""
+    if not isinstance(sharding, NamedSharding):
+        return []
+    return [
+        entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else () for entry in sharding.spec
+    ]
+
+
+@dataclass(frozen=True)
+class ManualRule(_SingleTrip):
+    """The user's own ``shard_map``: its specs are the placements, its body is local already."""
+
+    def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
+        operands = tuple(_from_spec(spec, request.mesh) for spec in eqn.params["in_specs"])
+        results = tuple(_from_spec(spec, request.mesh) for spec in eqn.params["out_specs"])
+        return Decision(Nested(self), operands, results)
+
+    def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
+        params = step.eqn.params
+        automatic = frozenset(params["newly_manual_axes"]) - frozenset(mesh.names)
+        if not automatic:
+            return _jax_compat.eval_local(params["jaxpr"], operands)
+        return jax.shard_map(
+            lambda *blocks: _jax_compat.eval_local(params["jaxpr"], blocks),
+            in_specs=tuple(_only(spec, automatic) for spec in params["in_specs"]),
+            out_specs=tuple(_only(spec, automatic) for spec in params["out_specs"]),
+            axis_names=automatic,
+            check_vma=False,
+        )(*operands)
+
+
+def _from_spec(spec: PartitionSpec, mesh: MeshAxes) -> Placement:
+    dims = {}
+    for dim, entry in enumerate(spec):
+        names = entry if isinstance(entry, tuple) else (entry,)
+        dims[dim] = [name for name in names if name in mesh.names]
+    return mesh.place(dims)
+
+
+def _only(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
+    kept = []
+    for entry in spec:
+        listed = entry if isinstance(entry, tuple) else (entry,)
+        kept.append(tuple(name for name in listed if name in names) or None)
+    return PartitionSpec(*kept)
+
+
+@dataclass(frozen=True)
+class PrintRule(_SingleTrip):
+    """``jax.debug.print`` and ``jax.debug.callback``: whole values, from the first device alone."""
+
+    def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
+        whole = Placement((REPLICATE,) * len(request.mesh.names))
+        return Decision(Nested(self), (whole,) * len(eqn.invars), (whole,) * len(eqn.outvars))
+
+    def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
+        eqn = step.eqn
+        params = eqn.primitive.get_bind_params(eqn.params)
+
+        def call(*values):
+            eqn.primitive.bind(*values, **params)
+
+        lax.cond(axis_position(mesh.names, mesh) == 0, call, lambda *values: None, *operands)
+        return []
+
+
+REGISTRY.register_region("optimization_barrier", BarrierRule())
+REGISTRY.register_region("sharding_constraint", ConstraintRule())
+REGISTRY.register_region("shard_map", ManualRule())
+REGISTRY.register_region("debug_print", PrintRule())
+REGISTRY.register_region("debug_callback", PrintRule())

@@ -1,0 +1,236 @@
+"""Primitives that move data without computing: each output dimension is made of factors of input dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+
+from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule, RuleBuilder
+from jax_deepcompile.partition.rules.registry import rule
+
+
+@rule("transpose")
+def transpose(eqn: jex.JaxprEqn) -> OpRule:
+    builder = RuleBuilder()
+    dims = [builder.map(size) for size in eqn.invars[0].aval.shape]
+    return builder.build([dims], [[dims[dim] for dim in eqn.params["permutation"]]], linear=[(0,)])
+
+
+@rule("broadcast_in_dim")
+def broadcast_in_dim(eqn: jex.JaxprEqn) -> OpRule:
+    """New and widened dimensions may be split although the operand has nothing to split there."""
+    operand, shape = eqn.invars[0].aval.shape, eqn.params["shape"]
+    builder = RuleBuilder()
+    result = [builder.map(size) for size in shape]
+    kept = [
+        result[position] if operand[dim] == shape[position] else builder.whole(1)
+        for dim, position in enumerate(eqn.params["broadcast_dimensions"])
+    ]
+
+    def emit(local: LocalEquation, block, *_dynamic_sizes):
+        return local.bind(block, shape=local.result_shape(), **_without_sharding(eqn))
+
+    return builder.build([kept], [result], linear=[(0,)], emit=emit)
+
+
+@rule("reshape")
+def reshape(eqn: jex.JaxprEqn) -> OpRule:
+    """Merged and split dimensions share their common factors, major first."""
+    builder = RuleBuilder()
+    if eqn.params.get("dimensions") is not None:
+        operand = builder.whole_dims(eqn.invars[0].aval.shape)
+        return builder.build([operand], [builder.whole_dims(eqn.params["new_sizes"])], linear=[(0,)])
+    operand, result = common_factors(builder, eqn.invars[0].aval.shape, eqn.params["new_sizes"])
+
+    def emit(local: LocalEquation, block):
+        return local.bind(block, new_sizes=local.result_shape(), **_without_sharding(eqn))
+
+    return builder.build([operand], [result], linear=[(0,)], emit=emit)
+
+
+def common_factors(builder: RuleBuilder, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
+    """Factors of two row-major shapes of equal size.
+
+    Walking both from the major end, what remains of the current two dimensions shares its greatest common divisor. Where
+    that is not one of the two, such as ``(6, 4) -> (8, 3)`` after the shared 2, the rest up to the next common boundary
+    is interleaved and stays whole.
+    """
+    if math.prod(source) == 0:
+        return builder.whole_dims(source), builder.whole_dims(target)
+    dims: tuple[list[list[int]], list[list[int]]] = ([[] for _ in source], [[] for _ in target])
+    shapes = (list(source), list(target))
+    at = [0, 0]
+    aligned = True
+    while at[0] < len(source) and at[1] < len(target):
+        left, right = shapes[0][at[0]], shapes[1][at[1]]
+        shared = math.gcd(left, right)
+        if aligned and shared > 1:
+            factor = builder.factor(shared)
+            for side in (0, 1):
+                dims[side][at[side]].append(factor)
+                shapes[side][at[side]] //= shared
+        elif left == 1 or right == 1:
+            for side in (0, 1):
+                at[side] += shapes[side][at[side]] == 1 and (side == 0 or left != 1 or right == 1)
+        else:
+            aligned = _skip_interleaved(builder, dims, shapes, at)
+    return tuple(map(tuple, dims[0])), tuple(map(tuple, dims[1]))
+
+
+def _skip_interleaved(builder: RuleBuilder, dims, shapes, at: list[int]) -> bool:
+    """Makes everything up to the next common boundary whole; true, as the walk is aligned again there."""
+    taken = [1, 1]
+    while taken[0] == 1 or taken[0] != taken[1]:
+        side = 0 if taken[0] <= taken[1] else 1
+        size = shapes[side][at[side]]
+        if size > 1:
+            dims[side][at[side]].append(builder.factor(size, Kind.WHOLE))
+        taken[side] *= size
+        shapes[side][at[side]] = 1
+        at[side] += 1
+    return True
+
+
+@rule("squeeze")
+def squeeze(eqn: jex.JaxprEqn) -> OpRule:
+    builder = RuleBuilder()
+    dropped = {dim % len(eqn.invars[0].aval.shape) for dim in eqn.params["dimensions"]}
+    dims = [builder.map(size) for size in eqn.invars[0].aval.shape]
+    return builder.build([dims], [[d for dim, d in enumerate(dims) if dim not in dropped]], linear=[(0,)])
+
+
+@rule("rev")
+def rev(eqn: jex.JaxprEqn) -> OpRule:
+    dims, builder = _partly_whole(eqn.invars[0].aval.shape, set(eqn.params["dimensions"]))
+    return builder.build([dims], [dims], linear=[(0,)])
+
+
+def _partly_whole(shape: Sequence[int], whole: set[int]) -> tuple[list[tuple[int, ...]], RuleBuilder]:
+    builder = RuleBuilder()
+    return [builder.whole(size) if dim in whole else builder.map(size) for dim, size in enumerate(shape)], builder
+
+
+@rule("concatenate")
+def concatenate(eqn: jex.JaxprEqn) -> OpRule:
+    """All dimensions but the concatenated one split freely."""
+    dimension = eqn.params["dimension"]
+    builder = RuleBuilder()
+    result = [
+        builder.whole(size) if dim == dimension else builder.map(size)
+        for dim, size in enumerate(eqn.outvars[0].aval.shape)
+    ]
+    operands = [_swap(result, dimension, builder.whole(var.aval.shape[dimension])) for var in eqn.invars]
+    return builder.build(operands, [result], linear=[range(len(eqn.invars))])
+
+
+@rule("split")
+def split(eqn: jex.JaxprEqn) -> OpRule:
+    axis = eqn.params["axis"]
+    dims, builder = _partly_whole(eqn.invars[0].aval.shape, {axis})
+    results = [_swap(dims, axis, builder.whole(size)) for size in eqn.params["sizes"]]
+    return builder.build([dims], results, linear=[(0,)])
+
+
+@rule("stack")
+def stack(eqn: jex.JaxprEqn) -> OpRule:
+    """Operands of one shape along a new dimension."""
+    builder = RuleBuilder()
+    dims = [builder.map(size) for size in eqn.invars[0].aval.shape]
+    axis = eqn.params["axis"]
+    result = [*dims[:axis], builder.whole(len(eqn.invars)), *dims[axis:]]
+    return builder.build([dims] * len(eqn.invars), [result], linear=[range(len(eqn.invars))])
+
+
+@rule("unstack")
+def unstack(eqn: jex.JaxprEqn) -> OpRule:
+    axis = eqn.params["axis"]
+    dims, builder = _partly_whole(eqn.invars[0].aval.shape, {axis})
+    return builder.build([dims], [[*dims[:axis], *dims[axis + 1 :]]] * len(eqn.outvars), linear=[(0,)])
+
+
+def _swap(dims: Sequence[tuple[int, ...]], position: int, new: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [new if dim == position else factors for dim, factors in enumerate(dims)]
+
+
+@rule("tile")
+def tile(eqn: jex.JaxprEqn) -> OpRule:
+    """A dimension repeated ``n`` times is ``n`` major, the operand's dimension minor; repeated once it splits freely."""
+    builder = RuleBuilder()
+    operand, result = [], []
+    for size, repeats in zip(eqn.invars[0].aval.shape, eqn.params["reps"], strict=True):
+        if repeats == 1:
+            factors = builder.map(size)
+            operand.append(factors)
+            result.append(factors)
+        else:
+            operand.append(builder.whole(size))
+            result.append(builder.whole(size * repeats))
+    return builder.build([operand], [result], linear=[(0,)])
+
+
+@rule("pad")
+def pad(eqn: jex.JaxprEqn) -> OpRule:
+    """Dimensions without padding split freely."""
+    config = eqn.params["padding_config"]
+    padded = {dim for dim, amounts in enumerate(config) if any(amounts)}
+    dims, builder = _partly_whole(eqn.invars[0].aval.shape, padded)
+    result = [
+        builder.whole(size) if dim in padded else dims[dim] for dim, size in enumerate(eqn.outvars[0].aval.shape)
+    ]
+    return builder.build([dims, ()], [result], linear=[(0, 1)])
+
+
+@rule("slice")
+def slice_(eqn: jex.JaxprEqn) -> OpRule:
+    """Dimensions taken whole split freely."""
+    shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    cut = {dim for dim, size in enumerate(shape) if out[dim] != size}
+    strides = eqn.params["strides"]
+    reversed_or_strided = {dim for dim, stride in enumerate(strides or ()) if stride != 1}
+    dims, builder = _partly_whole(shape, cut | reversed_or_strided)
+    result = [builder.whole(size) if dim in cut else dims[dim] for dim, size in enumerate(out)]
+
+    def emit(local: LocalEquation, block):
+        starts = [0 if dim not in cut else start for dim, start in enumerate(eqn.params["start_indices"])]
+        limits = [
+            limit if dim in cut else block.shape[dim] for dim, limit in enumerate(eqn.params["limit_indices"])
+        ]
+        return local.bind(block, start_indices=tuple(starts), limit_indices=tuple(limits))
+
+    return builder.build([dims], [result], linear=[(0,)], emit=emit)
+
+
+@rule("iota")
+def iota(eqn: jex.JaxprEqn) -> OpRule:
+    """Each device counts from where its block starts."""
+    builder = RuleBuilder()
+    result = [builder.map(size) for size in eqn.params["shape"]]
+    dimension, dtype = eqn.params["dimension"], eqn.params["dtype"]
+
+    def emit(local: LocalEquation):
+        counted = lax.broadcasted_iota(dtype, local.result_shape(), dimension)
+        start = local.start(result[dimension])
+        return [counted if isinstance(start, int) and start == 0 else counted + jnp.asarray(start).astype(dtype)]
+
+    return builder.build([], [result], emit=emit)
+
+
+@rule("empty", "zeros_like")
+def like_operand(eqn: jex.JaxprEqn) -> OpRule:
+    builder = RuleBuilder()
+    result = [builder.map(size) for size in eqn.outvars[0].aval.shape]
+
+    def emit(local: LocalEquation, *_blocks: jax.Array):
+        return [jnp.zeros(local.result_shape(), eqn.outvars[0].aval.dtype)]
+
+    return builder.build([result] * len(eqn.invars), [result], emit=emit)
+
+
+def _without_sharding(eqn: jex.JaxprEqn) -> dict:
+    """Sharding hints of automatic meshes mean nothing in the local view."""
+    return {"sharding": None} if "sharding" in eqn.params else {}

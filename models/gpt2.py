@@ -1,0 +1,167 @@
+"""GPT-2, a decoder-only language model, in Flax Linen with its layers unrolled.
+
+References:
+  Language Models are Unsupervised Multitask Learners (Radford et al. 2019),
+    https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
+  The released code and weights, https://github.com/openai/gpt-2
+  GELU and its tanh form (Hendrycks & Gimpel 2016), https://arxiv.org/abs/1606.08415
+
+Shapes are written in the names: x_BxTxD has the dimensions
+  B batch    T tokens of a sequence    D model width    F feed-forward width    V vocabulary
+  H heads    C channels of a head
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Sizes and numerics of one GPT-2.
+
+    Attributes:
+      max_length: most tokens a sequence may have; each position has its own learned vector.
+      dropout_rate: of the embeddings, the attention weights and each residual branch.
+      param_dtype: dtype in which parameters are stored and updated.
+      dtype: dtype of the activations and of the parameters as they enter a computation.
+    """
+
+    vocab_size: int
+    max_length: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    dropout_rate: float = 0.1
+    norm_epsilon: float = 1e-5
+    init_std: float = 0.02
+    param_dtype: Any = jnp.float32
+    dtype: Any = jnp.float32
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def d_ff(self) -> int:
+        return 4 * self.d_model
+
+
+GPT2_SMALL = GPT2Config(vocab_size=50_257, max_length=1024, d_model=768, n_layers=12, n_heads=12)
+
+# Reads raw bytes.
+GPT2_TINY = GPT2Config(vocab_size=256, max_length=64, d_model=64, n_layers=2, n_heads=4)
+
+
+class GPT2(nn.Module):
+    """Tokens in, float32 logits of each next token out. With `train`, needs the random stream "dropout"."""
+
+    config: GPT2Config
+
+    @nn.compact
+    def __call__(self, tokens_BxT: jax.Array, *, train: bool = False) -> jax.Array:
+        cfg = self.config
+        embed = _embed(cfg, cfg.vocab_size, "token_embed")  # also the output layer
+        x_1xTxD = _embed(cfg, cfg.max_length, "position_embed")(jnp.arange(tokens_BxT.shape[1]))[None, :, :]
+        x_BxTxD = nn.Dropout(cfg.dropout_rate, deterministic=not train)(embed(tokens_BxT) + x_1xTxD)
+        for i in range(cfg.n_layers):
+            x_BxTxD = Layer(cfg, name=f"layer_{i}")(x_BxTxD, train=train)
+        x_BxTxD = _layer_norm(cfg, "final_norm")(x_BxTxD)
+        return embed.attend(x_BxTxD).astype(jnp.float32)
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward network, each on its own residual branch, each normalised on its way in."""
+
+    config: GPT2Config
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array, *, train: bool) -> jax.Array:
+        cfg = self.config
+        dropout = nn.Dropout(cfg.dropout_rate, deterministic=not train)
+        y_BxTxD = Attention(cfg, name="attention")(_layer_norm(cfg, "attention_norm")(x_BxTxD), train=train)
+        x_BxTxD += dropout(y_BxTxD)
+        y_BxTxD = MLP(cfg, name="mlp")(_layer_norm(cfg, "mlp_norm")(x_BxTxD))
+        return x_BxTxD + dropout(y_BxTxD)
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    config: GPT2Config
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array, *, train: bool) -> jax.Array:
+        cfg = self.config
+        q_BxTxHxC, k_BxTxHxC, v_BxTxHxC = (
+            _linear(cfg, (cfg.n_heads, cfg.head_dim), name)(x_BxTxD) for name in ("query", "key", "value")
+        )
+        T = x_BxTxD.shape[1]
+        y_BxTxHxC = nn.dot_product_attention(
+            q_BxTxHxC,
+            k_BxTxHxC,
+            v_BxTxHxC,
+            mask=jnp.tril(jnp.ones((1, 1, T, T), dtype=bool)),
+            dropout_rng=self.make_rng("dropout") if train and cfg.dropout_rate > 0 else None,
+            dropout_rate=cfg.dropout_rate,
+            broadcast_dropout=False,
+            deterministic=not train,
+            dtype=cfg.dtype,
+        )
+        return _linear(cfg, cfg.d_model, "out", axis=(-2, -1), residual=True)(y_BxTxHxC)
+
+
+class MLP(nn.Module):
+    """gelu(x W_up + b_up) W_down + b_down."""
+
+    config: GPT2Config
+
+    @nn.compact
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        cfg = self.config
+        h_BxTxF = nn.gelu(_linear(cfg, cfg.d_ff, "up")(x_BxTxD), approximate=True)
+        return _linear(cfg, cfg.d_model, "down", residual=True)(h_BxTxF)
+
+
+def next_token_loss(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats; the target at t is the token at t + 1."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT).mean()
+
+
+def _embed(cfg: GPT2Config, rows: int, name: str) -> nn.Embed:
+    return nn.Embed(
+        rows,
+        cfg.d_model,
+        embedding_init=nn.initializers.normal(cfg.init_std),
+        dtype=cfg.dtype,
+        param_dtype=cfg.param_dtype,
+        name=name,
+    )
+
+
+def _linear(
+    cfg: GPT2Config,
+    features: int | tuple[int, int],
+    name: str,
+    *,
+    axis: int | tuple[int, int] = -1,
+    residual: bool = False,
+) -> nn.DenseGeneral:
+    # Section 2.3 of the paper: what adds to the residual stream starts smaller by the square root of how many do.
+    std = cfg.init_std / (2 * cfg.n_layers) ** 0.5 if residual else cfg.init_std
+    return nn.DenseGeneral(
+        features,
+        axis=axis,
+        kernel_init=nn.initializers.normal(std),
+        dtype=cfg.dtype,
+        param_dtype=cfg.param_dtype,
+        name=name,
+    )
+
+
+def _layer_norm(cfg: GPT2Config, name: str) -> nn.LayerNorm:
+    return nn.LayerNorm(epsilon=cfg.norm_epsilon, dtype=cfg.dtype, param_dtype=cfg.param_dtype, name=name)
