@@ -32,7 +32,9 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         place = {"iterator": iterator_state, "text_fingerprint": text_fingerprint}
-        self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), place=ocp.args.JsonSave(place)))
+        self._manager.save(
+            step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), place=ocp.args.JsonSave(place))
+        )
 
     def restore(self, state: Any, text_fingerprint: int) -> tuple[int, Any, Any]:
         """The newest checkpoint: its step, the state (placed as ``state`` is, which may be abstract), the data's place.
@@ -46,9 +48,9 @@ class Checkpoints:
         restored = self._manager.restore(
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(state), place=ocp.args.JsonRestore())
         )
-        if restored.place["text_fingerprint"] != text_fingerprint:
+        if restored["place"]["text_fingerprint"] != text_fingerprint:
             raise ConfigError("cannot resume: the text has changed since the checkpoint; give the same files in --data")
-        return step, restored.state, restored.place["iterator"]
+        return step, restored["state"], restored["place"]["iterator"]
 
     def close(self) -> None:
         """Waits for what is still being written."""

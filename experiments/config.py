@@ -1,4 +1,4 @@
-"""What an experiment is made of. The fields are the keys of ``deepcompile train NAME key=value``; units are in the names.
+"""What an experiment is made of: the keys of ``deepcompile train NAME key=value``, with units in their names.
 
 An experiment is a module of this package that assigns ``CONFIG``, an :class:`Experiment`; its name is the module's.
 """
@@ -63,8 +63,6 @@ class Train:
 
     steps: Annotated[int, AtLeastOne] = 200
     seed: Annotated[int, NotNegative] = 0
-    microbatches: Annotated[int, AtLeastOne] = 1
-    memory_limit_bytes: Annotated[int, AtLeastOne] | None = None
     log_every_steps: Annotated[int, AtLeastOne] = 10
     checkpoint_every_steps: Annotated[int, AtLeastOne] = 100
     keep_checkpoints: Annotated[int, AtLeastOne] = 2

@@ -12,7 +12,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import grain
 import numpy as np
@@ -125,12 +125,12 @@ def load_text(config: Data) -> Text:
         if len(part) < config.batch_size:
             raise ConfigError(
                 f"too little text: {tokens_N.size} bytes in {len(files)} file(s) give {len(part)} {split} sequences of "
-                f"{config.sequence_length} bytes, fewer than one batch of {config.batch_size}; give more files, or lower "
-                f"data.sequence_length or data.batch_size"
+                f"{config.sequence_length} bytes, fewer than one batch of {config.batch_size}; give more files, or "
+                f"lower data.sequence_length or data.batch_size"
                 + (", or raise data.held_out_fraction" if part is held_out else "")
             )
     return Text(
-        training, held_out, len(files), tokens_N.size, unigram_entropy_nats(tokens_N), zlib.crc32(tokens_N)
+        training, held_out, len(files), tokens_N.size, unigram_entropy_nats(tokens_N), zlib.crc32(tokens_N.data)
     )
 
 
@@ -155,7 +155,8 @@ def held_out_batches(
     local_size = _local_batch_size(config.batch_size, process_count)
     dataset = grain.MapDataset.source(source).seed(config.shuffle_seed).shuffle()
     dataset = dataset[process_index::process_count].batch(local_size, drop_remainder=True)
-    return (dataset[index] for index in range(min(count, len(source) // config.batch_size)))
+    for index in range(min(count, len(source) // config.batch_size)):
+        yield cast(Batch, dataset[index])  # None only where a filter has dropped the element
 
 
 def _local_batch_size(batch_size: int, process_count: int) -> int:

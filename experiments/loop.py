@@ -13,9 +13,9 @@ from experiments.values import ConfigError
 
 
 def training_steps(
-    step: Any, state: Any, batches: Iterator[Any], *, first: int, last: int, tokens_per_step: int
+    step: Any, state: Any, batches: Iterator[Any], steps: range, tokens_per_step: int
 ) -> Iterator[tuple[Any, Record]]:
-    """Runs steps ``first`` to ``last``, both included, and yields the state and the record of each.
+    """Runs the steps and yields the state and the record of each.
 
     The program is compiled before the first step and timed apart, as ``compile_s`` in the first record, so that
     ``step_s`` and ``tokens_per_s`` are of training alone. A step's time begins with asking for its batch, and ends when
@@ -25,18 +25,17 @@ def training_steps(
         step: the sharded step, ``(state, batch) -> (state, metrics)``.
         state: what to start from; the step may free it.
         batches: this process's rows of each global batch.
-        first: number of the first step, counted from 1.
-        last: number of the last step.
+        steps: their numbers, the first step ever being 1.
         tokens_per_step: of the global batch.
 
     Raises:
         ConfigError: the loss is no longer a number.
     """
-    for number in range(first, last + 1):
+    for number in steps:
         started = time.perf_counter()
         batch = next(batches)
         compile_record: Record = {}
-        if number == first:
+        if number == steps.start:
             loaded = time.perf_counter()
             step.lower(state, batch).compile()
             compile_record = {"compile_s": time.perf_counter() - loaded}

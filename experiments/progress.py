@@ -23,7 +23,7 @@ class ProgressView(Protocol):
         ...
 
 
-def progress_view(console: Console, *, total_steps: int, first_step: int, log_every_steps: int) -> ProgressView:
+def progress_view(console: Console, total_steps: int, *, first_step: int, log_every_steps: int) -> ProgressView:
     """A live bar where ``console`` is a terminal, else lines."""
     if console.is_terminal:
         return LiveBar(console, total_steps=total_steps, first_step=first_step)

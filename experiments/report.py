@@ -41,9 +41,7 @@ class Summary:
     compile_s: float
 
 
-def summarise(
-    records: Sequence[Record], text: Text, *, total_steps: int, held_out_loss: float | None
-) -> Summary:
+def summarise(records: Sequence[Record], text: Text, *, total_steps: int, held_out_loss: float | None) -> Summary:
     """The summary of a run with these records, of which there is at least one."""
     return Summary(
         steps=int(records[-1]["step"]),
@@ -57,9 +55,10 @@ def summarise(
     )
 
 
-def write_summary(folder: Path, summary: Summary) -> None:
-    """Writes ``summary.json``."""
+def write(folder: Path, summary: Summary, explanation: str) -> None:
+    """Writes ``summary.json`` and ``explain.txt``."""
     (folder / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n", encoding="utf-8")
+    (folder / "explain.txt").write_text(explanation + "\n", encoding="utf-8")
 
 
 def opening(experiment: Experiment, folder: Path, text: Text, mesh: jax.sharding.Mesh, parameters: int) -> str:
@@ -78,8 +77,9 @@ def opening(experiment: Experiment, folder: Path, text: Text, mesh: jax.sharding
 def closing(summary: Summary, folder: Path) -> str:
     """What came of it: the loss beside the entropy of the text, the speed, where the files are."""
     lines = [
-        f"{'finished' if summary.finished else 'stopped'} after {summary.steps} steps: {summary.step_s * 1e3:.0f} ms/step, "
-        f"{summary.tokens_per_s:,.0f} tokens/s (medians); compiled in {summary.compile_s:.1f} s",
+        f"{'finished' if summary.finished else 'stopped'} after {summary.steps} steps: "
+        f"{summary.step_s * 1e3:.0f} ms/step, {summary.tokens_per_s:,.0f} tokens/s (medians); "
+        f"compiled in {summary.compile_s:.1f} s",
         f"{'unigram entropy':<17}{_nats_and_bits(summary.unigram_entropy)}",
         f"{'final loss':<17}{_nats_and_bits(summary.final_loss)}, "
         f"{_distance(summary.unigram_entropy - summary.final_loss)} the entropy",

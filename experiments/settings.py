@@ -9,10 +9,10 @@
 ...     optimizer: Optimizer = Optimizer()
 >>> override(Config(), ["optimizer.learning_rate=3e-4"]).optimizer.learning_rate
 0.0003
->>> override(Config(), ["learning_rte=3e-4"])
+>>> override(Config(), ["learning_rt=1"])
 Traceback (most recent call last):
     ...
-experiments.values.ConfigError: learning_rte=3e-4: there is no key 'learning_rte'; the nearest is 'optimizer.learning_rate'
+experiments.values.ConfigError: learning_rt=1: there is no key 'learning_rt'; the nearest is 'optimizer.learning_rate'
 """
 
 import dataclasses
@@ -118,5 +118,9 @@ def _replace(config: Any, path: list[str], text: str, where: str) -> Any:
         return dataclasses.replace(config, **{name: new})
     except ConfigError:
         raise
-    except (ValueError, TypeError, AssertionError) as error:  # what the __post_init__ of a model's own config objects to
+    except (
+        ValueError,
+        TypeError,
+        AssertionError,
+    ) as error:  # from a config's __post_init__
         raise ConfigError(f"{where}: {error}") from error

@@ -1,6 +1,6 @@
 """``deepcompile train``: an ordinary train step on text, sharded by the public API.
 
-``train_step``, ``create_state`` and the optimizer are what any user of Flax and Optax writes for one device. All that
+The train step, the state and the optimizer are what any user of Flax and Optax writes for one device. All that
 this project does to them is in the three calls ``deepcompile.shard``, ``step.init`` and ``step``.
 """
 
@@ -45,8 +45,10 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
     )
 
 
-def make_create_state(model: LanguageModel, optimizer: optax.GradientTransformation) -> Callable[[jax.Array], TrainState]:
-    """The function that makes the whole initial state from a key."""
+def make_create_state(
+    model: LanguageModel, optimizer: optax.GradientTransformation
+) -> Callable[[jax.Array], TrainState]:
+    """The function from a key to the whole initial state."""
 
     def create_state(key: jax.Array) -> TrainState:
         return TrainState.create(apply_fn=model.loss, params=model.init(key), tx=optimizer)
@@ -54,15 +56,21 @@ def make_create_state(model: LanguageModel, optimizer: optax.GradientTransformat
     return create_state
 
 
-def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def make_train_step(model: LanguageModel, seed: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """One optimizer step on the whole batch: global shapes, one device, no word about sharding."""
-    loss, gradients = jax.value_and_grad(state.apply_fn)(state.params, batch)
-    return state.apply_gradients(grads=gradients), {"loss": loss, "gradient_norm": optax.global_norm(gradients)}
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        dropout_key = jax.random.fold_in(jax.random.key(seed), state.step)
+        gradient = jax.grad(model.loss, has_aux=True)
+        gradients, metrics = gradient(state.params, batch, dropout_key)
+        return state.apply_gradients(grads=gradients), metrics | {"gradient_norm": optax.global_norm(gradients)}
+
+    return train_step
 
 
-def evaluate_step(state: TrainState, batch: Batch) -> Metrics:
-    """The loss of a batch, and nothing else."""
-    return {"loss": state.apply_fn(state.params, batch)}
+def make_evaluate_step(model: LanguageModel) -> Callable[[TrainState, Batch], Metrics]:
+    """The metrics of a batch, with nothing dropped and nothing learned."""
+    return lambda state, batch: model.loss(state.params, batch, None)[1]
 
 
 def make_mesh(config: Mesh) -> jax.sharding.Mesh:
@@ -75,23 +83,21 @@ def make_mesh(config: Mesh) -> jax.sharding.Mesh:
     fsdp = config.fsdp or max(len(devices) // config.replicas, 1)
     if fsdp * config.replicas > len(devices):
         raise ConfigError(
-            f"mesh.fsdp={fsdp} times mesh.replicas={config.replicas} needs {fsdp * config.replicas} devices, and there are "
-            f"{len(devices)}; the nearest is mesh.fsdp={max(len(devices) // config.replicas, 1)}"
+            f"mesh.fsdp={fsdp} times mesh.replicas={config.replicas} needs {fsdp * config.replicas} devices, and there "
+            f"are {len(devices)}; the nearest is mesh.fsdp={max(len(devices) // config.replicas, 1)}"
         )
     shape, names = ((fsdp,), ("fsdp",)) if config.replicas == 1 else ((config.replicas, fsdp), ("data", "fsdp"))
     automatic = (jax.sharding.AxisType.Auto,) * len(shape)
     return jax.make_mesh(shape, names, axis_types=automatic, devices=devices[: fsdp * config.replicas])
 
 
-def check_batch_size(experiment: Experiment, mesh: jax.sharding.Mesh) -> None:
-    """Raises a ``ConfigError`` unless every device gets the same number of rows of every microbatch."""
-    unit = mesh.size * experiment.train.microbatches
-    if rest := experiment.data.batch_size % unit:
-        below, above = experiment.data.batch_size - rest, experiment.data.batch_size - rest + unit
+def check_batch_size(batch_size: int, mesh: jax.sharding.Mesh) -> None:
+    """Raises a ``ConfigError`` unless every device gets the same number of rows."""
+    if rest := batch_size % mesh.size:
+        choices = [size for size in (batch_size - rest, batch_size - rest + mesh.size) if size]
         raise ConfigError(
-            f"data.batch_size={experiment.data.batch_size} does not divide over {mesh.size} devices and "
-            f"{experiment.train.microbatches} microbatch(es); the nearest is {below or above}"
-            + (f" or {above}" if below else "")
+            f"data.batch_size={batch_size} does not divide over {mesh.size} devices; "
+            f"the nearest that does is {' or '.join(map(str, choices))}"
         )
 
 
@@ -111,32 +117,32 @@ def train(
     """
     settings = experiment.train
     is_primary = jax.process_index() == 0
-    console = console or Console(quiet=not is_primary)
+    console = console or Console(quiet=not is_primary, highlight=False, soft_wrap=True)
     mesh = make_mesh(experiment.mesh)
-    check_batch_size(experiment, mesh)
+    check_batch_size(experiment.data.batch_size, mesh)
     text = load_text(experiment.data)
     model = language_model(experiment.model, experiment.data.sequence_length)
     claim_folder(folder, experiment, resume=resume, is_primary=is_primary)
 
-    optimizer = make_optimizer(experiment.optimizer, settings.steps)
-    step = deepcompile.shard(
-        train_step, mesh, microbatches=settings.microbatches, memory_limit=settings.memory_limit_bytes
-    )
-    state = step.init(make_create_state(model, optimizer), jax.random.key(settings.seed))
+    step = deepcompile.shard(make_train_step(model, settings.seed), mesh)
+    create_state = make_create_state(model, make_optimizer(experiment.optimizer, settings.steps))
+    state = step.init(create_state, jax.random.key(settings.seed))
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    console.print(report.opening(experiment, folder, text, mesh, parameters), highlight=False, soft_wrap=True)
+    console.print(report.opening(experiment, folder, text, mesh, parameters))
 
     state, records = run_steps(experiment, folder, step, state, text, resume=resume, console=console)
-    finished = records[-1]["step"] >= settings.steps
-    held_out_loss = evaluate(experiment, mesh, state, text) if finished else None
+    held_out_loss = None
+    if records[-1]["step"] >= settings.steps:
+        evaluate_step = deepcompile.shard(make_evaluate_step(model), mesh, donate=False)
+        batches = held_out_batches(text.held_out, experiment.data, settings.held_out_batches, **share_of_batch())
+        held_out_loss = mean_loss(evaluate_step, state, batches)
     summary = report.summarise(records, text, total_steps=settings.steps, held_out_loss=held_out_loss)
     explanation = str(step.explain())
     if is_primary:
-        report.write_summary(folder, summary)
-        (folder / "explain.txt").write_text(explanation + "\n", encoding="utf-8")
+        report.write(folder, summary, explanation)
     if settings.explain:
-        console.print(explanation, highlight=False, markup=False, soft_wrap=True)
-    console.print(report.closing(summary, folder), highlight=False, soft_wrap=True)
+        console.print(explanation, markup=False)
+    console.print(report.closing(summary, folder))
     return summary
 
 
@@ -149,36 +155,30 @@ def run_steps(
         The last state, and the records of all steps, those before a resumption included.
     """
     settings, data = experiment.train, experiment.data
-    place_in_batch = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    batches = training_batches(text.training, data, **place_in_batch)
+    batches = training_batches(text.training, data, **share_of_batch())
+    done = 0
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, settings)))
-        done = 0
         if resume:
             target = abstract(state)
             del state  # before its successor takes its place in memory
             done, state, place = checkpoints.restore(target, text.fingerprint)
             batches.set_state(place)
+            if done >= settings.steps:
+                raise ConfigError(f"the run in {folder} has done its {done} steps; raise train.steps to go on")
         writer = MetricsWriter(folder, after_step=done, enabled=jax.process_index() == 0)
         stack.enter_context(contextlib.closing(writer))
-        stop = stack.enter_context(StopRequest())
-        view = progress_view(
-            console, total_steps=settings.steps, first_step=done, log_every_steps=settings.log_every_steps
-        )
-        stack.enter_context(view)
         records = read_metrics(folder)
-        for state, record in training_steps(
-            step,
-            state,
-            batches,
-            first=done + 1,
-            last=settings.steps,
-            tokens_per_step=data.batch_size * data.sequence_length,
-        ):
+        view = progress_view(console, settings.steps, first_step=done, log_every_steps=settings.log_every_steps)
+        stack.enter_context(view)
+        stop = stack.enter_context(StopRequest())
+        steps = range(done + 1, settings.steps + 1)
+        for new_state, record in training_steps(step, state, batches, steps, data.batch_size * data.sequence_length):
+            state = new_state
+            done += 1
             records.append(record)
             writer.write(record)
             view.show(record)
-            done += 1
             if done % settings.checkpoint_every_steps == 0 or done == settings.steps or stop.requested:
                 checkpoints.save(done, state, batches.get_state(), text.fingerprint)
             if stop.requested:
@@ -186,13 +186,6 @@ def run_steps(
     return state, records
 
 
-def evaluate(experiment: Experiment, mesh: jax.sharding.Mesh, state: TrainState, text: Text) -> float:
-    """The mean loss on held-out text, in nats a token."""
-    batches = held_out_batches(
-        text.held_out,
-        experiment.data,
-        experiment.train.held_out_batches,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-    )
-    return mean_loss(deepcompile.shard(evaluate_step, mesh, donate=False), state, batches)
+def share_of_batch() -> dict[str, int]:
+    """Which rows of each global batch are this process's."""
+    return {"process_index": jax.process_index(), "process_count": jax.process_count()}

@@ -1,8 +1,8 @@
 """Typed values: text to value, value against annotation, and a sentence with the nearest right value when it fails.
 
 The annotation of a field is its whole contract. Understood are ``bool``, ``int``, ``float``, ``str``, ``Literal[...]``,
-``tuple[T, ...]``, ``T | None`` and ``Annotated[T, Range(...)]``. A field of any other type is set by name where its value
-is a dtype (``bfloat16``), and otherwise only in Python.
+``tuple[T, ...]``, ``T | None`` and ``Annotated[T, Range(...)]``. A field of any other type is set by name where its
+value is a dtype (``bfloat16``), and otherwise only in Python.
 
 >>> parse("3e-4", Annotated[float, Range(0)], 1e-3, "learning_rate=3e-4")
 0.0003
@@ -92,7 +92,7 @@ def check_value(value: Any, annotation: Any, where: str) -> None:
         accepted = (int, float) if base is float else base
         if not isinstance(value, accepted) or (isinstance(value, bool) and base is not bool):
             raise ConfigError(f"{where}: expected {base.__name__}, not {type(value).__name__}")
-    if bounds is not None and bounds.nearest(value) != value:
+    if bounds is not None and isinstance(value, int | float) and bounds.nearest(value) != value:
         raise ConfigError(f"{where}: must be {bounds}; the nearest is {bounds.nearest(value)}")
 
 

@@ -9,9 +9,10 @@ import jax
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.lax.lax import optimization_barrier_p
 from jax.extend import core as jex
 
-JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
+__all__ = ["optimization_barrier_p"]
 
 
 def new_var(aval) -> jex.Var:
@@ -36,9 +37,14 @@ def dce(jaxpr: jex.Jaxpr, keep_inputs: bool = True) -> jex.Jaxpr:
 
 @contextlib.contextmanager
 def provenance(eqn) -> Iterator[None]:
-    """New equations traced inside carry the user's position and name scope of ``eqn``."""
+    """New equations traced inside carry the position, name scope and context of ``eqn``, but the mesh of this trace."""
     name_stack = _source_info.current_name_stack() + eqn.source_info.name_stack
-    with _source_info.user_context(eqn.source_info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    here = jax.sharding.get_abstract_mesh()
+    with (
+        _source_info.user_context(eqn.source_info.traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+        jax.sharding.use_abstract_mesh(here),
+    ):
         yield
 
 
@@ -55,7 +61,3 @@ def eval_local(jaxpr, values: Sequence) -> list:
     """Evaluates an open or closed jaxpr inside the current trace."""
     return _core.eval_jaxpr(open_jaxpr(jaxpr), closed_consts(jaxpr), *values)
 
-
-def replace_jaxpr(jaxpr: jex.Jaxpr, **changes) -> jex.Jaxpr:
-    """``jaxpr.replace`` that also drops debug names, which no longer match changed inputs and outputs."""
-    return jaxpr.replace(**changes)

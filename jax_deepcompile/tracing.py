@@ -1,62 +1,240 @@
-"""From the user's step to a global-view program."""
+"""From the user's step to a global-view ``Program``: abstract tracing, roles, inlining, dead code, checks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import jax
+import numpy as np
 from jax.extend import core as jex
-from jax.extend.core import primitives as _primitives  # noqa: F401
 
-from jax_deepcompile import _jax_compat
-from jax_deepcompile._jax_compat import closed_consts, new_var, open_jaxpr
+from jax_deepcompile import _jax_compat, errors
+from jax_deepcompile.ir.placement import MeshAxes
+from jax_deepcompile.ir.program import Port, Program, Role
+from jax_deepcompile.ir.traversal import equations, inline_calls
 
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-}
-"""Primitives that compute the jaxpr in the parameter named here, once, on their operands."""
+_OPTIMIZER_NAMES = frozenset({"opt_state", "optimizer", "opt", "optimizer_state"})
+_REFUSED_CALLBACKS = frozenset({"pure_callback", "io_callback"})
 
 
-def inline(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """``closed`` with every call replaced by what it calls, loops and branches included."""
-    return _Inliner().closed(closed)
+@dataclass(frozen=True)
+class Signature:
+    """Which arguments of a step are what.
+
+    Attributes:
+      function: the step's name, for messages.
+      state: positions of the state arguments.
+      batch: positions of the batch arguments.
+      names: the name of every positional argument.
+    """
+
+    function: str
+    state: tuple[int, ...]
+    batch: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def role_of(self, position: int | None) -> Role:
+        if position in self.state:
+            return Role.PARAM
+        return Role.BATCH if position in self.batch else Role.OTHER
+
+    def name_of(self, position: int) -> str:
+        return self.names[position] if position < len(self.names) else f"args[{position}]"
 
 
-class _Inliner:
-    def __init__(self) -> None:
-        self.constvars: list = []
-        self.consts: list = []
-        self.eqns: list = []
+@dataclass(frozen=True)
+class Traced:
+    """A step's program and how the user's trees map to its inputs and outputs.
 
-    def closed(self, closed):
-        jaxpr = open_jaxpr(closed)
-        self.constvars, self.consts = list(jaxpr.constvars), list(closed_consts(closed))
-        env = {}
-        outs = self._walk(jaxpr, env)
-        flat = jaxpr.replace(constvars=self.constvars, eqns=self.eqns, outvars=outs)
-        return jex.ClosedJaxpr(flat, self.consts)
+    Attributes:
+      program: the global view.
+      in_tree: structure of ``(args, kwargs)``.
+      out_tree: structure of what the step returns.
+    """
 
-    def _walk(self, jaxpr, env) -> list:
-        def read(atom):
-            return atom if isinstance(atom, jex.Literal) else env.get(atom, atom)
-        for eqn in jaxpr.eqns:
-            operands = [read(a) for a in eqn.invars]
-            name = eqn.primitive.name
-            if name in _CALLS:
-                inner = eqn.params[_CALLS[name]]
-                body = open_jaxpr(inner)
-                sub = dict(zip(body.invars, operands))
-                for v, c in zip(body.constvars, closed_consts(inner)):
-                    nv = new_var(v.aval); self.constvars.append(nv); self.consts.append(c); sub[v]=nv
-                outs = self._walk_fresh(body, sub)
-                env.update(zip(eqn.outvars, outs))
-            else:
-                nv = [v if _jax_compat.is_drop_var(v) else new_var(v.aval) for v in eqn.outvars]
-                env.update(zip(eqn.outvars, nv))
-                self.eqns.append(eqn.replace(invars=operands, outvars=nv))
-        return [read(a) for a in jaxpr.outvars]
-    _walk_fresh = _walk
+    program: Program
+    in_tree: Any
+    out_tree: Any
+
+
+def function_name(fun: Callable) -> str:
+    return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
+
+
+def argument_names(fun: Callable, count: int) -> tuple[str, ...]:
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return tuple(f"args[{position}]" for position in range(count))
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(names[position] if position < len(names) else f"args[{position}]" for position in range(count))
+
+
+def trace_step(fun: Callable, args: tuple, kwargs: dict, signature: Signature, mesh: MeshAxes) -> Traced:
+    """Traces ``fun(*args, **kwargs)``; leaves may be arrays, numbers, tracers or ``jax.ShapeDtypeStruct``s."""
+    ports, in_tree = _input_ports(args, kwargs, signature)
+    closed, out_shape = _trace(fun, args, kwargs)
+    out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
+    state_outputs = _match_state(args, out_shape, signature)
+    by_output = {out: ports[inp] for inp, out in state_outputs}
+    outputs = tuple(
+        by_output.get(index, _port(f"out{jax.tree_util.keystr(path)}", Role.OTHER, leaf))
+        for index, (path, leaf) in enumerate(out_leaves)
+    )
+    program = Program(signature.function, closed, ports, outputs, state_outputs, mesh)
+    return Traced(program, in_tree, out_tree)
+
+
+def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Traced:
+    """Traces the function that creates the state: inputs are replicated, every output is state."""
+    name = function_name(fun)
+    ports, in_tree = _input_ports(args, kwargs, Signature(name, (), (), argument_names(fun, len(args))))
+    closed, out_shape = _trace(fun, args, kwargs)
+    leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
+    outputs = tuple(_port(f"state{jax.tree_util.keystr(path)}", _state_role(path), leaf) for path, leaf in leaves)
+    return Traced(Program(name, closed, ports, outputs, (), mesh), in_tree, out_tree)
+
+
+def _trace(fun: Callable, args: tuple, kwargs: dict) -> tuple[jex.ClosedJaxpr, Any]:
+    args, kwargs = jax.tree.map(_without_mesh, (args, kwargs))
+    closed, out_shape = jax.make_jaxpr(functools.partial(_call, fun), return_shape=True)(args, kwargs)
+    flat = inline_calls(closed)
+    _refuse_effects(flat)
+    live = _jax_compat.dce(_jax_compat.open_jaxpr(flat))
+    return jex.ClosedJaxpr(live, _jax_compat.closed_consts(flat)), out_shape
+
+
+def _without_mesh(leaf: Any) -> Any:
+    """The step is traced as if for one device, wherever its arguments are."""
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _call(fun: Callable, args: tuple, kwargs: dict):
+    return fun(*args, **kwargs)
+
+
+def _refuse_effects(closed: jex.ClosedJaxpr) -> None:
+    for eqn in equations(closed):
+        name = eqn.primitive.name
+        if name in _REFUSED_CALLBACKS:
+            raise errors.HostCallbackError(name, _jax_compat.user_line(eqn))
+        if eqn.params.get("ordered") and name.startswith("debug_"):
+            raise errors.OrderedEffectError(name, _jax_compat.user_line(eqn))
+
+
+def _input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[Port, ...], Any]:
+    leaves, in_tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    ports = []
+    for path, leaf in leaves:
+        position = path[1].idx if path[0].idx == 0 else None
+        where = signature.name_of(position) if position is not None else ""
+        rest = path[2:] if position is not None else path[1:]
+        name = f"{where}{jax.tree_util.keystr(rest)}"
+        role = signature.role_of(position)
+        ports.append(_port(name, _state_role(rest) if role is Role.PARAM else role, leaf))
+    return tuple(ports), in_tree
+
+
+def _port(path: str, role: Role, leaf: Any) -> Port:
+    try:
+        shape = tuple(np.shape(leaf)) if not hasattr(leaf, "shape") else tuple(leaf.shape)
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
+    except (TypeError, ValueError) as error:
+        raise errors.LeafTypeError(path, leaf) from error
+    if not (jax.dtypes.issubdtype(dtype, np.number) or jax.dtypes.issubdtype(dtype, np.bool_)) and not (
+        jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    ):
+        raise errors.LeafTypeError(path, leaf)
+    return Port(path, role, shape, str(dtype))
+
+
+def _state_role(path: Sequence) -> Role:
+    names = {str(getattr(key, "name", getattr(key, "key", ""))) for key in path}
+    return Role.OPTIMIZER if names & _OPTIMIZER_NAMES else Role.PARAM
+
+
+def _match_state(args: tuple, out_shape: Any, signature: Signature) -> tuple[tuple[int, int], ...]:
+    """Pairs (flat input, flat output) of the state arguments and what the step returns in their place."""
+    pairs: list[tuple[int, int]] = []
+    taken: set[int] = set()
+    subtrees = list(_subtrees(out_shape))
+    for position in signature.state:
+        wanted = jax.tree.structure(args[position])
+        start = len(jax.tree.leaves((args[:position])))
+        candidates = [sub for sub in subtrees if sub.structure == wanted and sub.start not in taken]
+        same = [sub for sub in candidates if not _changes(args[position], sub.tree, "")]
+        if not candidates:
+            _explain_missing(args[position], subtrees, signature, position, out_shape)
+        if not same:
+            changes = _changes(args[position], candidates[0].tree, signature.name_of(position))
+            raise errors.StateChangedError(signature.function, changes)
+        taken.add(same[0].start)
+        pairs += [(start + index, same[0].start + index) for index in range(wanted.num_leaves)]
+    return tuple(pairs)
+
+
+@dataclass(frozen=True)
+class _Subtree:
+    tree: Any
+    structure: Any
+    start: int
+
+
+def _subtrees(tree: Any, start: int = 0):
+    """The returned tree, and the elements of the tuples, lists and dicts it is made of, outermost first."""
+    yield _Subtree(tree, jax.tree.structure(tree), start)
+    children = tree.values() if type(tree) is dict else tree if isinstance(tree, (tuple, list)) else ()
+    if type(tree) is dict:
+        children = [tree[key] for key in sorted(tree)] if _sortable(tree) else ()
+    for child in children:
+        yield from _subtrees(child, start)
+        start += len(jax.tree.leaves(child))
+
+
+def _sortable(keys) -> bool:
+    try:
+        sorted(keys)
+    except TypeError:
+        return False
+    return True
+
+
+def _changes(before: Any, after: Any, where: str) -> list[str]:
+    old = jax.tree_util.tree_flatten_with_path(before)[0]
+    new = jax.tree.leaves(after)
+    found = []
+    for (path, leaf), other in zip(old, new, strict=True):
+        was, now = _kind(leaf), _kind(other)
+        if was != now:
+            found.append(f"{where}{jax.tree_util.keystr(path)} was {was} and is {now}")
+    return found
+
+
+def _kind(leaf: Any) -> str:
+    port = _port("", Role.OTHER, leaf)
+    return f"{port.dtype}[{','.join(map(str, port.shape))}]"
+
+
+def _explain_missing(state: Any, subtrees, signature: Signature, position: int, out_shape: Any) -> None:
+    """Says which of the two it was: state returned in a changed structure, or no state returned at all."""
+    name = signature.name_of(position)
+    for sub in subtrees:
+        if type(sub.tree) is type(state) and not isinstance(state, (tuple, list)) and not hasattr(state, "dtype"):
+            if not isinstance(state, dict) or set(state) & set(sub.tree):
+                raise errors.StateChangedError(signature.function, _structure_changes(state, sub.tree, name))
+    returned = jax.tree.map(_kind, out_shape)
+    text = str(returned)
+    raise errors.StateNotReturnedError(signature.function, name, text if len(text) < 200 else text[:197] + "...")
+
+
+def _structure_changes(before: Any, after: Any, name: str) -> list[str]:
+    old = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(before)[0]}
+    new = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(after)[0]}
+    found = [f"{name}{path} is missing" for path in sorted(old - new)]
+    found += [f"{name}{path} is new" for path in sorted(new - old)]
+    return found or [f"the static fields of {name} ({type(before).__name__}) differ"]

@@ -68,28 +68,20 @@ class Llama(nn.Module):
     @nn.compact
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
         cfg = self.config
-        init = nn.initializers.normal(cfg.init_std)
-
-        x_BxTxD = nn.Embed(
+        embed = nn.Embed(
             cfg.vocab_size,
             cfg.d_model,
-            embedding_init=init,
+            embedding_init=nn.initializers.normal(cfg.init_std),
             dtype=cfg.dtype,
             param_dtype=cfg.param_dtype,
             name="embed",
-        )(tokens_BxT)
-
+        )
         layer = Layer
         if cfg.remat_policy is not None:
             layer = nn.remat(Layer, policy=cfg.remat_policy, prevent_cse=False)  # a scan separates the two passes
-        layers = nn.scan(
-            layer,
-            length=cfg.n_layers,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-        )
-        x_BxTxD, _ = layers(cfg, name="layers")(x_BxTxD)
+        layers = nn.scan(layer, length=cfg.n_layers, variable_axes={"params": 0}, split_rngs={"params": True})
 
+        x_BxTxD, _ = layers(cfg, name="layers")(embed(tokens_BxT))
         x_BxTxD = _rms_norm(cfg, "final_norm")(x_BxTxD)
         logits_BxTxV = _linear(cfg, cfg.vocab_size, "lm_head")(x_BxTxD)
         return logits_BxTxV.astype(jnp.float32)
@@ -176,7 +168,9 @@ def next_token_loss(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Arra
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT).mean()
 
 
-def _linear(cfg: LlamaConfig, features: int | tuple[int, int], name: str, axis: int | tuple[int, int] = -1):
+def _linear(
+    cfg: LlamaConfig, features: int | tuple[int, int], name: str, axis: int | tuple[int, int] = -1
+) -> nn.DenseGeneral:
     return nn.DenseGeneral(
         features,
         axis=axis,
@@ -188,5 +182,5 @@ def _linear(cfg: LlamaConfig, features: int | tuple[int, int], name: str, axis: 
     )
 
 
-def _rms_norm(cfg: LlamaConfig, name: str):
+def _rms_norm(cfg: LlamaConfig, name: str) -> nn.RMSNorm:
     return nn.RMSNorm(epsilon=cfg.norm_epsilon, dtype=cfg.dtype, param_dtype=cfg.param_dtype, name=name)

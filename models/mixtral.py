@@ -180,7 +180,8 @@ class MixtureOfExperts(nnx.Module):
             y_TxAxD = grouped_swiglu(x_TxD, chosen_TxA, gate_ExDxF, up_ExDxF, down_ExFxD)
             return jnp.einsum("tad,ta->td", y_TxAxD, share_TxA.astype(cfg.dtype))
 
-        # `map`, as JAX up to 0.12 cannot vmap a ragged_dot whose weights are shared.
+        # A loop over sequences, as up to JAX 0.12 ragged_dot has no vmap that shares its weights, and XLA:GPU does not
+        # compile the gradient of the ragged_dot_general that would stand for it.
         y_BxTxD = jax.lax.map(one_sequence, (x_BxTxD, chosen_BxTxA, share_BxTxA))
         return y_BxTxD, balance_loss(logits_BxTxE, chosen_BxTxA)
 
@@ -251,7 +252,9 @@ def next_token_loss(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Arra
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT).mean()
 
 
-def _linear(cfg: MixtralConfig, inputs: int | tuple[int, int], outputs: int | tuple[int, int], rngs: nnx.Rngs):
+def _linear(
+    cfg: MixtralConfig, inputs: int | tuple[int, int], outputs: int | tuple[int, int], rngs: nnx.Rngs
+) -> nnx.LinearGeneral:
     return nnx.LinearGeneral(
         inputs,
         outputs,
@@ -264,5 +267,5 @@ def _linear(cfg: MixtralConfig, inputs: int | tuple[int, int], outputs: int | tu
     )
 
 
-def _rms_norm(cfg: MixtralConfig, rngs: nnx.Rngs):
+def _rms_norm(cfg: MixtralConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(cfg.d_model, epsilon=cfg.norm_epsilon, dtype=cfg.dtype, param_dtype=cfg.param_dtype, rngs=rngs)

@@ -61,7 +61,8 @@ class ResNet(nn.Module):
         cfg = self.config
         x_BxHxWxC = _conv(cfg, cfg.width, kernel=7, stride=2, name="stem")(images_BxHxWx3.astype(cfg.dtype))
         x_BxHxWxC = nn.relu(_norm(cfg, train, "stem_norm")(x_BxHxWxC))
-        x_BxHxWxC = nn.max_pool(x_BxHxWxC, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+        one_each_side: Any = ((1, 1), (1, 1))  # flax takes pairs, though it declares a str
+        x_BxHxWxC = nn.max_pool(x_BxHxWxC, (3, 3), strides=(2, 2), padding=one_each_side)
         for stage, n_blocks in enumerate(cfg.n_blocks):
             for i in range(n_blocks):
                 stride = 2 if stage > 0 and i == 0 else 1
@@ -84,17 +85,17 @@ class Bottleneck(nn.Module):
         cfg = self.config
         width_out = self.width * EXPANSION
 
-        y = _conv(cfg, self.width, kernel=1, name="conv_1")(x_BxHxWxC)
-        y = nn.relu(_norm(cfg, train, "norm_1")(y))
-        y = _conv(cfg, self.width, kernel=3, stride=self.stride, name="conv_2")(y)
-        y = nn.relu(_norm(cfg, train, "norm_2")(y))
-        y = _conv(cfg, width_out, kernel=1, name="conv_3")(y)
-        y = _norm(cfg, train, "norm_3", scale_init=nn.initializers.zeros)(y)
+        y_BxHxWxC = _conv(cfg, self.width, kernel=1, name="conv_1")(x_BxHxWxC)
+        y_BxHxWxC = nn.relu(_norm(cfg, train, "norm_1")(y_BxHxWxC))
+        y_BxHxWxC = _conv(cfg, self.width, kernel=3, stride=self.stride, name="conv_2")(y_BxHxWxC)
+        y_BxHxWxC = nn.relu(_norm(cfg, train, "norm_2")(y_BxHxWxC))
+        y_BxHxWxC = _conv(cfg, width_out, kernel=1, name="conv_3")(y_BxHxWxC)
+        y_BxHxWxC = _norm(cfg, train, "norm_3", scale_init=nn.initializers.zeros)(y_BxHxWxC)
 
-        if y.shape != x_BxHxWxC.shape:
+        if x_BxHxWxC.shape != y_BxHxWxC.shape:
             x_BxHxWxC = _conv(cfg, width_out, kernel=1, stride=self.stride, name="conv_shortcut")(x_BxHxWxC)
             x_BxHxWxC = _norm(cfg, train, "norm_shortcut")(x_BxHxWxC)
-        return nn.relu(x_BxHxWxC + y)
+        return nn.relu(x_BxHxWxC + y_BxHxWxC)
 
 
 def classification_loss(logits_BxN: jax.Array, labels_B: jax.Array) -> jax.Array:

@@ -65,22 +65,14 @@ class ViT(nnx.Module):
             param_dtype=config.param_dtype,
             rngs=rngs,
         )
-        positions = nnx.initializers.normal(0.02)
-        self.position_1xTxD = nnx.Param(
-            positions(rngs.params(), (1, 1 + config.n_patches, config.d_model), config.param_dtype)
-        )
+        init = nnx.initializers.normal(0.02)
+        shape_1xTxD = (1, 1 + config.n_patches, config.d_model)
+        self.position_1xTxD = nnx.Param(init(rngs.params(), shape_1xTxD, config.param_dtype))
         self.class_token_1x1xD = nnx.Param(jnp.zeros((1, 1, config.d_model), config.param_dtype))
         self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs)
         self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config.n_layers)])
         self.final_norm = _layer_norm(config, rngs)
-        self.head = nnx.Linear(
-            config.d_model,
-            config.n_classes,
-            kernel_init=nnx.initializers.zeros,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            rngs=rngs,
-        )
+        self.head = _linear(config, config.d_model, config.n_classes, rngs)
 
     def __call__(self, images_BxHxWx3: jax.Array, *, train: bool = False) -> jax.Array:
         cfg = self.config

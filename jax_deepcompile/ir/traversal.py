@@ -16,7 +16,6 @@ _CALLED = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
-    "custom_lin": "",
     "remat2": "jaxpr",
 }
 """Primitives that compute, once and on their operands, the jaxpr in the parameter named here."""
@@ -71,7 +70,7 @@ class _Inliner:
         self.constvars += jaxpr.constvars
         self.consts += closed_consts(closed)
         outvars = self._walk(jaxpr, {})
-        flat = _jax_compat.replace_jaxpr(jaxpr, constvars=self.constvars, eqns=self.eqns, outvars=outvars)
+        flat = jaxpr.replace(constvars=self.constvars, eqns=self.eqns, outvars=outvars)
         return jex.ClosedJaxpr(flat, self.consts)
 
     def _walk(self, jaxpr: jex.Jaxpr, known: dict) -> list:
@@ -109,7 +108,7 @@ class _Inliner:
         if not guarded:
             return operands
         results = [new_var(operands[index].aval) for index in guarded]
-        barrier = jex.primitives.optimization_barrier_p
+        barrier = _jax_compat.optimization_barrier_p
         self.eqns.append(
             jex.new_jaxpr_eqn([operands[index] for index in guarded], results, barrier, {}, source_info=eqn.source_info)
         )

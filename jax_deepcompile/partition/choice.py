@@ -97,15 +97,16 @@ def _ways(rule, axis, size, remaining, operands, demands) -> list[_Way]:
 
 
 def _touched_factors(rule, axis, size, remaining, operands, demands) -> set[int]:
-    """Factors that an operand or a demand already splits over this axis; splitting others would only invent work."""
+    """Factors that an operand or a demand already splits over this axis; splitting others would only invent work.
+
+    A partial sum that nobody expects in a certain form may be scattered along any factor.
+    """
     touched: set[int] = set()
     for dims, operand in zip(rule.operands, operands, strict=True):
-        for placement in (*operand.held, *operand.expected):
-            state = placement.axes[axis]
-            if state >= 0:
-                touched.add(_leading_factor(dims[state], remaining))
-            elif state == PARTIAL:
-                touched |= {_leading_factor(factors, remaining) for factors in dims}
+        states = {placement.axes[axis] for placement in (*operand.held, *operand.expected)}
+        touched |= {_leading_factor(dims[state], remaining) for state in states if state >= 0}
+        if states == {PARTIAL}:
+            touched |= {_leading_factor(factors, remaining) for factors in dims}
     for dims, wanted in zip(rule.results, demands, strict=True):
         for placement in wanted:
             if placement.axes[axis] >= 0:

@@ -83,12 +83,18 @@ class Layout:
 
     def walk(self, trips: int = 1) -> Iterator[tuple[Step, int]]:
         """All steps, those of nested jaxprs included, with how often each runs (loops of unknown length count once)."""
+        for layout, times in self.nested_layouts(trips):
+            for step in layout.steps:
+                yield step, times
+
+    def nested_layouts(self, trips: int = 1) -> Iterator[tuple[Layout, int]]:
+        """This layout and all that its steps hold, with how often each runs."""
+        yield self, trips
         for step in self.steps:
-            yield step, trips
             if isinstance(step.how, Nested):
                 inner = trips * step.how.rule.trip_count(step.eqn)
                 for layout in step.how.layouts:
-                    yield from layout.walk(inner)
+                    yield from layout.nested_layouts(inner)
 
 
 Run = Callable[[Layout, Sequence[jax.Array]], list[jax.Array]]

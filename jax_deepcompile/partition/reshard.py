@@ -23,6 +23,10 @@ class MoveKind(StrEnum):
     SLICE = "slice"
     MASK = "mask"
 
+    @property
+    def communicates(self) -> bool:
+        return self not in (MoveKind.SLICE, MoveKind.MASK)
+
 
 @dataclass(frozen=True)
 class Move:
@@ -115,7 +119,7 @@ def _suffix_to_gather(dim: int, source: Placement, target: Placement) -> tuple[i
 
 def collectives(source: Placement, target: Placement, mesh: MeshAxes) -> int:
     """How many collectives the resharding launches."""
-    return sum(move.kind not in (MoveKind.SLICE, MoveKind.MASK) for move in plan_moves(source, target, mesh))
+    return sum(move.kind.communicates for move in plan_moves(source, target, mesh))
 
 
 def apply_move(value: jax.Array, move: Move, mesh: MeshAxes) -> jax.Array:

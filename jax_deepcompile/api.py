@@ -1,0 +1,333 @@
+"""``shard`` and the object it returns."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jax_deepcompile import errors
+from jax_deepcompile.binding import Creation, PureCall, bind, update_objects
+from jax_deepcompile.ir.program import Role
+from jax_deepcompile.lowering.emit import emit, sharding_of
+from jax_deepcompile.meshes import AxisNames, MeshUse, attached, resolve_mesh
+from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
+from jax_deepcompile.report.text import explain
+from jax_deepcompile.stages import LoweredStep, TracedStep
+from jax_deepcompile.tracing import Signature, Traced, argument_names, function_name, trace_init, trace_step
+
+MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+
+
+def shard(
+    fun: Callable | MeshLike | None = None,
+    mesh: MeshLike | None = None,
+    *,
+    state_argnums: int | Sequence[int] | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
+    fsdp_axes: AxisNames = "fsdp",
+    data_axes: AxisNames = "data",
+    donate: bool = True,
+) -> Any:
+    """Trains an ordinary single-device step fully sharded.
+
+    Use it as ``@shard``, ``@shard(mesh, ...)`` or ``shard(step, mesh, ...)``::
+
+        @deepcompile.shard(mesh)
+        def train_step(state, batch):
+            ...
+            return state, metrics
+
+        state = train_step.init(create_state, jax.random.key(0))
+        state, metrics = train_step(state, batch)
+
+    The step is written for one device: global batch, global shapes, no axis names. It computes the same numbers sharded,
+    up to the order of floating-point sums.
+
+    Args:
+      fun: the step, ``(state, batch, ...) -> (state, ...)``. NNX objects among its arguments are state and are updated
+        in place, as ``nnx.jit`` does.
+      mesh: the devices: a ``jax.sharding.Mesh``, a shape such as ``{"data": 2, "fsdp": 4}``, or None for all devices
+        along one axis "fsdp".
+      state_argnums: positions of the arguments that are state; each must be returned, with the same structure, shapes
+        and dtypes. By default the NNX objects, or else the first argument.
+      batch_argnums: positions of the arguments whose leaves have examples along dimension 0, divided among all devices.
+        By default the first argument that is not state. All further arguments are replicated.
+      fsdp_axes: mesh axes that divide the state.
+      data_axes: mesh axes that divide the batch and replicate the state, where the mesh has them. Axes that are in
+        neither are left to XLA and to the step's own sharding constraints.
+      donate: reuse the memory of the state passed in for the one returned.
+
+    Returns:
+      A ``ShardedStep``, or a decorator that makes one.
+
+    Raises:
+      MeshAxisError, MeshTooLargeError, PmappedStepError: see ``jax_deepcompile.errors``.
+    """
+    if fun is not None and not callable(fun):
+        fun, mesh = None, fun
+    options = functools.partial(
+        _make_step,
+        mesh=mesh,
+        state_argnums=_positions(state_argnums),
+        batch_argnums=_positions(batch_argnums),
+        fsdp_axes=fsdp_axes,
+        data_axes=data_axes,
+        donate=donate,
+    )
+    return options if fun is None else options(fun)
+
+
+def _make_step(fun, *, mesh, state_argnums, batch_argnums, fsdp_axes, data_axes, donate) -> ShardedStep:
+    if _is_pmapped(fun):
+        raise errors.PmappedStepError(function_name(fun))
+    return ShardedStep(fun, resolve_mesh(mesh, fsdp_axes, data_axes), state_argnums, batch_argnums, donate)
+
+
+def _is_pmapped(fun: Callable) -> bool:
+    """``pmap`` leaves its mark in what it returns: a C++ ``PmapFunction``, or a wrapper from JAX's pmap module."""
+    wrapper = getattr(type(fun), "__name__", "") == "PmapFunction"
+    code = getattr(getattr(fun, "lower", None), "__module__", "") or ""
+    return wrapper or "pmap" in code.rsplit(".", 1)[-1] or "pmap" in getattr(fun, "__qualname__", "").split(".")[0]
+
+
+def _positions(argnums: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Everything known of one structure of arguments.
+
+    Attributes:
+      traced, partitioned: for the shapes it was made for.
+      shardings: a tree like ``(*args, kwargs)`` of where every leaf goes.
+      roles: the role of every leaf, flat.
+      run: ``jax.jit`` of ``(*args, kwargs) -> out``.
+    """
+
+    traced: Traced
+    partitioned: Partitioned
+    shardings: tuple
+    roles: tuple[Role, ...]
+    run: Callable
+
+
+class ShardedStep:
+    """A train step that runs fully sharded; made by ``shard``."""
+
+    def __init__(
+        self,
+        fun: Callable,
+        use: MeshUse,
+        state_argnums: tuple[int, ...] | None,
+        batch_argnums: tuple[int, ...] | None,
+        donate: bool,
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._name = function_name(fun)
+        self._use = use
+        self._state_argnums = state_argnums
+        self._batch_argnums = batch_argnums
+        self._donate = donate
+        self._stages: dict[Any, _Stage] = {}
+        self._partitions: dict[Any, tuple[Traced, Partitioned]] = {}
+        self._last: _Stage | None = None
+        self._fast: Callable | None = None
+
+    @property
+    def mesh(self) -> Mesh | AbstractMesh:
+        """The mesh the step runs on."""
+        return self._use.mesh
+
+    def __call__(self, *args, **kwargs):
+        """Runs one step; state is donated, batches may be numpy arrays or arrays anywhere.
+
+        In a run of several processes each passes its own rows of the batch.
+        """
+        if self._fast is not None and not kwargs:
+            try:
+                return self._fast(*args, {})
+            except (TypeError, ValueError):
+                self._fast = None
+        return self._call(args, kwargs)
+
+    def init(self, create_state: Callable, *args, **kwargs) -> Any:
+        """``create_state(*args, **kwargs)``, born sharded: every device computes its own part of each leaf only.
+
+        Args:
+          create_state: makes the state: any pytree, or NNX objects.
+          *args, **kwargs: its arguments; replicated.
+
+        Returns:
+          What ``create_state`` returns, its leaves sharded as the step wants them.
+        """
+        self._require_devices()
+        creation = Creation(create_state)
+        traced = trace_init(creation, args, kwargs, self._use.axes)
+        partitioned = partition_init(traced.program, self._use.mesh, self._use.state)
+        program = partitioned.program
+        outputs = [sharding_of(port, program, self._use.mesh) for port in program.outputs]
+        leaves = jax.jit(emit(program, self._use.mesh), out_shardings=outputs)(*jax.tree.leaves((args, kwargs)))
+        return creation.finish(jax.tree.unflatten(traced.out_tree, leaves))
+
+    def trace(self, *args, **kwargs) -> TracedStep:
+        """Traces and partitions the step; leaves may be ``jax.ShapeDtypeStruct``s."""
+        call, kwargs = self._bind(args, kwargs)
+        stage = self._stage(call, kwargs)
+        shapes = jax.tree.map(_shape_only, (*call.args, kwargs))
+        traced, partitioned = self._partition(call, shapes[:-1], kwargs)
+        return TracedStep(traced.program, partitioned, stage.run.trace(*shapes), self._platform())
+
+    def lower(self, *args, **kwargs) -> LoweredStep:
+        """Lowers the step; leaves may be ``jax.ShapeDtypeStruct``s."""
+        return self.trace(*args, **kwargs).lower()
+
+    def explain(self) -> str:
+        """What was decided for the last shapes traced, and why, in a screen."""
+        if self._last is None:
+            raise errors.NotTracedError(self._name)
+        return explain(self._last.traced.program, self._last.partitioned)
+
+    def _call(self, args: tuple, kwargs: dict):
+        self._require_devices()
+        call, kwargs = self._bind(args, kwargs)
+        stage = self._stage(call, kwargs)
+        placed, moved_inputs = self._place((*call.args, kwargs), stage)
+        out = stage.run(*placed)
+        if not call.objects:
+            if not moved_inputs and not kwargs:
+                self._fast = stage.run
+            return out
+        state, result = out
+        update_objects(args, call.objects, state)
+        return result
+
+    def _bind(self, args: tuple, kwargs: dict) -> tuple[PureCall, dict]:
+        """Keywords that name positional parameters are put in their places."""
+        if kwargs:
+            try:
+                bound = inspect.signature(self._fun).bind(*args, **kwargs)
+            except ValueError:
+                pass
+            else:
+                args, kwargs = bound.args, bound.kwargs
+        return bind(self._fun, self._name, args), kwargs
+
+    def _stage(self, call: PureCall, kwargs: dict) -> _Stage:
+        key = (jax.tree.structure((call.args, kwargs)), call.structure)
+        if key not in self._stages:
+            self._stages[key] = self._build(call, kwargs)
+        self._last = self._stages[key]
+        return self._last
+
+    def _build(self, call: PureCall, kwargs: dict) -> _Stage:
+        traced, partitioned = self._partition(call, call.args, kwargs)
+        program = partitioned.program
+        leaves = [self._sharding(port, program) for port in program.inputs]
+        args, kwargs_shardings = jax.tree.unflatten(traced.in_tree, leaves)
+        shardings = (*args, kwargs_shardings)
+
+        def staged(*args):
+            _, part = self._partition(call, args[:-1], args[-1])
+            outs = emit(part.program, self._use.mesh)(*jax.tree.leaves((args[:-1], args[-1])))
+            return jax.tree.unflatten(traced.out_tree, outs)
+
+        staged.__name__ = staged.__qualname__ = self._name.rsplit(".", 1)[-1]
+        run = jax.jit(
+            staged,
+            in_shardings=shardings,
+            out_shardings=jax.tree.unflatten(
+                traced.out_tree, [self._sharding(port, program) for port in program.outputs]
+            ),
+            donate_argnums=self._signature(call).state if self._donate else (),
+        )
+        return _Stage(traced, partitioned, shardings, tuple(port.role for port in program.inputs), run)
+
+    def _partition(self, call: PureCall, args: tuple, kwargs: dict) -> tuple[Traced, Partitioned]:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        key = (tree, call.structure, tuple(_shape_key(leaf) for leaf in leaves))
+        if key not in self._partitions:
+            traced = trace_step(call.fun, args, kwargs, self._signature(call), self._use.axes)
+            partitioned = partition_step(traced.program, self._use.mesh, self._use.state, self._use.batch)
+            self._partitions[key] = (traced, partitioned)
+        return self._partitions[key]
+
+    def _signature(self, call: PureCall) -> Signature:
+        """Roles of the pure call's arguments: NNX objects, now together in front, are state."""
+        count = len(call.args) - bool(call.objects) + len(call.objects)
+        names = argument_names(self._fun, count)
+        rest = [position for position in range(count) if position not in call.objects]
+        if call.objects:
+            joined = ", ".join(names[position] for position in call.objects)
+            names = (f"({joined})" if len(call.objects) > 1 else joined, *(names[position] for position in rest))
+            moved = {position: index + 1 for index, position in enumerate(rest)}
+        else:
+            moved = {position: position for position in rest}
+        state = tuple(moved[p] for p in self._state_argnums or () if p in moved)
+        if call.objects:
+            state = (0, *state)
+        elif self._state_argnums is None:
+            state = (0,)
+        if self._batch_argnums is None:
+            batch = tuple(index for index in range(len(call.args)) if index not in state)[:1]
+        else:
+            batch = tuple(moved[p] for p in self._batch_argnums if p in moved)
+        return Signature(self._name, state, batch, names)
+
+    def _sharding(self, port, program) -> NamedSharding | None:
+        """None, XLA's to choose, for state that may be divided over automatic axes too."""
+        automatic = len(self._use.mesh.axis_names) > len(self._use.axes.names)
+        return None if automatic and port.role.is_state else sharding_of(port, program, self._use.mesh)
+
+    def _place(self, args: tuple, stage: _Stage) -> tuple[tuple, bool]:
+        """Puts what ``jax.jit`` would refuse where the step wants it; says whether inputs other than state were moved."""
+        leaves, tree = jax.tree.flatten(args)
+        targets = jax.tree.leaves(stage.shardings, is_leaf=lambda leaf: leaf is None)
+        placed, moved = [], False
+        for leaf, target, role in zip(leaves, targets, stage.roles, strict=True):
+            new = self._place_leaf(leaf, target, role)
+            moved |= new is not leaf and not role.is_state
+            placed.append(new)
+        return jax.tree.unflatten(tree, placed), moved
+
+    def _place_leaf(self, leaf: Any, target: NamedSharding | None, role: Role) -> Any:
+        if isinstance(leaf, jax.Array):
+            if target is None:
+                on_mesh = len(leaf.sharding.device_set) == self._use.mesh.size
+                return leaf if on_mesh else jax.device_put(leaf, NamedSharding(self._use.mesh, PartitionSpec()))
+            fits = not leaf.committed or leaf.sharding.is_equivalent_to(target, leaf.ndim)
+            return leaf if fits else jax.device_put(leaf, target)
+        if jax.process_count() > 1 and role is Role.BATCH and target is not None:
+            return jax.make_array_from_process_local_data(target, np.asarray(leaf))
+        return leaf
+
+    def _platform(self) -> str:
+        if isinstance(self._use.mesh, AbstractMesh):
+            return jax.default_backend()
+        platform = self._use.mesh.devices.flat[0].platform
+        return "cuda" if platform == "gpu" else platform
+
+    def _require_devices(self) -> None:
+        if not attached(self._use.mesh):
+            mesh = self._use.mesh
+            kind = "abstract mesh" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind
+            raise errors.DevicesNotAttachedError(kind, mesh.size)
+
+
+def _shape_only(leaf: Any) -> Any:
+    if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    return leaf
+
+
+def _shape_key(leaf: Any) -> tuple:
+    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    return tuple(aval.shape), str(aval.dtype), bool(getattr(aval, "weak_type", False))

@@ -1,0 +1,1 @@
+"""From a local-view program to an XLA executable."""

@@ -1,0 +1,113 @@
+"""Global view in, local view out: the whole of partitioning in one function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.extend import core as jex
+
+from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile.ir.placement import MeshAxes, Placement
+from jax_deepcompile.ir.program import Port, Program, Role, View
+from jax_deepcompile.partition.layout import Layout
+from jax_deepcompile.partition.propagate import Propagator
+from jax_deepcompile.partition.rewrite import run_layout
+from jax_deepcompile.partition.rules.families import REGISTRY
+from jax_deepcompile.partition.state import LeafChoice, choose_state_placements
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """A program in the local view, and the decisions that made it.
+
+    Attributes:
+      program: local view; every port has its placement.
+      layout: what was decided for every equation of the global view.
+      leaves: what was decided for every state leaf.
+    """
+
+    program: Program
+    layout: Layout
+    leaves: tuple[LeafChoice, ...]
+
+
+def partition_step(program: Program, mesh: jax.sharding.Mesh, state_axes, batch_axes) -> Partitioned:
+    """Shards a step's state over ``state_axes`` and its batch over ``batch_axes``."""
+    leaves = choose_state_placements(program, state_axes, program.inputs)
+    inputs = tuple(
+        port.placed(_batch_placement(port, batch_axes, program.mesh) if port.role is Role.BATCH else leaf.placement)
+        for port, leaf in zip(program.inputs, leaves, strict=True)
+    )
+    returned = {output: inputs[source].placement for source, output in program.state_outputs}
+    whole = program.mesh.replicated()
+    outputs = tuple(port.placed(returned.get(index, whole)) for index, port in enumerate(program.outputs))
+    state_leaves = tuple(leaf for port, leaf in zip(program.inputs, leaves, strict=True) if port.role.is_state)
+    return _partition(program.replace(inputs=inputs, outputs=outputs), mesh, state_leaves)
+
+
+def partition_init(program: Program, mesh: jax.sharding.Mesh, state_axes) -> Partitioned:
+    """Shards the state a function creates, so that each device computes its own part only."""
+    leaves = choose_state_placements(program, state_axes, program.outputs)
+    whole = program.mesh.replicated()
+    inputs = tuple(port.placed(whole) for port in program.inputs)
+    outputs = tuple(port.placed(leaf.placement) for port, leaf in zip(program.outputs, leaves, strict=True))
+    return _partition(program.replace(inputs=inputs, outputs=outputs), mesh, tuple(leaves))
+
+
+def _batch_placement(port: Port, axes: Sequence[str], mesh: MeshAxes) -> Placement:
+    parts = mesh.size_of(axes)
+    if not port.shape:
+        raise errors.BatchScalarError(port.path)
+    if port.shape[0] % parts:
+        raise errors.BatchNotDivisibleError(port.path, port.shape, parts, axes)
+    return mesh.place({0: axes})
+
+
+def _partition(program: Program, mesh: jax.sharding.Mesh, leaves: tuple[LeafChoice, ...]) -> Partitioned:
+    jaxpr = open_jaxpr(program.jaxpr)
+    layout = Propagator(program.mesh, REGISTRY.find)(
+        jaxpr,
+        [port.placement for port in program.inputs],
+        [port.role is Role.BATCH for port in program.inputs],
+        [(port.placement,) for port in program.outputs],
+    )
+    local = trace_local(layout, program, mesh)
+    return Partitioned(program.replace(jaxpr=local, view=View.LOCAL), layout, leaves)
+
+
+def trace_local(layout: Layout, program: Program, mesh: jax.sharding.Mesh) -> jex.ClosedJaxpr:
+    """The jaxpr one device runs, with explicit collectives over the mesh's axes."""
+    consts = closed_consts(program.jaxpr)
+    jaxpr = open_jaxpr(program.jaxpr)
+
+    def body(consts, *blocks):
+        return run_layout(layout, blocks, consts)
+
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(jax.sharding.PartitionSpec(), *(port.placement.spec(program.mesh) for port in program.inputs)),
+        out_specs=[port.placement.spec(program.mesh) for port in program.outputs],
+        axis_names=frozenset(program.mesh.names),
+        check_vma=False,
+    )
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in (*jaxpr.constvars, *jaxpr.invars)]
+    traced = jax.make_jaxpr(mapped)(tuple(shapes[: len(consts)]), *shapes[len(consts) :])
+    return _close_over(traced, consts)
+
+
+def _close_over(traced: jex.ClosedJaxpr, consts: Sequence) -> jex.ClosedJaxpr:
+    """The body of the one ``shard_map`` in ``traced``, its leading inputs and hoisted constants closed over again."""
+    outer = open_jaxpr(traced)
+    (eqn,) = (eqn for eqn in outer.eqns if eqn.primitive.name == "shard_map")
+    body = open_jaxpr(eqn.params["jaxpr"])
+    values = dict(zip(outer.constvars, closed_consts(traced), strict=True))
+    values |= dict(zip(outer.invars[: len(consts)], consts, strict=True))
+    arguments = {atom: var for atom, var in zip(eqn.invars, body.invars, strict=True) if not isinstance(atom, jex.Literal)}
+    invars = [arguments[var] for var in outer.invars[len(consts) :]]
+    closed = [(var, values[atom]) for atom, var in zip(eqn.invars, body.invars, strict=True) if atom in values]
+    flat = body.replace(constvars=[*body.constvars, *(var for var, _ in closed)], invars=invars)
+    return jex.ClosedJaxpr(flat, [*closed_consts(eqn.params["jaxpr"]), *(value for _, value in closed)])

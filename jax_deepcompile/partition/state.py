@@ -1,0 +1,169 @@
+"""Which dimension of every state leaf is split over the sharding axes.
+
+Leaves that meet elementwise (a parameter, its gradient, its moments, its average) want the same dimension, or every step
+would move them; they are found by walking the program, not by their names. Of the dimensions that divide evenly the
+first one is taken that is not a loop's: a stack of layers must be split inside its layers, so that a layer is gathered
+when its turn comes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.ir.placement import MeshAxes, Placement
+from jax_deepcompile.ir.program import Port, Program
+
+
+@dataclass(frozen=True)
+class LeafChoice:
+    """What was decided for one state leaf, and why.
+
+    Attributes:
+      path: the leaf.
+      placement: where it lives.
+      reason: empty when it is split on its first dimension; else what stood in the way.
+      bytes_per_device: what it takes on each device.
+    """
+
+    path: str
+    placement: Placement
+    reason: str
+    bytes_per_device: int
+
+
+def choose_state_placements(program: Program, axes: Sequence[str], role_ports: Sequence[Port]) -> list[LeafChoice]:
+    """Decides every port of ``role_ports`` that is state.
+
+    Args:
+      program: global view.
+      axes: the mesh axes state is split over, major first.
+      role_ports: the program's inputs (of a step) or outputs (of an initialisation).
+    """
+    jaxpr = open_jaxpr(program.jaxpr)
+    atoms = jaxpr.invars if role_ports is program.inputs else jaxpr.outvars
+    groups = _Groups()
+    groups.read(jaxpr)
+    for source, target in program.state_outputs:
+        groups.join(jaxpr.invars[source], jaxpr.outvars[target])
+    return [_choose_leaf(port, groups.loop_dims(atom), axes, program.mesh) for port, atom in zip(role_ports, atoms)]
+
+
+def _choose_leaf(port: Port, loop_dims: frozenset[int], axes: Sequence[str], mesh: MeshAxes) -> LeafChoice:
+    size = math.prod(port.shape) * _itemsize(port.dtype)
+    parts = mesh.size_of(axes)
+    if not port.role.is_state or not port.shape or port.dtype.startswith("key<"):
+        return LeafChoice(port.path, mesh.replicated(), "", size)
+    fitting = [dim for dim, extent in enumerate(port.shape) if extent % parts == 0 and extent]
+    inside = [dim for dim in fitting if dim not in loop_dims]
+    chosen = inside or fitting
+    if not chosen:
+        padded = min(-(-extent // parts) * parts / extent for extent in port.shape)
+        reason = (
+            f"replicated: no dimension of {port.shape} divides by {parts}; padded by {padded - 1:.1%} it would, at the "
+            f"price of another shape in your state"
+        )
+        return LeafChoice(port.path, mesh.replicated(), reason, size)
+    dim = chosen[0]
+    reason = "" if dim == 0 else f"dimension {dim}: {_why_not_before(port.shape, dim, loop_dims, parts)}"
+    return LeafChoice(port.path, mesh.place({dim: axes}), reason, size // parts)
+
+
+def _why_not_before(shape, dim: int, loop_dims: frozenset[int], parts: int) -> str:
+    return ", ".join(
+        f"{before} is a loop's" if before in loop_dims else f"{before} ({shape[before]}) does not divide by {parts}"
+        for before in range(dim)
+    )
+
+
+def _itemsize(dtype: str) -> int:
+    return 8 if dtype.startswith("key<") else jnp.dtype(dtype).itemsize
+
+
+@dataclass
+class _Groups:
+    """Union-find over the values of a jaxpr that meet elementwise in one shape, with the loop dimensions of each group."""
+
+    parent: dict = field(default_factory=dict)
+    loops: dict = field(default_factory=dict)
+
+    def read(self, jaxpr: jex.Jaxpr) -> None:
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name in _ELEMENTWISE:
+                for atom in eqn.invars:
+                    self.join(atom, eqn.outvars[0])
+            elif name in _CUTTING:
+                self._cut(eqn)
+            elif name == "scan":
+                self._read_scan(eqn)
+            elif name == "while":
+                conds, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+                self._read_loop(eqn.params["body_jaxpr"], eqn.invars[conds:], eqn.outvars, bodies, len(eqn.outvars))
+            elif name == "cond":
+                for branch in eqn.params["branches"]:
+                    self._read_nested(branch, eqn.invars[1:], eqn.outvars)
+
+    def _cut(self, eqn: jex.JaxprEqn) -> None:
+        """A dimension that is taken apart would be gathered just to be cut again."""
+        atom = eqn.invars[0]
+        if isinstance(atom, jex.Literal):
+            return
+        for result in eqn.outvars:
+            for dim, (whole, part) in enumerate(zip(atom.aval.shape, result.aval.shape, strict=False)):
+                if whole != part and len(result.aval.shape) == len(atom.aval.shape):
+                    self._mark(atom, dim)
+
+    def _read_scan(self, eqn: jex.JaxprEqn) -> None:
+        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        for atom in [*eqn.invars[consts + carry :], *eqn.outvars[carry:]]:
+            self._mark(atom, 0)
+        self._read_loop(eqn.params["jaxpr"], eqn.invars, eqn.outvars, consts, carry)
+
+    def _read_loop(self, body, operands, results, consts: int, carry: int) -> None:
+        for before, after in zip(operands[consts : consts + carry], results[:carry], strict=True):
+            self.join(before, after)
+        self._read_nested(body, operands, results, stacked_from=(consts + carry, carry))
+
+    def _read_nested(self, body, operands, results, stacked_from: tuple[int, int] | None = None) -> None:
+        """What is a loop's inside is a loop's outside, one dimension further in for stacked values."""
+        jaxpr = open_jaxpr(body)
+        inner = _Groups()
+        inner.read(jaxpr)
+        first_stacked = stacked_from or (len(operands), len(results))
+        for outside, inside, limit in ((operands, jaxpr.invars, 0), (results, jaxpr.outvars, 1)):
+            for index, (atom, var) in enumerate(zip(outside, inside, strict=True)):
+                for dim in inner.loop_dims(var):
+                    self._mark(atom, dim + (index >= first_stacked[limit]))
+
+    def _mark(self, atom, dim: int) -> None:
+        if not isinstance(atom, jex.Literal):
+            self.loops.setdefault(self._root(atom), set()).add(dim)
+
+    def join(self, left, right) -> None:
+        if isinstance(left, jex.Literal) or isinstance(right, jex.Literal) or left.aval.shape != right.aval.shape:
+            return
+        a, b = self._root(left), self._root(right)
+        if a is not b:
+            self.parent[a] = b
+            self.loops[b] = self.loops.get(b, set()) | self.loops.pop(a, set())
+
+    def loop_dims(self, atom) -> frozenset[int]:
+        return frozenset() if isinstance(atom, jex.Literal) else frozenset(self.loops.get(self._root(atom), ()))
+
+    def _root(self, var):
+        while self.parent.setdefault(var, var) is not var:
+            self.parent[var] = self.parent[self.parent[var]]
+            var = self.parent[var]
+        return var
+
+
+_CUTTING = frozenset({"slice", "dynamic_slice", "split", "unstack"})
+_ELEMENTWISE = frozenset(
+    "add sub mul div add_any neg convert_element_type select_n sqrt rsqrt max min copy integer_pow square sign".split()
+)

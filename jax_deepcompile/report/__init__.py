@@ -1,0 +1,1 @@
+"""What was decided, for people to read."""

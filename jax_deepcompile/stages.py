@@ -1,0 +1,76 @@
+"""The ahead-of-time stages of a sharded step, named as JAX names its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jax_deepcompile.lowering.compile import compile_options
+from jax_deepcompile.partition.partition import Partitioned
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.report.text import explain
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step traced and partitioned for the shapes it was given.
+
+    Attributes:
+      program: the global view, as the user wrote it.
+      sharded: the local view, as each device runs it.
+    """
+
+    program: Program
+    partitioned: Partitioned
+    _traced: jax.stages.Traced
+    _platform: str
+
+    @property
+    def sharded(self) -> Program:
+        return self.partitioned.program
+
+    def explain(self) -> str:
+        """What was decided and why, in a screen."""
+        return explain(self.program, self.partitioned)
+
+    def lower(self) -> LoweredStep:
+        """Lowers to StableHLO for the platform of the mesh."""
+        return LoweredStep(self._traced.lower(lowering_platforms=(self._platform,)), self._platform)
+
+
+@dataclass(frozen=True)
+class LoweredStep:
+    """A step in StableHLO."""
+
+    _lowered: jax.stages.Lowered
+    _platform: str
+
+    def as_text(self, dialect: str | None = None) -> str:
+        """The module's text; ``dialect`` as for ``jax.stages.Lowered.as_text``."""
+        return self._lowered.as_text(dialect)
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledStep:
+        """Compiles with XLA.
+
+        Args:
+          compiler_options: XLA options by name, on top of those this package sets for the platform.
+        """
+        options = compile_options(self._platform) | (compiler_options or {})
+        return CompiledStep(self._lowered.compile(compiler_options=options or None))
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """A step compiled by XLA."""
+
+    _compiled: jax.stages.Compiled
+
+    def as_text(self) -> str:
+        """The optimised, scheduled HLO module."""
+        return self._compiled.as_text() or ""
+
+    def memory_analysis(self) -> Any:
+        """XLA's buffer assignment for one device, in bytes: arguments, outputs, temporaries, aliases."""
+        return self._compiled.memory_analysis()

@@ -1,0 +1,86 @@
+import math
+from dataclasses import replace
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import gpt2
+
+TINY = gpt2.GPT2_TINY
+MODEL = gpt2.GPT2(TINY)
+TOKENS_BxT = np.random.default_rng(7).integers(TINY.vocab_size, size=(2, 17), dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(MODEL.init)(jax.random.key(0), TOKENS_BxT)
+
+
+@pytest.mark.pure
+def test_small_has_the_published_number_of_parameters():
+    params = jax.eval_shape(gpt2.GPT2(gpt2.GPT2_SMALL).init, jax.random.key(0), TOKENS_BxT)
+    assert sum(math.prod(p.shape) for p in jax.tree.leaves(params)) == 124_439_808
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_logits_are_float32_whatever_the_compute_dtype(dtype):
+    logits, params = jax.eval_shape(
+        gpt2.GPT2(replace(TINY, dtype=dtype)).init_with_output, jax.random.key(0), TOKENS_BxT
+    )
+    assert logits.shape == (2, 17, TINY.vocab_size)
+    assert logits.dtype == jnp.float32
+    assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.cpu_mesh
+def test_a_gradient_step_lowers_the_loss(params):
+    def loss(params, key, train):
+        logits = MODEL.apply(params, TOKENS_BxT[:, :-1], train=train, rngs={"dropout": key})
+        return gpt2.next_token_loss(logits, TOKENS_BxT[:, 1:])
+
+    key = jax.random.key(1)
+    loss = jax.jit(loss, static_argnums=2)
+    grads = jax.jit(jax.grad(loss), static_argnums=2)(params, key, True)
+    stepped = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    before, after = loss(params, key, False), loss(stepped, key, False)
+    assert before == pytest.approx(math.log(TINY.vocab_size), rel=0.05)
+    assert after < before
+
+
+@pytest.mark.cpu_mesh
+def test_a_token_changes_no_earlier_logits(params):
+    apply = jax.jit(MODEL.apply)
+    changed = TOKENS_BxT.copy()
+    changed[:, 9] = (changed[:, 9] + 1) % TINY.vocab_size
+    logits, logits_changed = apply(params, TOKENS_BxT), apply(params, changed)
+    np.testing.assert_array_equal(logits[:, :9], logits_changed[:, :9])
+    assert (jnp.abs(logits - logits_changed).max(axis=(0, 2)) > 0)[9:].all()
+
+
+@pytest.mark.cpu_mesh
+def test_the_order_of_tokens_matters(params):
+    same_BxT = jnp.full((1, 2), 65)
+    logits = jax.jit(MODEL.apply)(params, same_BxT)
+    assert jnp.abs(logits[:, 0] - logits[:, 1]).max() > 1e-3
+
+
+@pytest.mark.cpu_mesh
+def test_dropout_follows_its_key_in_training_only(params):
+    train = jax.jit(lambda seed: MODEL.apply(params, TOKENS_BxT, train=True, rngs={"dropout": jax.random.key(seed)}))
+    evaluate = jax.jit(lambda: MODEL.apply(params, TOKENS_BxT))
+    np.testing.assert_array_equal(train(1), train(1))
+    assert jnp.abs(train(1) - train(2)).max() > 1e-2
+    assert jnp.abs(train(1) - evaluate()).max() > 1e-2
+
+
+@pytest.mark.pure
+def test_training_without_a_dropout_key_is_refused():
+    params = jax.eval_shape(MODEL.init, jax.random.key(0), TOKENS_BxT)
+    with pytest.raises(flax.errors.InvalidRngError, match="dropout"):
+        jax.eval_shape(lambda params: MODEL.apply(params, TOKENS_BxT, train=True), params)
+    without = gpt2.GPT2(replace(TINY, dropout_rate=0.0))
+    jax.eval_shape(lambda params: without.apply(params, TOKENS_BxT, train=True), params)

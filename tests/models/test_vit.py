@@ -1,0 +1,68 @@
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import vit
+
+TINY = vit.VIT_TINY
+IMAGES_BxHxWx3 = np.random.default_rng(7).normal(size=(4, TINY.image_size, TINY.image_size, 3)).astype(np.float32)
+LABELS_B = np.arange(4)
+
+
+@pytest.mark.pure
+def test_b16_has_the_published_number_of_parameters():
+    model = nnx.eval_shape(lambda: vit.ViT(vit.VIT_B16, rngs=nnx.Rngs(0)))
+    assert sum(math.prod(p.shape) for p in jax.tree.leaves(nnx.state(model, nnx.Param))) == 86_567_656
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_logits_are_float32_whatever_the_compute_dtype(dtype):
+    model = nnx.eval_shape(lambda: vit.ViT(replace(TINY, dtype=dtype), rngs=nnx.Rngs(0)))
+    logits = nnx.eval_shape(lambda model: model(IMAGES_BxHxWx3), model)
+    assert logits.shape == (4, TINY.n_classes)
+    assert logits.dtype == jnp.float32
+    assert {p.dtype for p in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.1])
+def test_a_gradient_step_lowers_the_loss(dropout_rate):
+    def loss(model, train):
+        return vit.classification_loss(model(IMAGES_BxHxWx3, train=train), LABELS_B)
+
+    @nnx.jit
+    def losses():
+        model = vit.ViT(replace(TINY, dropout_rate=dropout_rate), rngs=nnx.Rngs(0))
+        before = loss(model, False)
+        grads = nnx.grad(loss)(model, True)
+        nnx.update(model, jax.tree.map(lambda p, g: p - 0.02 * g, nnx.state(model, nnx.Param), grads))
+        return before, loss(model, False)
+
+    before, after = losses()
+    assert after < before
+
+
+@pytest.mark.cpu_mesh
+def test_dropout_draws_anew_in_training_only():
+    model = vit.ViT(replace(TINY, dropout_rate=0.5), rngs=nnx.Rngs(0))
+    apply = nnx.jit(lambda model, train: model(IMAGES_BxHxWx3, train=train), static_argnums=1)
+    assert jnp.abs(apply(model, True) - apply(model, True)).max() > 1e-2
+    np.testing.assert_array_equal(apply(model, False), apply(model, False))
+
+
+@pytest.mark.cpu_mesh
+def test_every_patch_and_its_place_matter():
+    model = vit.ViT(TINY, rngs=nnx.Rngs(0))
+    apply = nnx.jit(lambda model, images: model(images))
+    logits = apply(model, IMAGES_BxHxWx3)
+    brighter_corner = IMAGES_BxHxWx3.copy()
+    brighter_corner[:, -1, -1, :] += 1
+    assert jnp.abs(logits - apply(model, brighter_corner)).max() > 1e-4
+    swapped = np.roll(IMAGES_BxHxWx3, TINY.patch_size, axis=2)
+    assert jnp.abs(logits - apply(model, swapped)).max() > 1e-4

@@ -1,0 +1,305 @@
+"""Checks rules against plain evaluation: an equation computed in pieces on eight devices is the equation computed whole.
+
+``check`` traces a function and takes every equation of the primitives under test. For the legal ways to split it over a
+mesh (each mesh axis goes to a factor, to a set of operands the equation is linear in, or to nothing) it cuts the operands
+into blocks and random partial sums, runs the rule's ``emit`` on eight virtual devices, puts the results together and
+compares.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.extend import core as jex
+from jax.sharding import PartitionSpec
+
+from jax_deepcompile import _jax_compat
+from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
+from jax_deepcompile.partition.choice import Operand, choose_split
+from jax_deepcompile.partition.reshard import full_bytes
+from jax_deepcompile.partition.rules import indexing, linalg, sorting, windows
+from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule
+from jax_deepcompile.partition.rules.families import REGISTRY
+
+IMPORTED = (indexing, linalg, sorting, windows)
+"""Families, imported for the rules they register."""
+
+MESHES = (MeshAxes(("x",), (8,)), MeshAxes(("x", "y"), (2, 4)))
+WAYS_PER_MESH = 10
+CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+
+sizes = st.sampled_from((1, 2, 3, 4, 6, 8, 8, 16))
+seeds = st.integers(0, 2**31 - 1)
+
+
+def examples(count: int) -> settings:
+    """The same ``count`` examples in every run, so that a failure is the code's doing."""
+    return settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+
+
+def integers(shape: Sequence[int], seed: int, dtype=np.float32, low: int = -4, high: int = 5) -> np.ndarray:
+    """Small whole numbers in ``[low, high)`` of any type: their sums and products are exact in every order."""
+    values = np.random.default_rng(seed).integers(low, high, shape)
+    if np.issubdtype(dtype, np.complexfloating):
+        values = values + 1j * np.random.default_rng(seed + 1).integers(low, high, shape)
+    return values.astype(dtype)
+
+
+def normals(shape: Sequence[int], seed: int, dtype=np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One legal way to compute an equation on a mesh."""
+
+    mesh: MeshAxes
+    splits: tuple[tuple[str, ...], ...]
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+
+def check(function: Callable, *args, primitives: Sequence[str], rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Checks every equation of ``primitives`` in the trace of ``function(*args)``; there must be one of each.
+
+    Args:
+      rtol: relative tolerance; zero asks for equality, bit by bit.
+      atol: absolute tolerance, in units of the largest expected number.
+    """
+    seen = set()
+    for eqn, values, expected in evaluate(function, *args):
+        if eqn.primitive.name in primitives:
+            seen.add(eqn.primitive.name)
+            check_equation(eqn, values, expected, rtol, atol)
+    assert seen == set(primitives)
+
+
+def evaluate(function: Callable, *args) -> Iterator[tuple[jex.JaxprEqn, list, list]]:
+    """Evaluates ``function`` equation by equation; yields each with its operands and results."""
+    closed = jax.make_jaxpr(function)(*args)
+    yield from _evaluate(_jax_compat.open_jaxpr(closed), _jax_compat.closed_consts(closed), jax.tree.leaves(args), [])
+
+
+def _evaluate(jaxpr: jex.Jaxpr, consts: Sequence, args: Sequence, results: list) -> Iterator:
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, jex.Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        values = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name in CALLS:
+            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            outs: list = []
+            yield from _evaluate(_jax_compat.open_jaxpr(inner), _jax_compat.closed_consts(inner), values, outs)
+        else:
+            bound = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+            outs = list(bound) if eqn.primitive.multiple_results else [bound]
+            yield eqn, values, outs
+        known.update(zip(eqn.outvars, outs, strict=True))
+    results.extend(read(atom) for atom in jaxpr.outvars)
+
+
+def rules_of(function: Callable, *args, primitive: str) -> list[tuple[jex.JaxprEqn, OpRule]]:
+    """The equations of ``primitive`` in a trace, with their rules; nothing is computed but their operands."""
+    return [(eqn, rule_of(eqn)) for eqn, _, _ in evaluate(function, *args) if eqn.primitive.name == primitive]
+
+
+def rule_of(eqn: jex.JaxprEqn) -> OpRule:
+    rule = REGISTRY.find(eqn)
+    assert isinstance(rule, OpRule)
+    assert not rule.reported, rule.reported
+    return rule
+
+
+def splittable(rule: OpRule, mesh: MeshAxes = MESHES[0]) -> tuple[list[set[int]], list[set[int]]]:
+    """For each operand and each result the dimensions that some way to use the first mesh axis splits."""
+    ways = legal_ways(rule, MeshAxes(mesh.names[:1], mesh.sizes[:1]))
+    operands = [{way.operands[i].axes[0] for way in ways} - {REPLICATE, PARTIAL} for i in range(len(rule.operands))]
+    results = [{way.results[i].axes[0] for way in ways} - {REPLICATE, PARTIAL} for i in range(len(rule.results))]
+    return operands, results
+
+
+def legal_ways(rule: OpRule, mesh: MeshAxes) -> list[Way]:
+    """Every combination of one use for each mesh axis, written down from the meaning of rules alone."""
+    partial: list[tuple[list[list[str]], list[int], list[list[int]], list[list[int]]]] = [
+        ([[] for _ in rule.factors], [factor.size for factor in rule.factors], [], [])
+    ]
+    for name, size in zip(mesh.names, mesh.sizes, strict=True):
+        extended = []
+        for splits, remaining, operands, results in partial:
+            for factor in (None, *range(len(rule.factors))):
+                if factor is not None and not _may_split(rule, factor, size, remaining):
+                    continue
+                left = [count // (size if index == factor else 1) for index, count in enumerate(remaining)]
+                named = [[*names, name] if index == factor else names for index, names in enumerate(splits)]
+                states = _states(rule, factor)
+                extended.append((named, left, [*operands, states[0]], [*results, states[1]]))
+            for group in rule.linear:
+                placed = [PARTIAL if index in group else REPLICATE for index in range(len(rule.operands))]
+                extended.append((splits, remaining, [*operands, placed], [*results, [PARTIAL] * len(rule.results)]))
+        partial = extended
+    return [
+        Way(
+            mesh,
+            tuple(tuple(names) for names in splits),
+            tuple(Placement(states) for states in zip(*operands, strict=True)),
+            tuple(Placement(states) for states in zip(*results, strict=True)),
+        )
+        for splits, _, operands, results in partial
+    ]
+
+
+def _may_split(rule: OpRule, factor: int, size: int, remaining: Sequence[int]) -> bool:
+    if rule.factors[factor].kind is Kind.WHOLE or remaining[factor] < 2 or remaining[factor] % size:
+        return False
+    dims = [factors for value in (*rule.operands, *rule.results) for factors in value if factor in factors]
+    return all(remaining[other] == 1 for factors in dims for other in factors[: factors.index(factor)])
+
+
+def _states(rule: OpRule, factor: int | None) -> tuple[list[int], list[int]]:
+    """What splitting ``factor`` over an axis makes of the operands and the results."""
+    summed = factor is not None and rule.factors[factor].kind is Kind.SUM
+
+    def state(dims: Dims, absent: int) -> int:
+        return next((dim for dim, factors in enumerate(dims) if factor in factors), absent)
+
+    operands = [
+        state(dims, PARTIAL if summed and index in rule.addends else REPLICATE)
+        for index, dims in enumerate(rule.operands)
+    ]
+    return operands, [state(dims, PARTIAL if summed else REPLICATE) for dims in rule.results]
+
+
+def check_equation(eqn: jex.JaxprEqn, values: Sequence, expected: Sequence, rtol: float, atol: float) -> None:
+    rule = rule_of(eqn)
+    _check_shapes(eqn, rule)
+    _check_choice(eqn, rule)
+    for mesh in MESHES:
+        ways = [way for way in legal_ways(rule, mesh) if _may_be_partial(eqn, way)]
+        chosen = random.Random(len(ways)).sample(ways, min(len(ways), WAYS_PER_MESH))
+        for way, outcome in zip(chosen, _compute(eqn, rule, values, chosen), strict=True):
+            for result, whole in zip(outcome, expected, strict=True):
+                _compare(result, whole, rtol, atol, f"{eqn}\n{way}")
+
+
+def _may_be_partial(eqn: jex.JaxprEqn, way: Way) -> bool:
+    """Booleans and random keys are never partial sums."""
+    return all(
+        jax.numpy.issubdtype(var.aval.dtype, np.number) or not placement.is_partial
+        for var, placement in zip(eqn.invars, way.operands, strict=True)
+    )
+
+
+def _check_shapes(eqn: jex.JaxprEqn, rule: OpRule) -> None:
+    for var, dims in zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True):
+        assert var.aval.shape == tuple(math.prod(rule.factors[i].size for i in factors) for factors in dims)
+
+
+def _check_choice(eqn: jex.JaxprEqn, rule: OpRule) -> None:
+    """Whatever placements the operands come in, the choice is one of the legal ways."""
+    draw = random.Random(len(rule.factors))
+    for mesh in MESHES:
+        legal = {(way.operands, way.results) for way in legal_ways(rule, mesh)}
+        for _ in range(4):
+            held = [_random_placement(var.aval, mesh, draw) for var in eqn.invars]
+            operands = [
+                Operand((placement,), (), draw.random() < 0.5, full_bytes(var.aval))
+                for placement, var in zip(held, eqn.invars, strict=True)
+            ]
+            decision = choose_split(eqn, rule, operands, [()] * len(eqn.outvars), mesh)
+            assert (decision.operands, decision.results) in legal
+
+
+def _random_placement(aval, mesh: MeshAxes, draw: random.Random) -> Placement:
+    for _ in range(8):
+        placement = Placement(tuple(draw.randrange(PARTIAL, len(aval.shape)) for _ in mesh.names))
+        if placement.fits(aval.shape, mesh):
+            return placement
+    return mesh.replicated()
+
+
+def _compute(eqn: jex.JaxprEqn, rule: OpRule, values: Sequence, ways: Sequence[Way]) -> list[list]:
+    """The results of ``eqn`` computed in each of ``ways``, put together; all in one compiled program."""
+    mesh = ways[0].mesh
+    passed, in_specs = [], []
+    for way in ways:
+        for atom, value, placement in zip(eqn.invars, values, way.operands, strict=True):
+            if not _stays_literal(atom, placement):
+                axes = tuple(mesh.names[axis] for axis in placement.axes_of(PARTIAL))
+                passed.append(_parts(value, mesh.size_of(axes)) if axes else value)
+                spec = placement.without_partial().spec(mesh)
+                in_specs.append(PartitionSpec(axes, *spec) if axes else spec)
+
+    def pieces(*blocks):
+        remaining = iter(blocks)
+        outcomes = []
+        for way in ways:
+            operands = [
+                value if _stays_literal(atom, placement) else _own_block(next(remaining), placement)
+                for atom, value, placement in zip(eqn.invars, values, way.operands, strict=True)
+            ]
+            results = rule.emit(LocalEquation(eqn, rule, way.splits, mesh), *operands)
+            outcomes.append([_combine(result, rule, way, index) for index, result in enumerate(results)])
+        return outcomes
+
+    out_specs = [[placement.without_partial().spec(mesh) for placement in way.results] for way in ways]
+    run = jax.shard_map(
+        pieces,
+        mesh=jax.make_mesh(mesh.sizes, mesh.names, axis_types=(jax.sharding.AxisType.Auto,) * len(mesh.names)),
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        check_vma=False,
+    )
+    return jax.jit(run)(*passed)
+
+
+def _stays_literal(atom, placement: Placement) -> bool:
+    return isinstance(atom, jex.Literal) and not placement.is_partial
+
+
+def _own_block(block, placement: Placement):
+    return block[0] if placement.is_partial else block
+
+
+def _parts(value, count: int) -> np.ndarray:
+    """``count`` random whole numbers that sum to ``value``, stacked."""
+    whole = np.asarray(value)
+    parts = integers((count, *whole.shape), seed=count, dtype=whole.dtype)
+    parts[0] = whole - parts[1:].sum(axis=0, dtype=whole.dtype)
+    return parts
+
+
+def _combine(result, rule: OpRule, way: Way, index: int):
+    for kind, combine in ((Kind.MAX, lax.pmax), (Kind.MIN, lax.pmin)):
+        for factor, names in zip(rule.factors, way.splits, strict=True):
+            if factor.kind is kind and names:
+                result = combine(result, names)
+    axes = tuple(way.mesh.names[axis] for axis in way.results[index].axes_of(PARTIAL))
+    return lax.psum(result, axes) if axes else result
+
+
+def _compare(result, expected, rtol: float, atol: float, message: str) -> None:
+    assert result.dtype == expected.dtype, message
+    if jax.dtypes.issubdtype(expected.dtype, jax.dtypes.prng_key):
+        result, expected = jax.random.key_data(result), jax.random.key_data(expected)
+    result, expected = np.asarray(result), np.asarray(expected)
+    if rtol or atol:
+        largest = float(np.max(np.abs(expected), initial=0.0))
+        np.testing.assert_allclose(result, expected, rtol=rtol, atol=atol * largest, err_msg=message)
+    else:
+        np.testing.assert_array_equal(result, expected, err_msg=message)
