@@ -1,8 +1,9 @@
 """Deciding a placement for every value of a jaxpr.
 
-Three sweeps: a forward one that lets placements flow from the inputs; a backward one that collects, for every value, the
-placements its consumers would like; and a forward one that decides with both in hand. What no sweep can know, the price of
-another choice, is weighed equation by equation in ``choice.py``.
+Four sweeps. A backward one carries the outputs' placements up through elementwise equations, so that a gradient knows what
+its optimizer state looks like; a forward one lets placements flow from the inputs; a backward one collects, for every
+value, the placements its consumers would like; and a forward one decides with both in hand. What no sweep can know, the
+price of another choice, is weighed equation by equation in ``choice.py``.
 
 A sharded parameter is gathered where it is used. The gathered copy serves the uses that follow closely and is then
 released: a *use region* ends once more bytes of other parameters have been gathered than the parameter's own, so a copy
@@ -21,7 +22,7 @@ from jax_deepcompile.ir.placement import PARTIAL, MeshAxes, Placement
 from jax_deepcompile.partition.choice import Operand, choose_split
 from jax_deepcompile.partition.layout import Decision, Fetch, Layout, Nested, RegionRule, Request, Step
 from jax_deepcompile.partition.reshard import axis_bytes, collectives, full_bytes
-from jax_deepcompile.partition.rules.base import OpRule
+from jax_deepcompile.partition.rules.base import Dims, OpRule
 
 FindRule = Callable[[jex.JaxprEqn], "OpRule | RegionRule"]
 Demands = tuple[tuple[Placement, ...], ...]
@@ -99,7 +100,11 @@ class _Sweeps:
 
     def run(self) -> Layout:
         self._mark_batch()
+        self._demand_outputs()
+        self._hint()
         self._forward()
+        self.demands.clear()
+        self._demand_outputs()
         self._backward()
         return self._forward()
 
@@ -111,10 +116,23 @@ class _Sweeps:
             outs = [any(operands)] * len(eqn.outvars) if isinstance(rule, OpRule) else rule.batch(eqn, operands)
             self.batch.update(zip(eqn.outvars, outs, strict=True))
 
-    def _backward(self) -> None:
+    def _demand_outputs(self) -> None:
         for atom, wanted in zip(self.jaxpr.outvars, self.output_demands, strict=True):
             for placement in wanted:
                 self._demand(atom, placement)
+
+    def _hint(self) -> None:
+        for eqn in reversed(self.jaxpr.eqns):
+            rule = self.propagator.rule_of(eqn)
+            if not isinstance(rule, OpRule):
+                continue
+            for wanted in self.demands.get(eqn.outvars[0], ()):
+                for atom, dims in zip(eqn.invars, rule.operands, strict=True):
+                    placement = _through(wanted, rule.results[0], dims)
+                    if placement is not None:
+                        self._demand(atom, placement)
+
+    def _backward(self) -> None:
         for eqn in reversed(self.jaxpr.eqns):
             operands = [self._known(atom, (self._natural(atom),)) for atom in eqn.invars]
             decision = self._decide(eqn, operands)
@@ -241,6 +259,13 @@ class _Copies:
 
     def _released(self, atom, copy: _Copy) -> bool:
         return copy.gathered and self.gathered_bytes - copy.used_at >= full_bytes(atom.aval)
+
+
+def _through(wanted: Placement, result: Dims, operand: Dims) -> Placement | None:
+    """``wanted`` of a result as a placement of an operand made of the same factors; None if it is made of others."""
+    if {factors for factors in result if factors} != {factors for factors in operand if factors} or not operand:
+        return None
+    return Placement(tuple(operand.index(result[axis]) if axis >= 0 else axis for axis in wanted.axes))
 
 
 def _price(source: Placement, target: Placement, whole: float, mesh: MeshAxes) -> tuple[float, int]:
