@@ -8,6 +8,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from experiments.config import Experiment, Train
+from experiments.metrics import read_metrics
 from experiments.settings import flatten, spell
 from experiments.values import ConfigError
 
@@ -75,7 +76,7 @@ def claim_folder(folder: Path, experiment: Experiment, *, resume: bool, is_prima
                     f"cannot resume: {key} was {recorded.get(key)} and is now {value}; "
                     f"set {key}={recorded.get(key)}, or start a new run in another --out"
                 )
-    elif path.exists():
+    elif read_metrics(folder):
         raise ConfigError(f"{folder} holds a run already; add --resume to continue it, or give another --out")
     if is_primary:
         folder.mkdir(parents=True, exist_ok=True)

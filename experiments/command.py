@@ -10,6 +10,9 @@ from experiments.config import Experiment, load, names
 from experiments.settings import flatten, spell
 from experiments.values import ConfigError
 
+# Coordinator's address, number of processes, index of this one; None is for JAX to find out.
+Cluster = tuple[str | None, int | None, int | None]
+
 
 def run(
     name: str | None,
@@ -19,7 +22,7 @@ def run(
     steps: str | None = None,
     folder: Path | None = None,
     resume: bool = False,
-    distributed: bool = False,
+    cluster: Cluster | None = None,
     list_only: bool = False,
 ) -> int:
     """Trains, or lists; returns the exit code, 2 after printing one line about a mistake of the user's."""
@@ -31,8 +34,8 @@ def run(
             raise ConfigError(f"say which experiment: {', '.join(names())}")
         experiment = configure(name, overrides=overrides, files=files, steps=steps)
         if folder is None:
-            folder = new_folder(name, resume=resume, distributed=distributed)
-        start(experiment, folder, resume=resume, distributed=distributed)
+            folder = new_folder(name, resume=resume, is_shared=cluster is not None)
+        start(experiment, folder, resume=resume, cluster=cluster)
     except ConfigError as error:
         print(f"deepcompile: {error}", file=sys.stderr)
         return 2
@@ -57,21 +60,24 @@ def listing(name: str | None) -> str:
     return "\n".join(f"{key}={spell(value)}" for key, value in flatten(load(name)).items())
 
 
-def new_folder(name: str, *, resume: bool, distributed: bool) -> Path:
+def new_folder(name: str, *, resume: bool, is_shared: bool) -> Path:
     """The output folder where none is given: one of its own for every run."""
     if resume:
         raise ConfigError("say which run to resume: --out DIR")
-    if distributed:
+    if is_shared:
         raise ConfigError("say where to write, the same place on every process: --out DIR")
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def start(experiment: Experiment, folder: Path, *, resume: bool, distributed: bool) -> None:
-    """Brings JAX up and trains."""
+def start(experiment: Experiment, folder: Path, *, resume: bool, cluster: Cluster | None) -> None:
+    """Brings JAX up, with the other processes where there are any, and trains."""
     import jax
 
     from experiments.train import train
 
-    if distributed:
-        jax.distributed.initialize()
+    if cluster is not None:
+        try:
+            jax.distributed.initialize(*cluster)
+        except ValueError as error:
+            raise ConfigError(f"cannot join the other processes: {error}") from error
     train(experiment, folder, resume=resume)

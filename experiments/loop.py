@@ -1,12 +1,12 @@
 """Steps, one after another, each timed to its end; knows no file and no screen."""
 
 import math
+import statistics
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from experiments.metrics import Record, memory_in_use
 from experiments.values import ConfigError
@@ -61,5 +61,9 @@ def training_steps(
 
 
 def mean_loss(step: Any, state: Any, batches: Iterable[Any]) -> float:
-    """The mean of ``step(state, batch)["loss"]`` over batches of one size."""
-    return float(np.mean([jax.device_get(step(state, batch)["loss"]) for batch in batches]))
+    """The mean ``loss`` over batches of one size; ``step`` hands the state on, and may free the one it is given."""
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return statistics.fmean(losses)

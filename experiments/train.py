@@ -19,14 +19,14 @@ from experiments import report
 from experiments.checkpoints import Checkpoints, abstract, claim_folder
 from experiments.config import Experiment, Mesh, Optimizer
 from experiments.data import Text, held_out_batches, load_text, training_batches
-from experiments.language_models import Batch, LanguageModel, language_model
+from experiments.language_models import Batch, LanguageModel, Metrics, language_model
 from experiments.loop import mean_loss, training_steps
 from experiments.metrics import MetricsWriter, Record, read_metrics
 from experiments.progress import progress_view
 from experiments.stopping import StopRequest
 from experiments.values import ConfigError
 
-Metrics = dict[str, jax.Array]
+Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
@@ -56,7 +56,7 @@ def make_create_state(
     return create_state
 
 
-def make_train_step(model: LanguageModel, seed: int) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_train_step(model: LanguageModel, seed: int) -> Step:
     """One optimizer step on the whole batch: global shapes, one device, no word about sharding."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -68,9 +68,13 @@ def make_train_step(model: LanguageModel, seed: int) -> Callable[[TrainState, Ba
     return train_step
 
 
-def make_evaluate_step(model: LanguageModel) -> Callable[[TrainState, Batch], Metrics]:
-    """The metrics of a batch, with nothing dropped and nothing learned."""
-    return lambda state, batch: model.loss(state.params, batch, None)[1]
+def make_evaluate_step(model: LanguageModel) -> Step:
+    """The metrics of a batch, with nothing dropped and nothing learned: the state is handed on as it is."""
+
+    def evaluate_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return state, model.loss(state.params, batch, None)[1]
+
+    return evaluate_step
 
 
 def make_mesh(config: Mesh) -> jax.sharding.Mesh:
@@ -133,7 +137,7 @@ def train(
     state, records = run_steps(experiment, folder, step, state, text, resume=resume, console=console)
     held_out_loss = None
     if records[-1]["step"] >= settings.steps:
-        evaluate_step = deepcompile.shard(make_evaluate_step(model), mesh, donate=False)
+        evaluate_step = deepcompile.shard(make_evaluate_step(model), mesh)
         batches = held_out_batches(text.held_out, experiment.data, settings.held_out_batches, **share_of_batch())
         held_out_loss = mean_loss(evaluate_step, state, batches)
     summary = report.summarise(records, text, total_steps=settings.steps, held_out_loss=held_out_loss)

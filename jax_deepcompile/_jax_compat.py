@@ -12,6 +12,8 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.lax import optimization_barrier_p
 from jax.extend import core as jex
 
+_LIBRARIES = tuple(f"site-packages/{name}/" for name in ("jax", "flax", "optax"))
+
 __all__ = ["optimization_barrier_p"]
 
 
@@ -49,8 +51,17 @@ def provenance(eqn) -> Iterator[None]:
 
 
 def user_line(eqn) -> str:
-    """``file:line (function)`` of the user's code that made ``eqn``."""
-    return _source_info.summarize(eqn.source_info)
+    """``file:line (function)`` of the user's code that made ``eqn``: the innermost frame outside the libraries."""
+    frames = list(_source_info.user_frames(eqn.source_info.traceback))
+    own = [frame for frame in frames if not any(library in frame.file_name for library in _LIBRARIES)]
+    if not frames:
+        return "an unknown line"
+    frame = (own or frames)[0]
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def has_user_frame(eqn) -> bool:
+    return next(iter(_source_info.user_frames(eqn.source_info.traceback)), None) is not None
 
 
 def is_drop_var(var) -> bool:

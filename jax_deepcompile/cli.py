@@ -72,7 +72,13 @@ def _add_train(subparsers: Any) -> None:
     parser.add_argument(
         "--devices", type=_positive, metavar="N", help="virtual CPU devices where there is no accelerator (default: 8)"
     )
-    parser.add_argument("--distributed", action="store_true", help="join the other processes of this job first")
+    group = parser.add_argument_group("several processes (each reads its own rows of every batch)")
+    group.add_argument(
+        "--distributed", action="store_true", help="join the others; Slurm, MPI, Kubernetes, TPU say how"
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens, if nothing says it")
+    group.add_argument("--processes", type=_positive, metavar="N", help="how many there are")
+    group.add_argument("--process", type=int, metavar="INDEX", help="which this is, from 0")
     parser.set_defaults(run=_train, takes_overrides=True)
 
 
@@ -80,6 +86,7 @@ def _train(arguments: argparse.Namespace) -> int:
     use_virtual_devices(arguments.devices)
     from experiments import command
 
+    cluster = (arguments.coordinator, arguments.processes, arguments.process)
     files = [word for word in arguments.data or [] if not _is_override(word)]
     return command.run(
         arguments.config,
@@ -88,7 +95,7 @@ def _train(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         folder=arguments.out,
         resume=arguments.resume,
-        distributed=arguments.distributed,
+        cluster=cluster if arguments.distributed or any(part is not None for part in cluster) else None,
         list_only=arguments.list,
     )
 
@@ -100,7 +107,7 @@ def _is_override(word: str) -> bool:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of devices, at least 1, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer, at least 1, not {text!r}")
     return int(text)
 
 

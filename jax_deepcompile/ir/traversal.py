@@ -73,21 +73,29 @@ class _Inliner:
         flat = jaxpr.replace(constvars=self.constvars, eqns=self.eqns, outvars=outvars)
         return jex.ClosedJaxpr(flat, self.consts)
 
-    def _walk(self, jaxpr: jex.Jaxpr, known: dict) -> list:
+    def _walk(self, jaxpr: jex.Jaxpr, known: dict, caller: jex.JaxprEqn | None = None) -> list:
         def read(atom):
             return atom if isinstance(atom, jex.Literal) else known.get(atom, atom)
 
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
+            located = eqn if caller is None or _jax_compat.has_user_frame(eqn) else caller
             if eqn.primitive.name in _CALLED and _CALLED[eqn.primitive.name] in eqn.params:
-                known.update(zip(eqn.outvars, self._call(eqn, operands), strict=True))
+                known.update(zip(eqn.outvars, self._call(eqn, operands, located), strict=True))
                 continue
             results = [var if _jax_compat.is_drop_var(var) else new_var(var.aval) for var in eqn.outvars]
             known.update(zip(eqn.outvars, results, strict=True))
-            self.eqns.append(eqn.replace(invars=operands, outvars=results, params=_with_inlined_regions(eqn)))
+            self.eqns.append(
+                eqn.replace(
+                    invars=operands,
+                    outvars=results,
+                    params=_with_inlined_regions(eqn),
+                    source_info=located.source_info,
+                )
+            )
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _call(self, eqn: jex.JaxprEqn, operands: list) -> list:
+    def _call(self, eqn: jex.JaxprEqn, operands: list, located: jex.JaxprEqn) -> list:
         inner = eqn.params[_CALLED[eqn.primitive.name]]
         body = open_jaxpr(inner)
         if eqn.primitive.name == "remat2" and eqn.params["differentiated"]:
@@ -97,7 +105,7 @@ class _Inliner:
             known[var] = new_var(var.aval)
             self.constvars.append(known[var])
             self.consts.append(value)
-        return self._walk(body, known)
+        return self._walk(body, known, located)
 
     def _barrier(self, eqn: jex.JaxprEqn, operands: list) -> list:
         asked = eqn.params["prevent_cse"]

@@ -136,6 +136,7 @@ class Propagate(Protocol):
         inputs: Sequence[Placement],
         batch: Sequence[bool],
         demands: Sequence[Sequence[Placement]],
+        held: Sequence[bool] = (),
     ) -> Layout: ...
 
 

@@ -7,7 +7,8 @@ price of another choice, is weighed equation by equation in ``choice.py``.
 
 A sharded parameter is gathered where it is used. The gathered copy serves the uses that follow closely and is then
 released: a *use region* ends once more bytes of other parameters have been gathered than the parameter's own, so a copy
-never outlives its turn, and the backward pass gathers again.
+never outlives its turn, and the backward pass gathers again. Two things say themselves how long they last: the slice of a
+stack that a layer loop hands to its body, and what a checkpointed region takes in; their copies serve the whole layer.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Propagator:
         inputs: Sequence[Placement],
         batch: Sequence[bool],
         demands: Sequence[Sequence[Placement]],
+        held: Sequence[bool] = (),
     ) -> Layout:
         """Decides ``jaxpr``.
 
@@ -56,8 +58,9 @@ class Propagator:
           inputs: the placement of each input.
           batch: for each input whether it depends on the batch.
           demands: for each output the placements wanted of it; it is brought to the first. Empty: as it comes.
+          held: for each input whether a gathered copy of it serves the whole jaxpr; by default none does.
         """
-        key = (id(jaxpr), tuple(inputs), tuple(batch), tuple(tuple(wanted) for wanted in demands))
+        key = (id(jaxpr), tuple(inputs), tuple(batch), tuple(tuple(wanted) for wanted in demands), tuple(held))
         if key not in self._layouts:
             self._layouts[key] = _Sweeps(self, jaxpr, *key[1:]).run()
         return self._layouts[key]
@@ -90,6 +93,7 @@ class _Sweeps:
     inputs: tuple[Placement, ...]
     input_batch: tuple[bool, ...]
     output_demands: Demands
+    input_held: tuple[bool, ...]
     natural: dict = field(default_factory=dict)
     batch: dict = field(default_factory=dict)
     demands: dict = field(default_factory=dict)
@@ -153,6 +157,8 @@ class _Sweeps:
             )
             if isinstance(decision.how, Nested):
                 copies.passed_to_region(eqn.invars)
+            if eqn.primitive.name == "optimization_barrier":
+                copies.held_throughout.update(eqn.outvars)
             steps.append(Step(eqn, decision.how, fetches, decision.results))
             self.natural.update(zip(eqn.outvars, decision.results, strict=True))
         outputs = []
@@ -211,6 +217,9 @@ class _Copies:
     def __init__(self, sweeps: _Sweeps) -> None:
         self.sweeps = sweeps
         self.made: dict = {}
+        self.held_throughout = {
+            var for var, held in zip(sweeps.jaxpr.invars, sweeps.input_held, strict=False) if held
+        }
         self.uses: dict = {}
         self.regathered: set = set()
         self.gathered_bytes = 0.0
@@ -258,6 +267,8 @@ class _Copies:
         return Fetch(source, target, fresh)
 
     def _released(self, atom, copy: _Copy) -> bool:
+        if atom in self.held_throughout:
+            return False
         return copy.gathered and self.gathered_bytes - copy.used_at >= full_bytes(atom.aval)
 
 

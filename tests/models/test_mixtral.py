@@ -37,7 +37,7 @@ def model():
 @pytest.fixture(scope="module")
 def moe():
     """Weights larger than the model's, so that errors show."""
-    return mixtral.MixtureOfExperts(replace(TINY, init_std=0.3), rngs=nnx.Rngs(0))
+    return nnx.jit(lambda: mixtral.MixtureOfExperts(replace(TINY, init_std=0.3), rngs=nnx.Rngs(0)))()
 
 
 @pytest.mark.pure

@@ -52,8 +52,9 @@ def _settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands,
         _without_unwanted_partial(placement, wanted, allowed)
         for placement, wanted, allowed in zip(carry, final_demands, keep_partial, strict=True)
     ]
+    held = _held_in_body(len(fixed) + len(carry), len(rest))
     for round_ in range(_ROUNDS):
-        free = propagate(jaxpr, [*fixed, *carry, *rest], batch, [*[()] * len(carry), *rest_demands])
+        free = propagate(jaxpr, [*fixed, *carry, *rest], batch, [*[()] * len(carry), *rest_demands], held)
         yielded = free.output_placements[: len(carry)]
         uses = free.wanted[len(fixed) : len(fixed) + len(carry)]
         settled = [
@@ -72,7 +73,12 @@ def _settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands,
                 for placement, still in zip(carry, moved, strict=True)
             ]
     demands = [*[(placement,) for placement in carry], *rest_demands]
-    return tuple(carry), propagate(jaxpr, [*fixed, *carry, *rest], batch, demands)
+    return tuple(carry), propagate(jaxpr, [*fixed, *carry, *rest], batch, demands, held)
+
+
+def _held_in_body(kept: int, stacked: int) -> list[bool]:
+    """One slice of a stack of layers is used in one iteration only, so its gathered copy serves all of it."""
+    return [False] * kept + [True] * stacked
 
 
 def _meet(now: Placement, after: Placement, used, wanted, allowed: bool) -> Placement:
@@ -143,7 +149,11 @@ class ScanRule(RegionRule):
             for placement, wanted in zip(consts, layout.wanted[: len(consts)], strict=True)
         ]
         layout = propagate(
-            jaxpr, [*consts, *settled, *inner_xs], batch, [*[(placement,) for placement in settled], *ys_demands]
+            jaxpr,
+            [*consts, *settled, *inner_xs],
+            batch,
+            [*[(placement,) for placement in settled], *ys_demands],
+            _held_in_body(len(consts) + num_carry, len(inner_xs)),
         )
         ys = [placement.shifted(1) for placement in layout.output_placements[num_carry:]]
         return Decision(Nested(self, (layout,)), (*consts, *settled, *xs), (*settled, *ys))

@@ -4,11 +4,28 @@ from jax_deepcompile.partition.rules import (
     contraction,
     control_flow,
     elementwise,
+    indexing,
+    linalg,
     random,
     reduction,
     regions,
     shape,
+    sorting,
+    windows,
 )
 from jax_deepcompile.partition.rules.registry import REGISTRY
 
-__all__ = ["REGISTRY", "contraction", "control_flow", "elementwise", "random", "reduction", "regions", "shape"]
+__all__ = [
+    "REGISTRY",
+    "contraction",
+    "control_flow",
+    "elementwise",
+    "indexing",
+    "linalg",
+    "random",
+    "reduction",
+    "regions",
+    "shape",
+    "sorting",
+    "windows",
+]

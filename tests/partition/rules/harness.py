@@ -33,7 +33,7 @@ IMPORTED = (indexing, linalg, sorting, windows)
 """Families, imported for the rules they register."""
 
 MESHES = (MeshAxes(("x",), (8,)), MeshAxes(("x", "y"), (2, 4)))
-WAYS_PER_MESH = 8
+WAYS_PER_MESH = 6
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 

@@ -83,7 +83,7 @@ def indexings(draw) -> Indexing:
     )
 
 
-@examples(60)
+@examples(40)
 @given(indexings(), seeds, st.sampled_from((None, 0, 7)), st.sampled_from((np.float32, np.int32)))
 def test_gather(indexing, seed, fill_value, dtype):
     operand = integers(indexing.operand, seed, dtype)
@@ -100,7 +100,7 @@ SCATTERS = {
 }
 
 
-@examples(90)
+@examples(48)
 @given(indexings(), seeds, st.sampled_from(sorted(SCATTERS)), st.sampled_from((np.float32, np.int32)))
 def test_scatter(indexing, seed, name, dtype):
     assume(indexing.index_map)  # jaxlib 0.10 and 0.11 lose all but one update of a scatter without coordinates
