@@ -53,6 +53,10 @@ class Checkpoints:
             raise ConfigError("cannot resume: the text has changed since the checkpoint; give the same files in --data")
         return step, restored["state"], restored["place"]["iterator"]
 
+    def reached_preemption(self, step: int) -> bool:
+        """Whether any process of the job has had SIGTERM, and all are to stop after this step."""
+        return self._manager.reached_preemption(step)
+
     def close(self) -> None:
         """Waits for what is still being written."""
         self._manager.close()

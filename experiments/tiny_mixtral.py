@@ -7,5 +7,5 @@ CONFIG = Experiment(
     model=MIXTRAL_TINY,
     data=Data(sequence_length=64, batch_size=32),
     optimizer=Optimizer(learning_rate=1e-2),
-    train=Train(steps=400),
+    train=Train(steps=60),
 )

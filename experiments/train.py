@@ -175,7 +175,7 @@ def run_steps(
         records = read_metrics(folder)
         view = progress_view(console, settings.steps, first_step=done, log_every_steps=settings.log_every_steps)
         stack.enter_context(view)
-        stop = stack.enter_context(StopRequest())
+        stop = stack.enter_context(StopRequest(checkpoints.reached_preemption))
         steps = range(done + 1, settings.steps + 1)
         for new_state, record in training_steps(step, state, batches, steps, data.batch_size * data.sequence_length):
             state = new_state
@@ -183,9 +183,10 @@ def run_steps(
             records.append(record)
             writer.write(record)
             view.show(record)
-            if done % settings.checkpoint_every_steps == 0 or done == settings.steps or stop.requested:
+            stopping = stop.is_due(done)
+            if stopping or done % settings.checkpoint_every_steps == 0 or done == settings.steps:
                 checkpoints.save(done, state, batches.get_state(), text.fingerprint)
-            if stop.requested:
+            if stopping:
                 break
     return state, records
 

@@ -118,7 +118,9 @@ class _Inliner:
         results = [new_var(operands[index].aval) for index in guarded]
         barrier = _jax_compat.optimization_barrier_p
         self.eqns.append(
-            jex.new_jaxpr_eqn([operands[index] for index in guarded], results, barrier, {}, source_info=eqn.source_info)
+            jex.new_jaxpr_eqn(
+                [operands[index] for index in guarded], results, barrier, {}, jex.no_effects, eqn.source_info
+            )
         )
         held = dict(zip(guarded, results, strict=True))
         return [held.get(index, atom) for index, atom in enumerate(operands)]

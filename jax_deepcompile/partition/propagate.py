@@ -157,8 +157,7 @@ class _Sweeps:
             )
             if isinstance(decision.how, Nested):
                 copies.passed_to_region(eqn.invars)
-            if eqn.primitive.name == "optimization_barrier":
-                copies.held_throughout.update(eqn.outvars)
+            copies.hold_what_follows(eqn)
             steps.append(Step(eqn, decision.how, fetches, decision.results))
             self.natural.update(zip(eqn.outvars, decision.results, strict=True))
         outputs = []
@@ -231,6 +230,12 @@ class _Copies:
             placement for placement, copy in self.made.get(atom, {}).items() if not self._released(atom, copy)
         ]
         return (self.sweeps.natural[atom], *alive)
+
+    def hold_what_follows(self, eqn: jex.JaxprEqn) -> None:
+        """What a checkpointed region takes in is held, and so is what parameters held are turned into (cast, reshaped)."""
+        from_held = any(atom in self.held_throughout for atom in eqn.invars if not isinstance(atom, jex.Literal))
+        if eqn.primitive.name == "optimization_barrier" or from_held:
+            self.held_throughout.update(var for var in eqn.outvars if not self.sweeps.batch[var])
 
     def wanted(self, var) -> tuple[Placement, ...]:
         return tuple(self.uses.get(var, ()))

@@ -63,7 +63,7 @@ def test_reduce_window_by_a_function_of_two_operands(window, seed):
     check(reduced, integers(shape, seed), integers(shape, seed + 1, np.int32), primitives=["reduce_window"])
 
 
-@examples(16)
+@examples(10)
 @given(windows(dilated=False), seeds)
 def test_max_pool_backwards_and_forwards(window, seed):
     shape, (dimensions, strides, padding, _, _) = window
