@@ -63,7 +63,7 @@ def make_train_step(model: LanguageModel, seed: int) -> Step:
         dropout_key = jax.random.fold_in(jax.random.key(seed), state.step)
         gradient = jax.grad(model.loss, has_aux=True)
         gradients, metrics = gradient(state.params, batch, dropout_key)
-        return state.apply_gradients(grads=gradients), metrics | {"gradient_norm": optax.global_norm(gradients)}
+        return state.apply_gradients(grads=gradients), metrics | {"gradient_norm": optax.tree.norm(gradients)}
 
     return train_step
 

@@ -22,11 +22,19 @@ class Fetch:
       target: the placement it needs.
       fresh: make a new copy although an equal one was made before: that one has been released since. The new one is
         tied to the present by an optimization barrier, or the compiler would merge the two and keep the first alive.
+      batch: the value depends on the batch: an activation, a gradient, a metric.
     """
 
     source: Placement
     target: Placement
     fresh: bool = False
+    batch: bool = False
+
+    @property
+    def moves_activation(self) -> bool:
+        """Whether a value that the batch has split is gathered or exchanged, rather than cut further or summed."""
+        pairs = zip(self.source.axes, self.target.axes, strict=True)
+        return self.batch and any(before >= 0 and before != after for before, after in pairs)
 
 
 @dataclass(frozen=True)

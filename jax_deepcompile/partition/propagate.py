@@ -269,7 +269,7 @@ class _Copies:
         if gathered:
             self.gathered_bytes += whole
         made[target] = _Copy(gathered, self.gathered_bytes)
-        return Fetch(source, target, fresh)
+        return Fetch(source, target, fresh, self.sweeps.batch.get(atom, False))
 
     def _released(self, atom, copy: _Copy) -> bool:
         if atom in self.held_throughout:

@@ -52,7 +52,9 @@ def test_load_applies_overrides():
 
 
 def test_an_unknown_name_gets_the_nearest_and_all():
-    with pytest.raises(ConfigError, match=r"^there is no experiment 'tinyllama'; the nearest is 'tiny_llama'; there are "):
+    with pytest.raises(
+        ConfigError, match=r"^there is no experiment 'tinyllama'; the nearest is 'tiny_llama'; there are "
+    ):
         load("tinyllama")
     with pytest.raises(ConfigError, match=r"^there is no experiment 'qqq'; there are "):
         load("qqq")
@@ -83,7 +85,11 @@ def test_a_config_that_is_wrong_in_its_file_is_refused(monkeypatch):
             "sequence_length=65",
             "data.sequence_length=65: model.max_length=64 is the longest this model reads; the nearest is 64",
         ),
-        ("tiny_mixtral", "n_active_experts=9", "model.n_active_experts=9: there are model.n_experts=4; the nearest is 4"),
+        (
+            "tiny_mixtral",
+            "n_active_experts=9",
+            "model.n_active_experts=9: there are model.n_experts=4; the nearest is 4",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_nearest(name, assignment, sentence):

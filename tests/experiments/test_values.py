@@ -59,7 +59,12 @@ def test_parse_reads_every_kind_of_value(text, annotation, current, expected):
             jnp.float32,
             "key=bf16: expected a dtype, one of float32, bfloat16, float16; the nearest is 'bfloat16'",
         ),
-        ("dots", "any", print, "key=dots: this setting holds a builtin_function_or_method; set it in the experiment's file"),
+        (
+            "dots",
+            "any",
+            print,
+            "key=dots: this setting holds a builtin_function_or_method; set it in the experiment's file",
+        ),
     ],
 )
 def test_parse_refuses_with_a_sentence(text, annotation, current, sentence):

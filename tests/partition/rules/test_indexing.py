@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import check, examples, integers, rules_of, seeds, sizes, splittable
+from tests.partition.rules.harness import check, examples, integers, rules_of, seeds, sizes, splittable
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax import lax

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import check, examples, integers, normals, rules_of, seeds, sizes, splittable
+from tests.partition.rules.harness import check, examples, integers, normals, rules_of, seeds, sizes, splittable
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
@@ -66,7 +66,7 @@ def ragged_products(draw):
     )
 
 
-@examples(40)
+@examples(28)
 @given(ragged_products())
 def test_ragged_dot_general(product):
     numbers, x, y, sizes = product
@@ -96,7 +96,7 @@ def test_groups_are_never_split():
     assert [factor.kind for factor in rule.factors].count(Kind.SUM) == 1
 
 
-@examples(8)
+@examples(4)
 @given(st.sampled_from((2, 3, 8)), sizes, sizes, seeds)
 def test_scaled_dot(batch, rows, columns, seed):
     shapes = [(batch, rows, 8), (batch, 8, columns), (batch, rows, 2), (batch, 4, columns)]
@@ -176,8 +176,10 @@ def _attention_operands(batch, heads, shared_heads, heads_first=False):
     return [normals(shape, i).astype(jnp.bfloat16) for i, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
-@pytest.mark.parametrize(("batch", "heads", "shared_heads"), [(8, 4, 4), (4, 8, 4), (2, 16, 8), (3, 2, 1)])
+@pytest.mark.parametrize(
+    ("layout", "batch", "heads", "shared_heads"),
+    [("BTNH", 8, 4, 4), ("BNTH", 4, 8, 4), ("BTNH", 2, 16, 8), ("BNTH", 3, 2, 1)],
+)
 def test_attention_and_its_gradient(cudnn, layout, batch, heads, shared_heads):
     def loss(*args):
         return jnp.sum(cudnn(*args, scale=0.3, qkv_layout=layout).astype(jnp.float32) ** 2)
@@ -186,7 +188,7 @@ def test_attention_and_its_gradient(cudnn, layout, batch, heads, shared_heads):
     check(jax.value_and_grad(loss, (0, 1, 2)), *operands, primitives=WRAPPERS, **CLOSE)
 
 
-@pytest.mark.parametrize("bias_shape", [(8, 4), (1, 4), (8, 1), (1, 1)])
+@pytest.mark.parametrize("bias_shape", [(8, 4), (1, 4), (8, 1)])
 def test_attention_with_a_bias_and_lengths(cudnn, bias_shape):
     mask = importlib.import_module(CUDNN).MaskType.PADDING_CAUSAL
     lengths = np.arange(8, dtype=np.int32) % 5 + 2

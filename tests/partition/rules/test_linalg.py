@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import check, examples, normals, rules_of, seeds, splittable
+from tests.partition.rules.harness import check, examples, normals, rules_of, seeds, splittable
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.lax import linalg

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from harness import check, examples, integers, rules_of, seeds, sizes, splittable
+from tests.partition.rules.harness import check, examples, integers, rules_of, seeds, sizes, splittable
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax

@@ -1,0 +1,188 @@
+"""The whole of ``deepcompile train`` on eight virtual devices, at the smallest sizes."""
+
+import dataclasses
+import io
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from experiments import train as training
+from experiments.checkpoints import claim_folder
+from experiments.config import Experiment, Mesh, load
+from experiments.data import load_text, training_batches
+from experiments.language_models import language_model
+from experiments.loop import training_steps
+from experiments.metrics import read_metrics
+from experiments.train import check_batch_size, make_mesh, make_optimizer, train
+from experiments.values import ConfigError
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    overrides = ["d_model=16", "n_heads=2", "n_kv_heads=1", "d_ff=16", "n_layers=1", "remat_policy=none"]
+    overrides += ["sequence_length=16", "batch_size=8", "held_out_batches=2", "learning_rate=0.03"]
+    return load("tiny_llama", [*overrides, f"steps={STEPS}", "checkpoint_every_steps=2", f"data.files={text}"])
+
+
+@dataclasses.dataclass
+class Run:
+    folder: object
+    summary: training.report.Summary
+    output: str
+
+
+@pytest.fixture(scope="module")
+def run(experiment, tmp_path_factory) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    out = io.StringIO()
+    summary = train(experiment, folder, console=Console(file=out, soft_wrap=True, highlight=False))
+    return Run(folder, summary, out.getvalue())
+
+
+@pytest.mark.cpu_mesh
+def test_a_run_leaves_a_record_of_every_step(run):
+    records = read_metrics(run.folder)
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    for record in records:
+        assert {"loss", "tokens_per_s", "step_s", "memory_bytes", "gradient_norm"} <= record.keys()
+        assert record["tokens_per_s"] == pytest.approx(8 * 16 / record["step_s"])
+    assert [record["step"] for record in records if "compile_s" in record] == [1]
+
+
+@pytest.mark.cpu_mesh
+def test_a_run_ends_with_the_loss_beside_the_entropy(run):
+    summary = run.summary
+    assert summary.finished
+    assert summary.steps == STEPS
+    for words in ("unigram entropy", "final loss", "held-out loss", "bits per byte", "tokens/s"):
+        assert words in run.output
+    assert json.loads((run.folder / "summary.json").read_text()) == dataclasses.asdict(summary)
+    assert (run.folder / "explain.txt").read_text().strip() in run.output
+    assert list((run.folder / "tensorboard").iterdir())
+
+
+@pytest.mark.cpu_mesh
+def test_the_sharded_run_has_the_losses_of_the_plain_step_on_one_device(experiment, run):
+    text = load_text(experiment.data)
+    batches = training_batches(text.training, experiment.data)
+    model = language_model(experiment.model, experiment.data.sequence_length)
+    state = training.make_create_state(model, make_optimizer(experiment.optimizer, STEPS))(jax.random.key(0))
+    step = jax.jit(training.make_train_step(model, 0))
+    losses = []
+    for _ in range(STEPS):
+        state, metrics = step(state, next(batches))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose([record["loss"] for record in read_metrics(run.folder)], losses, rtol=1e-4)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.cpu_mesh
+def test_a_stopped_run_resumes_to_the_same_numbers(experiment, run, tmp_path, monkeypatch):
+    def steps_then_ctrl_c(*args):
+        for state, record in training_steps(*args):
+            if record["step"] == 3:
+                signal.raise_signal(signal.SIGINT)
+            yield state, record
+
+    monkeypatch.setattr(training, "training_steps", steps_then_ctrl_c)
+    out = io.StringIO()
+    console = Console(file=out, soft_wrap=True, highlight=False)
+    stopped = train(experiment, tmp_path, console=console)
+    assert (stopped.steps, stopped.finished, stopped.held_out_loss) == (3, False, None)
+    assert "continue with the same command and --resume" in out.getvalue()
+
+    monkeypatch.setattr(training, "training_steps", training_steps)
+    with (tmp_path / "metrics.jsonl").open("a") as file:  # as if the run had gone on, and been killed
+        file.write('{"step": 4, "loss": 123.0}\n')
+    resumed = train(experiment, tmp_path, resume=True, console=console)
+    records = read_metrics(tmp_path)
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert [record["loss"] for record in records] == [record["loss"] for record in read_metrics(run.folder)]
+    assert resumed.held_out_loss == run.summary.held_out_loss
+
+    with pytest.raises(ConfigError, match=r"has done its 6 steps; raise train\.steps to go on$"):
+        train(experiment, tmp_path, resume=True, console=console)
+    other = tmp_path / "other.txt"
+    other.write_text("a different text\n" * 500)
+    changed = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, files=(str(other),)))
+    with pytest.raises(ConfigError, match=r"^cannot resume: the text has changed since the checkpoint"):
+        train(changed, tmp_path, resume=True, console=console)
+
+
+@pytest.mark.pure
+def test_a_folder_with_a_run_is_not_overwritten(experiment, tmp_path):
+    claim_folder(tmp_path, experiment, resume=False)
+    claim_folder(tmp_path, experiment, resume=False)  # a run that never made a step is no run
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r" holds a run already; add --resume to continue it, or give another --out$"):
+        claim_folder(tmp_path, experiment, resume=False)
+
+
+@pytest.mark.pure
+def test_resuming_needs_the_same_experiment(experiment, tmp_path):
+    with pytest.raises(ConfigError, match=r"^nothing to resume: .* holds no run; leave --resume out to start one$"):
+        claim_folder(tmp_path, experiment, resume=True)
+    claim_folder(tmp_path, experiment, resume=False)
+    longer = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=99))
+    claim_folder(tmp_path, longer, resume=True)
+    wider = dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, d_model=32))
+    with pytest.raises(ConfigError) as caught:
+        claim_folder(tmp_path, wider, resume=True)
+    assert str(caught.value) == (
+        "cannot resume: model.d_model was 16 and is now 32; set model.d_model=16, or start a new run in another --out"
+    )
+
+
+@pytest.mark.pure
+def test_the_mesh_takes_all_devices_or_those_asked_for():
+    assert dict(make_mesh(Mesh()).shape) == {"fsdp": 8}
+    assert dict(make_mesh(Mesh(replicas=2)).shape) == {"data": 2, "fsdp": 4}
+    assert dict(make_mesh(Mesh(fsdp=2)).shape) == {"fsdp": 2}
+    with pytest.raises(ConfigError) as caught:
+        make_mesh(Mesh(fsdp=8, replicas=2))
+    assert str(caught.value) == (
+        "mesh.fsdp=8 times mesh.replicas=2 needs 16 devices, and there are 8; the nearest is mesh.fsdp=4"
+    )
+
+
+@pytest.mark.pure
+def test_a_batch_that_does_not_divide_gets_the_nearest_that_does():
+    mesh = make_mesh(Mesh())
+    check_batch_size(16, mesh)
+    with pytest.raises(ConfigError, match=r"=12 does not divide over 8 devices; the nearest that does is 8 or 16$"):
+        check_batch_size(12, mesh)
+    with pytest.raises(ConfigError, match=r"=3 does not divide over 8 devices; the nearest that does is 8$"):
+        check_batch_size(3, mesh)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_any_number_of_steps_has_a_schedule(experiment, steps):
+    make_optimizer(experiment.optimizer, steps)
+
+
+@pytest.mark.pure
+def test_a_loss_that_is_no_number_ends_the_run_after_its_record():
+    class Step:
+        def lower(self, *_):
+            return self
+
+        def compile(self):
+            return self
+
+        def __call__(self, state, batch):
+            return state, {"loss": np.float32("nan")}
+
+    steps = training_steps(Step(), None, iter([{}, {}]), range(5, 7), 8)
+    _, record = next(steps)
+    assert record["step"] == 5
+    with pytest.raises(ConfigError, match=r"^the loss is nan at step 5: lower optimizer\.learning_rate"):
+        next(steps)

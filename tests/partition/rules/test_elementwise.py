@@ -1,0 +1,133 @@
+"""Rules of elementwise primitives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+from jax_deepcompile.partition.rules import elementwise
+from tests.partition.rules.harness import check, examples, integers, normals, rules_of, seeds, sizes, splittable
+
+pytestmark = pytest.mark.cpu_mesh
+
+shapes = st.lists(sizes, max_size=3)
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+LINEAR = {
+    "neg": lax.neg,
+    "add": lambda x: lax.add(x, x),
+    "sub": lambda x: lax.sub(x, np.float32(2)),
+    "mul": lambda x: lax.mul(x, x),
+    "div": lambda x: lax.div(x, np.float32(4)),
+    "copy": lax.copy_p.bind,
+    "complex": lambda x: lax.complex(x, x),
+    "select_n": lambda x: lax.select_n(x > 0, x, -x),
+}
+
+
+@examples(16)
+@given(shapes, seeds, st.sampled_from(sorted(LINEAR)))
+def test_linear(shape, seed, name):
+    check(LINEAR[name], integers(shape, seed), primitives=[name])
+
+
+@examples(6)
+@given(shapes, seeds)
+def test_complex_parts(shape, seed):
+    check(
+        lambda z: (lax.real(z), lax.imag(z), lax.conj(z)),
+        integers(shape, seed, np.complex64),
+        primitives=["real", "imag", "conj"],
+    )
+
+
+@examples(8)
+@given(shapes, seeds, st.data())
+def test_dimensions_of_size_one_are_broadcast(shape, seed, data):
+    kept = [data.draw(st.booleans()) for _ in shape]
+    narrow = [size if keep else 1 for size, keep in zip(shape, kept, strict=True)]
+    check(
+        lambda x, y: (lax.add_p.bind(x, y), lax.mul_p.bind(y, x), lax.sub_p.bind(x, 1.0)),
+        integers(shape, seed),
+        integers(narrow, seed + 1),
+        primitives=["add", "mul", "sub"],
+    )
+
+
+def test_scalar_operands():
+    x = normals((8, 3), 0)
+    check(lambda x: lax.clamp(-0.5, x, x + 1), x, primitives=["clamp"])
+    check(lambda x: lax.clamp(np.float32(-0.5), x, np.float32(0.5)), x, primitives=["clamp"])
+    check(lambda x, which: lax.select_n(which, x, 2 * x), x, np.bool_(True), primitives=["select_n"])
+    check(lambda x, power: lax.pow(jnp.abs(x), power), x, np.float32(1.5), primitives=["pow"], **CLOSE)
+    check(lambda x: lax.pow(x, np.int32(3)), x, primitives=["pow"], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["exp", "tanh", "erf_inv", "is_finite", "integer_pow", "nextafter", "random_bits"])
+def test_nonlinear(name):
+    functions = {
+        "integer_pow": lambda x: lax.integer_pow(x, 3),
+        "nextafter": lambda x: lax.nextafter(x, 2 * x),
+        "random_bits": lambda x: x + jax.random.bits(jax.random.key(0), x.shape).astype(jnp.float32),
+    }
+    primitive = "threefry2x32" if name == "random_bits" else name
+    if name == "random_bits":
+        words = integers((8, 3), 0, np.uint32, 0)
+        check(lambda k, x: jax.extend.random.threefry2x32_p.bind(k, k, x, x), words[0, 0], words, primitives=[primitive])
+    else:
+        check(functions.get(name, lambda x: getattr(lax, name)(x)), normals((8, 3), 0), primitives=[name], **CLOSE)
+
+
+NUMBERS = ("int8", "int32", "uint32", "bool", "float16", "bfloat16", "float32", "complex64", "float8_e4m3fn")
+
+
+@examples(24)
+@given(st.sampled_from(NUMBERS), st.sampled_from(NUMBERS), seeds)
+def test_conversion(source, target, seed):
+    values = jnp.asarray(integers((8, 3), seed)).astype(source)
+    check(lambda x: lax.convert_element_type_p.bind(x, new_dtype=jnp.dtype(target), weak_type=False, sharding=None), values, primitives=["convert_element_type"])
+
+
+def test_conversions_that_change_sums_are_not_linear():
+    def linear(source, target):
+        args = jnp.zeros(8, source)
+        ((_, rule),) = rules_of(lambda x: lax.convert_element_type(x, target), args, primitive="convert_element_type")
+        return bool(rule.linear)
+
+    assert linear("bfloat16", "float32")
+    assert linear("float32", "complex64")
+    assert linear("int32", "int8")
+    assert not linear("float32", "bfloat16")
+    assert not linear("float16", "bfloat16")
+    assert not linear("int8", "int32")
+    assert not linear("int32", "float32")
+    assert not linear("float32", "int32")
+    assert not linear("bool", "int32")
+
+
+@pytest.mark.parametrize("target", ["uint8", "uint32", "uint16"])
+def test_bitcast(target):
+    check(
+        lambda x: lax.bitcast_convert_type(lax.bitcast_convert_type(x, target), np.float32),
+        normals((8, 6), 0),
+        primitives=["bitcast_convert_type"],
+    )
+
+
+def test_every_dimension_is_split_where_it_divides():
+    ((_, rule),) = rules_of(jnp.exp, np.ones((8, 6, 16), np.float32), primitive="exp")
+    assert splittable(rule) == ([{0, 2}], [{0, 2}])
+    ((_, rule),) = rules_of(lambda x: lax.pow(x, 2.5), np.ones((16,), np.float32), primitive="pow")
+    assert splittable(rule) == ([{0}, set()], [{0}])
+
+
+def test_every_name_is_a_primitive_of_this_jax_or_the_newest():
+    newest = {"log2", "one_minus_square", "polynomial", "mulhi"}
+    here = {p.name for p in vars(jax.extend.core.primitives).values() if isinstance(p, jax.extend.core.Primitive)}
+    private = {"eq_to", "le_to", "lt_to", "stop_gradient", "reciprocal", "pvary", "name"}
+    names = {*elementwise.NONLINEAR.split(), *elementwise.UNARY_LINEAR}
+    assert names <= here | newest | private
