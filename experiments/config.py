@@ -32,8 +32,8 @@ class Data:
 class Optimizer:
     """AdamW under a linear warm-up and a cosine decay, after clipping by global norm.
 
-    The warm-up takes ``warmup_fraction`` of ``decay_steps`` (where that is none, of ``train.steps``), and the rate ends
-    at ``final_fraction`` of its peak.
+    The warm-up takes ``warmup_fraction`` of ``decay_steps``, and the rate ends at ``final_fraction`` of its peak. Where
+    ``decay_steps`` is none it is ``train.steps``, so a run resumed for more steps has another schedule from there on.
     """
 
     learning_rate: Annotated[float, NotNegative] = 3e-3

@@ -18,7 +18,7 @@ import jax_deepcompile as deepcompile
 from experiments import report
 from experiments.checkpoints import Checkpoints, abstract, claim_folder
 from experiments.config import Experiment, Mesh, Optimizer
-from experiments.data import Text, held_out_batches, load_text, training_batches
+from experiments.data import held_out_batches, load_text, training_batches
 from experiments.language_models import Batch, LanguageModel, Metrics, language_model
 from experiments.loop import mean_loss, training_steps
 from experiments.metrics import MetricsWriter, Record, read_metrics
@@ -126,20 +126,30 @@ def train(
     check_batch_size(experiment.data.batch_size, mesh)
     text = load_text(experiment.data)
     model = language_model(experiment.model, experiment.data.sequence_length)
-    claim_folder(folder, experiment, resume=resume, is_primary=is_primary)
+    claim_folder(folder, experiment, text.fingerprint, resume=resume, is_primary=is_primary)
 
     step = deepcompile.shard(make_train_step(model, settings.seed), mesh)
     create_state = make_create_state(model, make_optimizer(experiment.optimizer, settings.steps))
-    state = step.init(create_state, jax.random.key(settings.seed))
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    console.print(report.opening(experiment, folder, text, mesh, parameters))
+    batches = training_batches(text.training, experiment.data, **share_of_batch())
+    with contextlib.closing(Checkpoints(folder, settings)) as checkpoints:
+        state = step.init(create_state, jax.random.key(settings.seed))
+        done = 0
+        if resume:
+            target = abstract(state)
+            del state  # before its successor takes its place in memory
+            done, state, place = checkpoints.restore(target)
+            batches.set_state(place)
+        if done >= settings.steps:
+            raise ConfigError(f"the run in {folder} has done its {done} steps; raise train.steps to go on")
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+        console.print(report.opening(experiment, folder, text, mesh, parameters))
+        state, records = run_steps(experiment, folder, step, state, batches, checkpoints, done=done, console=console)
 
-    state, records = run_steps(experiment, folder, step, state, text, resume=resume, console=console)
     held_out_loss = None
     if records[-1]["step"] >= settings.steps:
         evaluate_step = deepcompile.shard(make_evaluate_step(model), mesh)
-        batches = held_out_batches(text.held_out, experiment.data, settings.held_out_batches, **share_of_batch())
-        held_out_loss = mean_loss(evaluate_step, state, batches)
+        held_out = held_out_batches(text.held_out, experiment.data, settings.held_out_batches, **share_of_batch())
+        held_out_loss = mean_loss(evaluate_step, state, held_out)
     summary = report.summarise(records, text, total_steps=settings.steps, held_out_loss=held_out_loss)
     explanation = str(step.explain())
     if is_primary:
@@ -151,32 +161,27 @@ def train(
 
 
 def run_steps(
-    experiment: Experiment, folder: Path, step: Any, state: TrainState, text: Text, *, resume: bool, console: Console
+    experiment: Experiment,
+    folder: Path,
+    step: Any,
+    state: TrainState,
+    batches: Any,
+    checkpoints: Checkpoints,
+    *,
+    done: int,
+    console: Console,
 ) -> tuple[TrainState, list[Record]]:
-    """The training steps, with their metrics, progress and checkpoints; ends early on Ctrl-C, after saving.
+    """The steps after the first ``done``, with metrics, progress and checkpoints; ends early on Ctrl-C, after saving.
 
     Returns:
-        The last state, and the records of all steps, those before a resumption included.
+        The last state, and the records of all steps, the first ``done`` included.
     """
     settings, data = experiment.train, experiment.data
-    batches = training_batches(text.training, data, **share_of_batch())
-    done = 0
-    with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, settings)))
-        if resume:
-            target = abstract(state)
-            del state  # before its successor takes its place in memory
-            done, state, place = checkpoints.restore(target, text.fingerprint)
-            batches.set_state(place)
-            if done >= settings.steps:
-                raise ConfigError(f"the run in {folder} has done its {done} steps; raise train.steps to go on")
-        writer = MetricsWriter(folder, after_step=done, enabled=jax.process_index() == 0)
-        stack.enter_context(contextlib.closing(writer))
-        records = read_metrics(folder)
-        view = progress_view(console, settings.steps, first_step=done, log_every_steps=settings.log_every_steps)
-        stack.enter_context(view)
-        stop = stack.enter_context(StopRequest(checkpoints.reached_preemption))
-        steps = range(done + 1, settings.steps + 1)
+    view = progress_view(console, settings.steps, first_step=done, log_every_steps=settings.log_every_steps)
+    writer = MetricsWriter(folder, after_step=done, enabled=jax.process_index() == 0)
+    records = read_metrics(folder)
+    steps = range(done + 1, settings.steps + 1)
+    with contextlib.closing(writer), view, StopRequest(checkpoints.reached_preemption) as stop:
         for new_state, record in training_steps(step, state, batches, steps, data.batch_size * data.sequence_length):
             state = new_state
             done += 1
@@ -185,7 +190,7 @@ def run_steps(
             view.show(record)
             stopping = stop.is_due(done)
             if stopping or done % settings.checkpoint_every_steps == 0 or done == settings.steps:
-                checkpoints.save(done, state, batches.get_state(), text.fingerprint)
+                checkpoints.save(done, state, batches.get_state())
             if stopping:
                 break
     return state, records

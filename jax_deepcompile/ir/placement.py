@@ -71,6 +71,10 @@ class Placement:
     def is_partial(self) -> bool:
         return PARTIAL in self.axes
 
+    @property
+    def is_split(self) -> bool:
+        return any(axis >= 0 for axis in self.axes)
+
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """Indices of the axes that split ``dim``, major first."""
         return tuple(index for index, axis in enumerate(self.axes) if axis == dim)

@@ -95,6 +95,12 @@ class Layout:
             for step in layout.steps:
                 yield step, times
 
+    @property
+    def moves_activations(self) -> bool:
+        """Whether anything inside gathers or exchanges what the batch has split."""
+        fetches = (fetch for step, _ in self.walk() for fetch in step.fetches)
+        return any(fetch.moves_activation for fetch in fetches)
+
     def nested_layouts(self, trips: int = 1) -> Iterator[tuple[Layout, int]]:
         """This layout and all that its steps hold, with how often each runs."""
         yield self, trips
@@ -107,6 +113,10 @@ class Layout:
 
 Run = Callable[[Layout, Sequence[jax.Array]], list[jax.Array]]
 """Computes a layout on local blocks."""
+
+
+Demands = Sequence[Sequence[Placement]]
+"""For each value the placements wanted of it."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +148,10 @@ class Decision:
 class Propagate(Protocol):
     """Decides a nested jaxpr from the placements of its inputs and the demands on its outputs."""
 
+    def within(self, mesh: MeshAxes) -> Propagate:
+        """The same over fewer axes."""
+        ...
+
     def __call__(
         self,
         jaxpr: jex.Jaxpr,
@@ -146,6 +160,10 @@ class Propagate(Protocol):
         demands: Sequence[Sequence[Placement]],
         held: Sequence[bool] = (),
     ) -> Layout: ...
+
+
+HintThrough = Callable[[jex.Jaxpr, "Demands"], list[tuple[Placement, ...]]]
+"""What demands on the outputs of a jaxpr ask of its inputs."""
 
 
 class RegionRule(Protocol):
@@ -158,6 +176,10 @@ class RegionRule(Protocol):
     def batch(self, eqn: jex.JaxprEqn, operands: Sequence[bool]) -> list[bool]:
         """Which results depend on the batch, given which operands do."""
         ...
+
+    def hints(self, eqn: jex.JaxprEqn, results: Demands, through: HintThrough) -> Sequence[Sequence[Placement]]:
+        """What demands on the results ask of each operand, before anything is decided; nothing by default."""
+        return [()] * len(eqn.invars)
 
     def decide(self, eqn: jex.JaxprEqn, request: Request, propagate: Propagate) -> Decision: ...
 

@@ -65,6 +65,17 @@ class Propagator:
             self._layouts[key] = _Sweeps(self, jaxpr, *key[1:]).run()
         return self._layouts[key]
 
+    def hints(self, jaxpr: jex.Jaxpr, demands: Sequence[Sequence[Placement]]) -> list[tuple[Placement, ...]]:
+        """What demands on the outputs of ``jaxpr`` ask of its inputs, as far as elementwise equations tell."""
+        whole = self.mesh.replicated()
+        count = len(jaxpr.invars)
+        asked = tuple(tuple(wanted) for wanted in demands)
+        return _Sweeps(self, jaxpr, (whole,) * count, (False,) * count, asked, ()).hint_inputs()
+
+    def within(self, mesh: MeshAxes) -> Propagator:
+        """A propagator with the same rules over fewer axes."""
+        return Propagator(mesh, self.find_rule, {}, self._rules)
+
     def rule_of(self, eqn: jex.JaxprEqn) -> OpRule | RegionRule:
         if id(eqn) not in self._rules:
             self._rules[id(eqn)] = (self.find_rule(eqn), eqn)
@@ -112,6 +123,11 @@ class _Sweeps:
         self._backward()
         return self._forward()
 
+    def hint_inputs(self) -> list[tuple[Placement, ...]]:
+        self._demand_outputs()
+        self._hint()
+        return [tuple(self.demands.get(var, ())) for var in self.jaxpr.invars]
+
     def _mark_batch(self) -> None:
         self.batch = dict(zip(self.jaxpr.invars, self.input_batch, strict=True))
         for eqn in self.jaxpr.eqns:
@@ -128,13 +144,17 @@ class _Sweeps:
     def _hint(self) -> None:
         for eqn in reversed(self.jaxpr.eqns):
             rule = self.propagator.rule_of(eqn)
-            if not isinstance(rule, OpRule):
+            results = tuple(tuple(self.demands.get(var, ())) for var in eqn.outvars)
+            if not any(results):
                 continue
-            for wanted in self.demands.get(eqn.outvars[0], ()):
-                for atom, dims in zip(eqn.invars, rule.operands, strict=True):
-                    placement = _through(wanted, rule.results[0], dims)
-                    if placement is not None:
-                        self._demand(atom, placement)
+            hints = (
+                _hints_through(rule, results[0])
+                if isinstance(rule, OpRule)
+                else rule.hints(eqn, results, self.propagator.hints)
+            )
+            for atom, wanted in zip(eqn.invars, hints, strict=True):
+                for placement in wanted:
+                    self._demand(atom, placement)
 
     def _backward(self) -> None:
         for eqn in reversed(self.jaxpr.eqns):
@@ -252,24 +272,25 @@ class _Copies:
         if target not in uses:
             uses.append(target)
         natural = self.sweeps.natural[atom]
+        batch = self.sweeps.batch.get(atom, False)
         if target == natural:
-            return Fetch(natural, target)
+            return Fetch(natural, target, batch=batch)
         made = self.made.setdefault(atom, {})
         whole = full_bytes(atom.aval)
         fresh = False
         if target in made:
             if not self._released(atom, made[target]):
                 made[target].used_at = self.gathered_bytes
-                return Fetch(target, target)
+                return Fetch(target, target, batch=batch)
             fresh = True
             self.regathered.add(atom)
         sources = [natural, *(p for p, copy in made.items() if p != target and not self._released(atom, copy))]
         source = min(sources, key=lambda placement: _price(placement, target, whole, mesh))
-        gathered = not self.sweeps.batch.get(atom, False) and collectives(source, target, mesh) > 0
+        gathered = not batch and collectives(source, target, mesh) > 0
         if gathered:
             self.gathered_bytes += whole
         made[target] = _Copy(gathered, self.gathered_bytes)
-        return Fetch(source, target, fresh, self.sweeps.batch.get(atom, False))
+        return Fetch(source, target, fresh, batch)
 
     def _released(self, atom, copy: _Copy) -> bool:
         if atom in self.held_throughout:
@@ -277,10 +298,17 @@ class _Copies:
         return copy.gathered and self.gathered_bytes - copy.used_at >= full_bytes(atom.aval)
 
 
-def _through(wanted: Placement, result: Dims, operand: Dims) -> Placement | None:
-    """``wanted`` of a result as a placement of an operand made of the same factors; None if it is made of others."""
-    if {factors for factors in result if factors} != {factors for factors in operand if factors} or not operand:
-        return None
+def _hints_through(rule: OpRule, wanted: Sequence[Placement]) -> list[list[Placement]]:
+    """``wanted`` of the first result as placements of every operand that is made of the same factors."""
+    result = rule.results[0]
+    hints: list[list[Placement]] = []
+    for operand in rule.operands:
+        same = operand and {factors for factors in result if factors} == {factors for factors in operand if factors}
+        hints.append([_transposed(placement, result, operand) for placement in wanted] if same else [])
+    return hints
+
+
+def _transposed(wanted: Placement, result: Dims, operand: Dims) -> Placement:
     return Placement(tuple(operand.index(result[axis]) if axis >= 0 else axis for axis in wanted.axes))
 
 

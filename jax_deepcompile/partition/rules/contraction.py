@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jax.extend import core as jex
 
-from jax_deepcompile.partition.rules.base import OpRule, RuleBuilder
+from jax_deepcompile.partition.rules.base import Kind, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
 
 @rule("dot_general")
 def dot_general(eqn: jex.JaxprEqn) -> OpRule:
-    """``x[batch, free, contract] · y[batch, contract, free] -> [batch, free of x, free of y]``."""
+    """``x[batch, free, contract] · y[batch, contract, free] -> [batch, free of x, free of y]``.
+
+    Booleans are contracted by "any", which is a maximum.
+    """
     (contract_x, contract_y), (batch_x, batch_y) = eqn.params["dimension_numbers"]
     shape_x, shape_y = (var.aval.shape for var in eqn.invars)
+    contracted = Kind.MAX if eqn.outvars[0].aval.dtype == bool else Kind.SUM
     builder = RuleBuilder()
     dims_x, dims_y = {}, {}
     batch = [builder.map(shape_x[dim]) for dim in batch_x]
     for dim_x, dim_y, factor in zip(batch_x, batch_y, batch, strict=True):
         dims_x[dim_x] = dims_y[dim_y] = factor
     for dim_x, dim_y in zip(contract_x, contract_y, strict=True):
-        dims_x[dim_x] = dims_y[dim_y] = builder.sum(shape_x[dim_x])
+        dims_x[dim_x] = dims_y[dim_y] = (builder.factor(shape_x[dim_x], contracted),)
     free_x = [dim for dim in range(len(shape_x)) if dim not in dims_x]
     free_y = [dim for dim in range(len(shape_y)) if dim not in dims_y]
     dims_x |= {dim: builder.map(shape_x[dim]) for dim in free_x}
@@ -28,8 +33,20 @@ def dot_general(eqn: jex.JaxprEqn) -> OpRule:
     return builder.build(
         [[dims_x[dim] for dim in range(len(shape_x))], [dims_y[dim] for dim in range(len(shape_y))]],
         [result],
-        linear=[(0,), (1,)],
+        linear=_linear(eqn),
     )
+
+
+def _linear(eqn: jex.JaxprEqn) -> list[tuple[int]]:
+    """The operands a product is linear in.
+
+    Sums of integers are modulo a power of two, which a product computed in a wider type does not know of.
+    """
+    result = eqn.outvars[0].aval.dtype
+    if not jnp.issubdtype(result, jnp.number):
+        return []
+    operands = enumerate(var.aval.dtype for var in eqn.invars)
+    return [(i,) for i, own in operands if jnp.issubdtype(own, jnp.inexact) or own.itemsize == result.itemsize]
 
 
 @rule("conv_general_dilated")
@@ -57,4 +74,4 @@ def convolution(eqn: jex.JaxprEqn) -> OpRule:
         lhs_dims[lhs_feature] = rhs_dims[rhs_in] = builder.sum(lhs[lhs_feature])
         if single_batch_group:
             rhs_dims[rhs_out] = out_dims[out_feature] = builder.map(out[out_feature])
-    return builder.build([lhs_dims, rhs_dims], [out_dims], linear=[(0,), (1,)])
+    return builder.build([lhs_dims, rhs_dims], [out_dims], linear=_linear(eqn))

@@ -1,4 +1,4 @@
-"""Loops and branches: their jaxprs are decided like the program itself; what a loop carries reaches a fixed point."""
+"""``while`` and ``cond``: their jaxprs are decided like the program itself; what a loop carries reaches a fixed point."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batch_through(jaxpr: jex.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     return [not isinstance(atom, jex.Literal) and known.get(atom, False) for atom in jaxpr.outvars]
 
 
-def _settled_batch(jaxpr: jex.Jaxpr, fixed: Sequence[bool], carry: Sequence[bool], rest: Sequence[bool]):
+def settled_batch(jaxpr: jex.Jaxpr, fixed: Sequence[bool], carry: Sequence[bool], rest: Sequence[bool]):
     """Outputs' dependence on the batch once it has gone round the loop: ``(carry, other outputs)``."""
     carry = list(carry)
     while True:
@@ -38,7 +38,7 @@ def _settled_batch(jaxpr: jex.Jaxpr, fixed: Sequence[bool], carry: Sequence[bool
         carry = merged
 
 
-def _settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands, propagate: Propagate, keep_partial):
+def settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands, propagate: Propagate, keep_partial):
     """Decides a loop body so that every carried value leaves it in the placement it came in.
 
     Args:
@@ -52,7 +52,7 @@ def _settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands,
         _without_unwanted_partial(placement, wanted, allowed)
         for placement, wanted, allowed in zip(carry, final_demands, keep_partial, strict=True)
     ]
-    held = _held_in_body(len(fixed) + len(carry), len(rest))
+    held = held_in_body(len(fixed) + len(carry), len(rest))
     for round_ in range(_ROUNDS):
         free = propagate(jaxpr, [*fixed, *carry, *rest], batch, [*[()] * len(carry), *rest_demands], held)
         yielded = free.output_placements[: len(carry)]
@@ -76,7 +76,7 @@ def _settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands,
     return tuple(carry), propagate(jaxpr, [*fixed, *carry, *rest], batch, demands, held)
 
 
-def _held_in_body(kept: int, stacked: int) -> list[bool]:
+def held_in_body(kept: int, stacked: int) -> list[bool]:
     """One slice of a stack of layers is used in one iteration only, so its gathered copy serves all of it."""
     return [False] * kept + [True] * stacked
 
@@ -100,123 +100,6 @@ def _without_unwanted_partial(placement: Placement, wanted, allowed: bool) -> Pl
 
 
 @dataclass(frozen=True)
-class ScanRule(RegionRule):
-    """``scan``: stacked inputs and outputs are split on a dimension that is not the loop's, and gathered in the body.
-
-    A value added up over the iterations may stay a partial sum until the loop ends. That costs its whole size on every
-    device, so it is done only for the recurrent kind of loop, which holds its few parameters gathered throughout anyway
-    (see ``_is_recurrent``); a loop over microbatches keeps its accumulated gradients sharded.
-    """
-
-    def trip_count(self, eqn) -> int:
-        return eqn.params["length"]
-
-    def batch(self, eqn, operands):
-        consts, carry, xs = _split(eqn, operands)
-        carry, ys = _settled_batch(open_jaxpr(eqn.params["jaxpr"]), consts, carry, xs)
-        return [*carry, *ys]
-
-    def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
-        consts, carry, xs = _split(eqn, request.operands)
-        num_carry = len(carry)
-        consts = [placement.without_partial() for placement in consts]
-        xs = [_off_the_loop(placement.without_partial()) for placement in xs]
-        final_demands = request.demands[:num_carry]
-        ys_demands = [_body_demands(wanted) for wanted in request.demands[num_carry:]]
-        jaxpr = open_jaxpr(eqn.params["jaxpr"])
-        const_batch, carry_batch, xs_batch = _split(eqn, request.batch)
-        carry_batch, _ = _settled_batch(jaxpr, const_batch, carry_batch, xs_batch)
-        batch = [*const_batch, *carry_batch, *xs_batch]
-        inner_xs = [placement.shifted(-1) for placement in xs]
-
-        def settle(consts, keep_partial):
-            return _settle_carry(
-                jaxpr, consts, carry, inner_xs, batch, ys_demands, final_demands, propagate, keep_partial
-            )
-
-        unsummed = [not any(_is_split(demand) for demand in wanted) for wanted in final_demands]
-        settled, layout = settle(consts, unsummed)
-        if _is_recurrent(layout, len(consts)):
-            whole = request.mesh.replicated()
-            hoisted = [
-                placement if depends else _hoisted(placement, wanted, whole)
-                for placement, wanted, depends in zip(consts, layout.wanted, const_batch, strict=False)
-            ]
-            settled, layout = settle(hoisted, [True] * num_carry)
-            consts = hoisted
-        consts = [
-            _sliced_outside(placement, wanted)
-            for placement, wanted in zip(consts, layout.wanted[: len(consts)], strict=True)
-        ]
-        layout = propagate(
-            jaxpr,
-            [*consts, *settled, *inner_xs],
-            batch,
-            [*[(placement,) for placement in settled], *ys_demands],
-            _held_in_body(len(consts) + num_carry, len(inner_xs)),
-        )
-        ys = [placement.shifted(1) for placement in layout.output_placements[num_carry:]]
-        return Decision(Nested(self, (layout,)), (*consts, *settled, *xs), (*settled, *ys))
-
-    def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
-        (layout,) = step.how.layouts
-        params = step.eqn.params
-        consts, carry, xs = _split(step.eqn, operands)
-
-        def body(carry, xs):
-            outs = run(layout, [*consts, *carry, *xs], closed_consts(params["jaxpr"]))
-            return outs[: len(carry)], outs[len(carry) :]
-
-        options = {name: params[name] for name in ("length", "reverse", "unroll", "_split_transpose") if name in params}
-        carry, ys = lax.scan(body, carry, list(xs), **options)
-        return [*carry, *ys]
-
-
-def _split(eqn, values):
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
-    values = list(values)
-    return values[:consts], values[consts : consts + carry], values[consts + carry :]
-
-
-def _off_the_loop(placement: Placement) -> Placement:
-    return Placement(tuple(REPLICATE if axis == 0 else axis for axis in placement.axes))
-
-
-def _body_demands(wanted) -> tuple[Placement, ...]:
-    """What the body should yield for a stacked output: demands on its own dimensions, not on the loop's."""
-    inner = [_off_the_loop(placement).shifted(-1) for placement in wanted if not placement.is_partial]
-    return tuple(dict.fromkeys(placement for placement in inner if _is_split(placement)))
-
-
-def _is_split(placement: Placement) -> bool:
-    return any(axis >= 0 for axis in placement.axes)
-
-
-def _is_recurrent(layout: Layout, num_consts: int) -> bool:
-    """Whether the loop's invariant parameters are all needed whole in every iteration, for one use region each.
-
-    Then all of them are held gathered in every iteration anyway, and gathering them once before the loop costs no more.
-    """
-    gathered = [
-        any(placement != held for placement in wanted)
-        for held, wanted in zip(layout.inputs[:num_consts], layout.wanted[:num_consts], strict=True)
-        if _is_split(held)
-    ]
-    return any(gathered) and not any(layout.regathered[:num_consts])
-
-
-def _hoisted(placement: Placement, wanted, whole: Placement) -> Placement:
-    return whole if _is_split(placement) and whole in wanted else placement
-
-
-def _sliced_outside(placement: Placement, wanted) -> Placement:
-    """A whole constant of which the body only ever uses one slice is sliced once, before the loop."""
-    if placement.is_replicated and len(wanted) == 1 and not wanted[0].is_partial:
-        return wanted[0]
-    return placement
-
-
-@dataclass(frozen=True)
 class WhileRule(RegionRule):
     """``while``: the predicate is the same on every device, so that all run, and communicate, equally often."""
 
@@ -225,7 +108,11 @@ class WhileRule(RegionRule):
 
     def batch(self, eqn, operands):
         _, body_consts, carry = _split_while(eqn, operands)
-        return _settled_batch(open_jaxpr(eqn.params["body_jaxpr"]), body_consts, carry, [])[0]
+        return settled_batch(open_jaxpr(eqn.params["body_jaxpr"]), body_consts, carry, [])[0]
+
+    def hints(self, eqn, results, through):
+        inputs = through(open_jaxpr(eqn.params["body_jaxpr"]), results)
+        return [*[()] * eqn.params["cond_nconsts"], *inputs]
 
     def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
         cond_consts, body_consts, carry = _split_while(eqn, request.operands)
@@ -233,10 +120,10 @@ class WhileRule(RegionRule):
         cond_consts = [placement.without_partial() for placement in cond_consts]
         body_consts = [placement.without_partial() for placement in body_consts]
         jaxpr = open_jaxpr(eqn.params["body_jaxpr"])
-        carry_batch, _ = _settled_batch(jaxpr, body_batch, carry_batch, [])
-        carry, body = _settle_carry(
+        carry_batch, _ = settled_batch(jaxpr, body_batch, carry_batch, [])
+        carry, body = settle_carry(
             jaxpr, body_consts, carry, [], [*body_batch, *carry_batch], [], request.demands, propagate,
-            [not any(_is_split(demand) for demand in wanted) for wanted in request.demands],
+            [not any(demand.is_split for demand in wanted) for wanted in request.demands],
         )  # fmt: skip
         condition = propagate(
             open_jaxpr(eqn.params["cond_jaxpr"]),
@@ -272,7 +159,11 @@ class CondRule(RegionRule):
 
     def batch(self, eqn, operands):
         by_branch = [batch_through(open_jaxpr(branch), operands[1:]) for branch in eqn.params["branches"]]
-        return [operands[0] or any(outs) for outs in zip(*by_branch, strict=True)]
+        return [any(outs) for outs in zip(*by_branch, strict=True)]
+
+    def hints(self, eqn, results, through):
+        by_branch = [through(open_jaxpr(branch), results) for branch in eqn.params["branches"]]
+        return [(), *(tuple(dict.fromkeys(sum(wanted, ()))) for wanted in zip(*by_branch, strict=True))]
 
     def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
         branches = [open_jaxpr(branch) for branch in eqn.params["branches"]]
@@ -306,6 +197,5 @@ def _join(placements: Sequence[Placement]) -> Placement:
     return Placement(tuple(axes))
 
 
-REGISTRY.register_region("scan", ScanRule())
 REGISTRY.register_region("while", WhileRule())
 REGISTRY.register_region("cond", CondRule())

@@ -51,7 +51,8 @@ def sum_of_two(eqn: jex.JaxprEqn) -> OpRule:
 
 @rule("mul")
 def multiply(eqn: jex.JaxprEqn) -> OpRule:
-    return elementwise(eqn, linear=[(0,), (1,)])
+    result = eqn.outvars[0].aval.dtype
+    return elementwise(eqn, [(index,) for index in (0, 1) if _keeps_sums(eqn.invars[index].aval.dtype, result)])
 
 
 @rule("div")

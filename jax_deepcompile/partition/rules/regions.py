@@ -32,6 +32,9 @@ class BarrierRule(_SingleTrip):
     def batch(self, eqn, operands):
         return list(operands)
 
+    def hints(self, eqn, results, through):
+        return results
+
     def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
         return Decision(Nested(self), request.operands, request.operands)
 

@@ -25,8 +25,13 @@ def products(draw):
         return names
 
     batch, contract = letters("b"), letters("k")
-    x, y = draw(st.permutations([*batch, *contract, *letters("m")])), draw(st.permutations([*batch, *contract, *letters("n")]))
-    numbers = tuple(([x.index(name) for name in names], [y.index(name) for name in names]) for names in (contract, batch))
+    x, y = (
+        draw(st.permutations([*batch, *contract, *letters("m")])),
+        draw(st.permutations([*batch, *contract, *letters("n")])),
+    )
+    numbers = tuple(
+        ([x.index(name) for name in names], [y.index(name) for name in names]) for names in (contract, batch)
+    )
     return numbers, [extent[name] for name in x], [extent[name] for name in y]
 
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.partition.rules.harness import check, examples, integers, rules_of, seeds, sizes, splittable
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax import lax
 
 from jax_deepcompile.partition.rules.base import Kind
+from tests.partition.rules.harness import check, examples, integers, rules_of, seeds, sizes, splittable
 
 pytestmark = pytest.mark.cpu_mesh
 

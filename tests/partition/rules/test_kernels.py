@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.partition.rules.harness import check, examples, integers, normals, rules_of, seeds, sizes, splittable
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
@@ -15,6 +14,7 @@ from jax.interpreters import mlir
 
 from jax_deepcompile.partition.rules.base import Kind
 from jax_deepcompile.partition.rules.families import REGISTRY
+from tests.partition.rules.harness import check, examples, integers, normals, rules_of, seeds, sizes, splittable
 
 pytestmark = pytest.mark.cpu_mesh
 

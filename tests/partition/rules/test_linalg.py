@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.partition.rules.harness import check, examples, normals, rules_of, seeds, splittable
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.lax import linalg
+
+from tests.partition.rules.harness import check, examples, normals, rules_of, seeds, splittable
 
 pytestmark = pytest.mark.cpu_mesh
 
@@ -125,7 +126,9 @@ def test_matrices_are_never_split():
     assert splittable(rule) == ([{0}], [{0}, {0}, {0}])
     ((_, rule),) = rules_of(linalg.cholesky, a[:3], primitive="cholesky")
     assert splittable(rule) == ([set()], [set()])
-    ((_, rule),) = rules_of(lambda a, b: linalg.triangular_solve(a, b, left_side=True), a, b, primitive="triangular_solve")
+    ((_, rule),) = rules_of(
+        lambda a, b: linalg.triangular_solve(a, b, left_side=True), a, b, primitive="triangular_solve"
+    )
     assert splittable(rule) == ([{0}, {0, 2}], [{0, 2}])
     ((_, rule),) = rules_of(jnp.fft.rfft2, b, primitive="fft")
     assert splittable(rule) == ([{0}], [{0}])

@@ -57,12 +57,6 @@ def test_cumulative(name, shape, seed, reverse, data):
     )
 
 
-def test_extrema_of_nan():
-    values = integers((8, 16), 0)
-    values[3, 5] = np.nan
-    check(lambda x: (lax.reduce_max(x, (0,)), lax.reduce_min(x, (1,))), values, primitives=["reduce_max", "reduce_min"])
-
-
 def test_kinds():
     x = np.zeros((8, 16), np.int32)
 

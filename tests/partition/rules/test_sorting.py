@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from tests.partition.rules.harness import check, examples, integers, rules_of, seeds, sizes, splittable
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+
+from tests.partition.rules.harness import check, examples, integers, rules_of, seeds, sizes, splittable
 
 pytestmark = pytest.mark.cpu_mesh
 

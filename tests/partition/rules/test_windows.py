@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.partition.rules.harness import check, examples, integers, rules_of, seeds, sizes, splittable
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax import lax
 
 from jax_deepcompile import _jax_compat
+from tests.partition.rules.harness import check, examples, integers, rules_of, seeds, sizes, splittable
 
 pytestmark = pytest.mark.cpu_mesh
 
@@ -129,7 +129,9 @@ def test_windowed_dimensions_are_never_split():
     assert splittable(rule) == ([{0, 3}], [{0, 3}])
     ((_, rule),) = rules_of(lambda x: pooled(x, (2, 1, 1, 1)), images, primitive="reduce_window_max")
     assert splittable(rule) == ([{3}], [{3}])
-    ((_, rule),) = rules_of(lambda x: pooled(x, padding=((0, 0),) * 3 + ((1, 7),)), images, primitive="reduce_window_max")
+    ((_, rule),) = rules_of(
+        lambda x: pooled(x, padding=((0, 0),) * 3 + ((1, 7),)), images, primitive="reduce_window_max"
+    )
     assert splittable(rule) == ([{0}], [{0}])
     ((_, rule),) = rules_of(pooled, np.zeros((6, 16, 16, 3), np.float32), primitive="reduce_window_max")
     assert splittable(rule) == ([set()], [set()])

@@ -1,0 +1,279 @@
+"""``scan``: layer loops, recurrent cells, loops over microbatches and loops over examples.
+
+Stacked inputs and outputs are split on a dimension that is not the loop's, so that a layer's parameters are gathered in
+the body when its turn comes. Three kinds of loop deserve better than that, and are told apart by what they do:
+
+* *recurrent*: the parameters are the same in every iteration and are all needed whole, once each. They are held gathered
+  in every iteration anyway, so they are gathered once before the loop, and their gradients are summed once after it.
+* *over microbatches*: the batch was cut into pieces by the loop's dimension, and the pieces can be split among the devices
+  along the dimension behind it.
+* *over examples* (``lax.map``): they cannot. If nothing but sums passes from one iteration to the next, each device runs
+  the iterations of its own examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jax import lax
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
+from jax_deepcompile.partition.layout import Decision, Layout, Nested, Propagate, RegionRule, Request, Run, Split, Step
+from jax_deepcompile.partition.rules.base import Kind
+from jax_deepcompile.partition.rules.control_flow import held_in_body, settle_carry, settled_batch
+from jax_deepcompile.partition.rules.registry import REGISTRY
+
+
+@dataclass(frozen=True)
+class ScanRule(RegionRule):
+    """Decides and computes ``scan``.
+
+    Attributes:
+      shared_by: how many devices share the iterations among them; 1 but for a loop over examples.
+    """
+
+    shared_by: int = 1
+
+    def trip_count(self, eqn) -> int:
+        return eqn.params["length"] // self.shared_by
+
+    def batch(self, eqn, operands):
+        consts, carry, xs = _split(eqn, operands)
+        carry, ys = settled_batch(open_jaxpr(eqn.params["jaxpr"]), consts, carry, xs)
+        return [*carry, *ys]
+
+    def hints(self, eqn, results, through):
+        num_carry = eqn.params["num_carry"]
+        inner = [*results[:num_carry], *(_body_demands(wanted) for wanted in results[num_carry:])]
+        consts, carry, xs = _split(eqn, through(open_jaxpr(eqn.params["jaxpr"]), inner))
+        return [*consts, *carry, *([placement.shifted(1) for placement in wanted] for wanted in xs)]
+
+    def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
+        request = replace(request, operands=_behind_the_loop(eqn, request))
+        axes = _splittable_axes(eqn, request)
+        decision = self._decide_whole(eqn, request, propagate)
+        (layout,) = decision.how.layouts
+        as_batch = _still_split(eqn, request, decision, axes) and not (
+            layout.moves_activations or _sums_over_features(layout)
+        )
+        return decision if as_batch or not axes else _decide_shared(eqn, request, propagate, axes)
+
+    def _decide_whole(self, eqn, request: Request, propagate: Propagate) -> Decision:
+        """Every device runs every iteration."""
+        consts, carry, xs = _split(eqn, request.operands)
+        consts = [placement.without_partial() for placement in consts]
+        xs = [
+            _off_the_loop(placement.without_partial(), var.aval.shape, depends, request.mesh)
+            for placement, var, depends in zip(xs, _split(eqn, eqn.invars)[2], _split(eqn, request.batch)[2], strict=True)
+        ]
+        consts, carry, layout = _settle(eqn, request, propagate, consts, carry, xs)
+        ys = [placement.shifted(1) for placement in layout.output_placements[len(carry) :]]
+        return Decision(Nested(self, (layout,)), (*consts, *carry, *xs), (*carry, *ys))
+
+    def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
+        (layout,) = step.how.layouts
+        params = step.eqn.params
+        consts, carry, xs = _split(step.eqn, operands)
+
+        def body(carry, xs):
+            outs = run(layout, [*consts, *carry, *xs], closed_consts(params["jaxpr"]))
+            return outs[: len(carry)], outs[len(carry) :]
+
+        options = {name: params[name] for name in ("reverse", "unroll", "_split_transpose") if name in params}
+        carry, ys = lax.scan(body, carry, list(xs), length=self.trip_count(step.eqn), **options)
+        return [*carry, *ys]
+
+
+def _split(eqn, values):
+    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    values = list(values)
+    return values[:consts], values[consts : consts + carry], values[consts + carry :]
+
+
+def _settle(eqn, request: Request, propagate: Propagate, consts, carry, xs):
+    """Decides the body for stacked inputs placed as ``xs``: ``(consts, carry, layout)``."""
+    jaxpr = open_jaxpr(eqn.params["jaxpr"])
+    num_carry = len(carry)
+    final_demands = request.demands[:num_carry]
+    ys_demands = [_body_demands(wanted) for wanted in request.demands[num_carry:]]
+    const_batch, carry_batch, xs_batch = _split(eqn, request.batch)
+    carry_batch, _ = settled_batch(jaxpr, const_batch, carry_batch, xs_batch)
+    batch = [*const_batch, *carry_batch, *xs_batch]
+    inner_xs = [placement.shifted(-1) for placement in xs]
+
+    def settle(consts, keep_partial):
+        return settle_carry(jaxpr, consts, carry, inner_xs, batch, ys_demands, final_demands, propagate, keep_partial)
+
+    settled, layout = settle(consts, [not any(demand.is_split for demand in wanted) for wanted in final_demands])
+    if _is_recurrent(layout, len(consts)):
+        whole = request.mesh.replicated()
+        consts = [
+            placement if depends or whole not in wanted else whole
+            for placement, wanted, depends in zip(consts, layout.wanted, const_batch, strict=False)
+        ]
+        settled, layout = settle(consts, [True] * num_carry)
+    consts = [
+        _sliced_outside(placement, wanted) for placement, wanted in zip(consts, layout.wanted, strict=False)
+    ]
+    layout = propagate(
+        jaxpr,
+        [*consts, *settled, *inner_xs],
+        batch,
+        [*[(placement,) for placement in settled], *ys_demands],
+        held_in_body(len(consts) + num_carry, len(inner_xs)),
+    )
+    return consts, settled, layout
+
+
+def _behind_the_loop(eqn, request: Request) -> tuple[Placement, ...]:
+    """Placements of the operands, where pieces of the batch that no device holds a part of are split behind the loop.
+
+    Cutting a batch into fewer pieces than there are devices leaves every piece whole; cutting the pieces costs nothing.
+    """
+    consts, carry, xs = _split(eqn, request.operands)
+    _, _, batch = _split(eqn, request.batch)
+    _, _, variables = _split(eqn, eqn.invars)
+    for axis, size in enumerate(request.mesh.sizes):
+        depending = [placement.axes[axis] for placement, depends in zip(request.operands, request.batch, strict=True) if depends]
+        if any(state != REPLICATE for state in depending):
+            continue
+        for index, (var, depends) in enumerate(zip(variables, batch, strict=True)):
+            asked = xs[index].replace(axis, 1)
+            if depends and size > 1 and asked.fits(var.aval.shape, request.mesh):
+                xs[index] = asked
+    return (*consts, *carry, *xs)
+
+
+def _off_the_loop(placement: Placement, shape: Sequence[int], batch: bool, mesh: MeshAxes) -> Placement:
+    """``placement`` without the loop's dimension; a batch is split along the next one instead, if it divides."""
+    whole = Placement(tuple(REPLICATE if axis == 0 else axis for axis in placement.axes))
+    behind = Placement(tuple(1 if axis == 0 else axis for axis in placement.axes))
+    return behind if batch and behind.fits(shape, mesh) else whole
+
+
+def _body_demands(wanted) -> tuple[Placement, ...]:
+    """What the body should yield for a stacked output: demands on its own dimensions, not on the loop's."""
+    inner = []
+    for placement in wanted:
+        if not placement.is_partial:
+            inner.append(Placement(tuple(REPLICATE if axis == 0 else axis for axis in placement.axes)).shifted(-1))
+    return tuple(dict.fromkeys(placement for placement in inner if placement.is_split))
+
+
+def _is_recurrent(layout: Layout, num_consts: int) -> bool:
+    """Whether the loop's invariant parameters are all needed whole in every iteration, for one use region each."""
+    gathered = [
+        any(placement != held for placement in wanted)
+        for held, wanted in zip(layout.inputs[:num_consts], layout.wanted[:num_consts], strict=True)
+        if held.is_split
+    ]
+    return any(gathered) and not any(layout.regathered[:num_consts])
+
+
+def _sliced_outside(placement: Placement, wanted) -> Placement:
+    """A whole constant of which the body only ever uses one slice is sliced once, before the loop."""
+    if placement.is_replicated and len(wanted) == 1 and not wanted[0].is_partial:
+        return wanted[0]
+    return placement
+
+
+def _splittable_axes(eqn, request: Request) -> tuple[int, ...]:
+    """Axes over which examples are split along the loop, if only sums pass from one iteration to the next."""
+    _, _, xs = _split(eqn, request.operands)
+    _, _, batch = _split(eqn, request.batch)
+    axes = tuple(
+        axis
+        for axis in range(len(request.mesh.names))
+        if any(placement.axes[axis] == 0 for placement, depends in zip(xs, batch, strict=True) if depends)
+    )
+    return axes if axes and _only_sums(eqn) else ()
+
+
+def _only_sums(eqn) -> bool:
+    """Whether every carried value is only ever added to, or passed on."""
+    jaxpr = open_jaxpr(eqn.params["jaxpr"])
+    _, carried, _ = _split(eqn, jaxpr.invars)
+    uses = [atom for inner in jaxpr.eqns for atom in inner.invars if not isinstance(atom, jex.Literal)]
+    made = {var: inner for inner in jaxpr.eqns for var in inner.outvars}
+    for before, after in zip(carried, jaxpr.outvars, strict=False):
+        times = uses.count(before) + sum(atom is before for atom in jaxpr.outvars)
+        if times == 1 and after is before:
+            continue
+        maker = None if isinstance(after, jex.Literal) else made.get(after)
+        adds = maker is not None and maker.primitive.name in ("add", "add_any") and before in maker.invars
+        if not adds or times != 1 or uses.count(after) or maker.outvars[0].aval.shape != before.aval.shape:
+            return False
+    return True
+
+
+def _still_split(eqn, request: Request, decision: Decision, axes: tuple[int, ...]) -> bool:
+    """Whether splitting behind the loop kept every batch input split over ``axes``."""
+    _, _, before = _split(eqn, request.operands)
+    _, _, after = _split(eqn, decision.operands)
+    return all(
+        new.axes[axis] >= 0
+        for old, new in zip(before, after, strict=True)
+        for axis in axes
+        if old.axes[axis] == 0
+    )
+
+
+def _sums_over_features(layout: Layout) -> bool:
+    """Whether a parameter is contracted with a split dimension of an activation: then that dimension is no batch's."""
+    for step, _ in layout.walk():
+        if not isinstance(step.how, Split):
+            continue
+        rule = step.how.rule
+        summed = {index for index, names in enumerate(step.how.splits) if names and rule.factors[index].kind is Kind.SUM}
+        touching = [
+            fetch.batch
+            for fetch, dims in zip(step.fetches, rule.operands, strict=True)
+            if any(factor in summed for factors in dims for factor in factors)
+        ]
+        if True in touching and False in touching:
+            return True
+    return False
+
+
+def _decide_shared(eqn, request: Request, propagate: Propagate, axes: tuple[int, ...]) -> Decision:
+    """Each device runs the iterations of its own examples: over ``axes`` the body is one device's business."""
+    rest = [axis for axis in range(len(request.mesh.names)) if axis not in axes]
+    mesh = MeshAxes(tuple(request.mesh.names[axis] for axis in rest), tuple(request.mesh.sizes[axis] for axis in rest))
+
+    def inside(placement: Placement) -> Placement:
+        return Placement(tuple(placement.axes[axis] for axis in rest))
+
+    def outside(placement: Placement, state: int) -> Placement:
+        states = dict(zip(rest, placement.axes, strict=True))
+        return Placement(tuple(states.get(axis, state) for axis in range(len(request.mesh.names))))
+
+    inner = Request(
+        tuple(inside(placement) for placement in request.operands),
+        request.batch,
+        tuple(tuple(inside(placement) for placement in wanted) for wanted in request.demands),
+        mesh,
+    )
+    consts, carry, xs = _split(eqn, inner.operands)
+    consts = [placement.without_partial() for placement in consts]
+    xs = [
+        Placement(tuple(REPLICATE if axis == 0 else axis for axis in placement.without_partial().axes))
+        for placement in xs
+    ]
+    consts, carry, layout = _settle(eqn, inner, propagate.within(mesh), consts, carry, xs)
+    ys = [placement.shifted(1) for placement in layout.output_placements[len(carry) :]]
+    shared_by = request.mesh.size_of(request.mesh.names[axis] for axis in axes)
+    return Decision(
+        Nested(ScanRule(shared_by), (layout,)),
+        (
+            *(outside(placement, REPLICATE) for placement in consts),
+            *(outside(placement, PARTIAL) for placement in carry),
+            *(outside(placement, 0) for placement in xs),
+        ),
+        (*(outside(placement, PARTIAL) for placement in carry), *(outside(placement, 0) for placement in ys)),
+    )
+
+
+REGISTRY.register_region("scan", ScanRule())
