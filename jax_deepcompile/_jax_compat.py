@@ -1,9 +1,10 @@
-"""The only door to ``jax._src``: one dated branch per JAX version, nothing else in the package imports private modules."""
+"""The only door to ``jax._src``: one dated branch per JAX version; nothing else in the package goes through it."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from jax._src import core as _core
@@ -21,7 +22,7 @@ def new_var(aval) -> jex.Var:
     return _core.Var(aval)
 
 
-def open_jaxpr(jaxpr) -> jex.Jaxpr:
+def open_jaxpr(jaxpr) -> Any:
     """The jaxpr inside a closed one; jaxprs that are open already come back unchanged."""
     # 2026-06, jax 0.11: Jaxpr and ClosedJaxpr are one class, whose `.jaxpr` is itself.
     return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
@@ -64,6 +65,10 @@ def has_user_frame(eqn) -> bool:
     return next(iter(_source_info.user_frames(eqn.source_info.traceback)), None) is not None
 
 
+def threefry_is_partitionable() -> bool:
+    return jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+
+
 def is_drop_var(var) -> bool:
     return isinstance(var, _core.DropVar)
 
@@ -71,4 +76,3 @@ def is_drop_var(var) -> bool:
 def eval_local(jaxpr, values: Sequence) -> list:
     """Evaluates an open or closed jaxpr inside the current trace."""
     return _core.eval_jaxpr(open_jaxpr(jaxpr), closed_consts(jaxpr), *values)
-

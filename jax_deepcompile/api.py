@@ -20,7 +20,15 @@ from jax_deepcompile.meshes import AxisNames, MeshUse, attached, resolve_mesh
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.report.text import explain
 from jax_deepcompile.stages import LoweredStep, TracedStep
-from jax_deepcompile.tracing import Signature, Traced, argument_names, function_name, trace_init, trace_step
+from jax_deepcompile.tracing import (
+    Signature,
+    Traced,
+    abstract_key,
+    argument_names,
+    function_name,
+    trace_init,
+    trace_step,
+)
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
@@ -47,8 +55,8 @@ def shard(
         state = train_step.init(create_state, jax.random.key(0))
         state, metrics = train_step(state, batch)
 
-    The step is written for one device: global batch, global shapes, no axis names. It computes the same numbers sharded,
-    up to the order of floating-point sums.
+    The step is written for one device: global batch, global shapes, no axis names. Sharded it computes the same
+    numbers, up to the order of floating-point sums.
 
     Args:
       fun: the step, ``(state, batch, ...) -> (state, ...)``. NNX objects among its arguments are state and are updated
@@ -252,10 +260,10 @@ class ShardedStep:
         return _Stage(traced, partitioned, shardings, tuple(port.role for port in program.inputs), run)
 
     def _partition(self, call: PureCall, args: tuple, kwargs: dict) -> tuple[Traced, Partitioned]:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        key = (tree, call.structure, tuple(_shape_key(leaf) for leaf in leaves))
+        signature = self._signature(call)
+        key = (call.structure, abstract_key(args, kwargs, signature))
         if key not in self._partitions:
-            traced = trace_step(call.fun, args, kwargs, self._signature(call), self._use.axes)
+            traced = trace_step(call.fun, args, kwargs, signature, self._use.axes)
             partitioned = partition_step(traced.program, self._use.mesh, self._use.state, self._use.batch)
             self._partitions[key] = (traced, partitioned)
         return self._partitions[key]
@@ -288,7 +296,7 @@ class ShardedStep:
         return None if automatic and port.role.is_state else sharding_of(port, program, self._use.mesh)
 
     def _place(self, args: tuple, stage: _Stage) -> tuple[tuple, bool]:
-        """Puts what ``jax.jit`` would refuse where the step wants it; says whether inputs other than state were moved."""
+        """Puts what ``jax.jit`` would refuse where the step wants it; says whether anything but state was moved."""
         leaves, tree = jax.tree.flatten(args)
         targets = jax.tree.leaves(stage.shardings, is_leaf=lambda leaf: leaf is None)
         placed, moved = [], False
@@ -323,11 +331,9 @@ class ShardedStep:
 
 
 def _shape_only(leaf: Any) -> Any:
-    if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+    """``leaf`` without its values; it keeps its sharding, so that a call finds what was compiled ahead of time."""
+    if isinstance(leaf, jax.Array) and leaf.committed:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
+    if isinstance(leaf, (jax.Array, np.ndarray)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
     return leaf
-
-
-def _shape_key(leaf: Any) -> tuple:
-    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-    return tuple(aval.shape), str(aval.dtype), bool(getattr(aval, "weak_type", False))

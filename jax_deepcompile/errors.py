@@ -34,7 +34,7 @@ class MeshAxisError(DeepCompileError, ValueError):
         shape = ", ".join(f"{name}={size}" for name, size in axes.items())
         super().__init__(
             f"the mesh has no axis '{asked}' to shard over: its axes are {shape}. Name the right one, "
-            f'shard(mesh, {parameter}="{next(iter(axes), asked)}"), or give the mesh an axis called \'{asked}\'.'
+            f"shard(mesh, {parameter}=\"{next(iter(axes), asked)}\"), or give the mesh an axis called '{asked}'."
         )
 
 

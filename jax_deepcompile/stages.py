@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
+from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.partition.partition import Partitioned
-from jax_deepcompile.ir.program import Program
 from jax_deepcompile.report.text import explain
 
 
@@ -57,7 +57,7 @@ class LoweredStep:
         Args:
           compiler_options: XLA options by name, on top of those this package sets for the platform.
         """
-        options = compile_options(self._platform) | (compiler_options or {})
+        options: dict[str, Any] = compile_options(self._platform) | (compiler_options or {})
         return CompiledStep(self._lowered.compile(compiler_options=options or None))
 
 

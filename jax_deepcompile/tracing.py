@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
@@ -62,7 +63,15 @@ class Traced:
 
 
 def function_name(fun: Callable) -> str:
-    return getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
+    name = getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
+    return name.rsplit("<locals>.", 1)[-1]
+
+
+def abstract_key(args: tuple, kwargs: dict, signature: Signature) -> Hashable:
+    """What a traced step depends on: the structure of its arguments and the type of every leaf."""
+    ports, tree = _input_ports(args, kwargs, signature)
+    weak = tuple(bool(getattr(_aval(leaf), "weak_type", False)) for leaf in jax.tree.leaves((args, kwargs)))
+    return tree, tuple((port.shape, port.dtype) for port in ports), weak
 
 
 def argument_names(fun: Callable, count: int) -> tuple[str, ...]:
@@ -110,8 +119,12 @@ def _trace(fun: Callable, args: tuple, kwargs: dict) -> tuple[jex.ClosedJaxpr, A
 
 def _without_mesh(leaf: Any) -> Any:
     """The step is traced as if for one device, wherever its arguments are."""
-    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    aval = _aval(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _aval(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
 
 
 def _call(fun: Callable, args: tuple, kwargs: dict):
@@ -146,8 +159,8 @@ def _port(path: str, role: Role, leaf: Any) -> Port:
         dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
     except (TypeError, ValueError) as error:
         raise errors.LeafTypeError(path, leaf) from error
-    if not (jax.dtypes.issubdtype(dtype, np.number) or jax.dtypes.issubdtype(dtype, np.bool_)) and not (
-        jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)) and not (
+        jnp.issubdtype(dtype, jax.dtypes.extended)
     ):
         raise errors.LeafTypeError(path, leaf)
     return Port(path, role, shape, str(dtype))
@@ -165,7 +178,7 @@ def _match_state(args: tuple, out_shape: Any, signature: Signature) -> tuple[tup
     subtrees = list(_subtrees(out_shape))
     for position in signature.state:
         wanted = jax.tree.structure(args[position])
-        start = len(jax.tree.leaves((args[:position])))
+        start = len(jax.tree.leaves(args[:position]))
         candidates = [sub for sub in subtrees if sub.structure == wanted and sub.start not in taken]
         same = [sub for sub in candidates if not _changes(args[position], sub.tree, "")]
         if not candidates:
@@ -224,12 +237,18 @@ def _explain_missing(state: Any, subtrees, signature: Signature, position: int, 
     """Says which of the two it was: state returned in a changed structure, or no state returned at all."""
     name = signature.name_of(position)
     for sub in subtrees:
-        if type(sub.tree) is type(state) and not isinstance(state, (tuple, list)) and not hasattr(state, "dtype"):
-            if not isinstance(state, dict) or set(state) & set(sub.tree):
-                raise errors.StateChangedError(signature.function, _structure_changes(state, sub.tree, name))
+        if _resembles(sub.tree, state):
+            raise errors.StateChangedError(signature.function, _structure_changes(state, sub.tree, name))
     returned = jax.tree.map(_kind, out_shape)
     text = str(returned)
     raise errors.StateNotReturnedError(signature.function, name, text if len(text) < 200 else text[:197] + "...")
+
+
+def _resembles(returned: Any, state: Any) -> bool:
+    """Whether ``returned`` is meant to be the state: of the same type, and for dicts with keys in common."""
+    if type(returned) is not type(state) or isinstance(state, (tuple, list)) or hasattr(state, "dtype"):
+        return False
+    return not isinstance(state, dict) or bool(set(state) & set(returned))
 
 
 def _structure_changes(before: Any, after: Any, name: str) -> list[str]:

@@ -10,12 +10,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 REPLICATE = -1
 """Every device along the axis holds the same, whole value."""
 PARTIAL = -2
 """The value is the sum of what the devices along the axis hold."""
+
+AnyMesh = Mesh | AbstractMesh
+"""A mesh of devices, or the shape of one."""
 
 AxisPlacement = int
 """The dimension split over one axis (>= 0), ``REPLICATE`` or ``PARTIAL``."""

@@ -53,6 +53,12 @@ class Port:
     def placed(self, placement: Placement) -> Port:
         return replace(self, placement=placement)
 
+    @property
+    def where(self) -> Placement:
+        """The placement of a port that has one."""
+        assert self.placement is not None, self.path
+        return self.placement
+
 
 @dataclass(frozen=True)
 class Program:
@@ -80,4 +86,5 @@ class Program:
         return replace(self, **changes)
 
     def __str__(self) -> str:
-        return f"# {self.name}: {self.view} view on {dict(zip(self.mesh.names, self.mesh.sizes, strict=True))}\n{self.jaxpr}"
+        mesh = ", ".join(f"{name}={size}" for name, size in zip(self.mesh.names, self.mesh.sizes, strict=True))
+        return f"# {self.name}: {self.view} view on {mesh}\n{self.jaxpr}"

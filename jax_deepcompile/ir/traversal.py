@@ -42,9 +42,9 @@ def nested_jaxprs(eqn: jex.JaxprEqn) -> list:
 def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """``closed`` with every call replaced by the equations of what it calls, inside loops and branches too.
 
-    A checkpointed region of the backward pass (``remat2``) becomes an optimization barrier around its inputs followed by
-    its equations, which is what JAX lowers it to: the barrier keeps XLA from merging the recomputation with the forward
-    pass. Custom derivative rules have done their work by the time a step is traced.
+    A checkpointed region of the backward pass (``remat2``) becomes an optimization barrier around its inputs followed
+    by its equations, which is what JAX lowers it to: the barrier keeps XLA from merging the recomputation with the
+    forward pass. Custom derivative rules have done their work by the time a step is traced.
 
     Before::
 
@@ -110,9 +110,7 @@ class _Inliner:
     def _barrier(self, eqn: jex.JaxprEqn, operands: list) -> list:
         asked = eqn.params["prevent_cse"]
         asked = (asked,) * len(operands) if isinstance(asked, bool) else asked
-        guarded = [
-            index for index, atom in enumerate(operands) if asked[index] and not isinstance(atom, jex.Literal)
-        ]
+        guarded = [index for index, atom in enumerate(operands) if asked[index] and not isinstance(atom, jex.Literal)]
         if not guarded:
             return operands
         results = [new_var(operands[index].aval) for index in guarded]

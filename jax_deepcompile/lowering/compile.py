@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 
-def compile_options(platform: str) -> dict[str, bool | int | str]:
+def compile_options(platform: str) -> dict[str, Any]:
     """Options for compiling for ``platform``.
 
     Without a GPU nothing can be autotuned, and every dot would become a Triton fusion with a degenerate tile; cuBLAS

@@ -10,11 +10,11 @@ Axes are chosen one after the other, major first. The price of a way is compared
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jax.extend import core as jex
-
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, AxisPlacement, MeshAxes, Placement
 from jax_deepcompile.partition.layout import Decision, Split
 from jax_deepcompile.partition.reshard import axis_bytes, full_bytes
@@ -49,7 +49,7 @@ class _Way:
 
 
 def choose_split(
-    eqn: jex.JaxprEqn,
+    eqn: Equation,
     rule: OpRule,
     operands: Sequence[Operand],
     demands: Sequence[Sequence[Placement]],
@@ -64,9 +64,10 @@ def choose_split(
     for axis, (name, size) in enumerate(zip(mesh.names, mesh.sizes, strict=True)):
         candidates = _ways(rule, axis, size, remaining, operands, demands)
         if len(candidates) > 1:
-            way = min(
-                candidates, key=lambda way: _price(way, axis, size, operands, demands, result_bytes, batch)  # noqa: B023
+            price = functools.partial(
+                _price, axis=axis, size=size, operands=operands, demands=demands, result_bytes=result_bytes, batch=batch
             )
+            way = min(candidates, key=price)
         else:
             way = candidates[0]
         ways.append(way)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 from jax.extend import core as jex
 
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.partition.rules.base import OpRule
 
@@ -57,10 +58,15 @@ class Nested:
 class Step:
     """One equation, decided."""
 
-    eqn: jex.JaxprEqn
+    eqn: Equation
     how: Split | Nested
     fetches: tuple[Fetch, ...]
     results: tuple[Placement, ...]
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The layouts of the jaxprs the equation holds."""
+        return self.how.layouts if isinstance(self.how, Nested) else ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class Layout:
       regathered: inputs that are gathered for more than one use region, or by a nested loop.
     """
 
-    jaxpr: jex.Jaxpr
+    jaxpr: Any
     inputs: tuple[Placement, ...]
     outputs: tuple[Fetch, ...]
     steps: tuple[Step, ...]
@@ -107,12 +113,14 @@ class Layout:
         for step in self.steps:
             if isinstance(step.how, Nested):
                 inner = trips * step.how.rule.trip_count(step.eqn)
-                for layout in step.how.layouts:
+                for layout in step.layouts:
                     yield from layout.nested_layouts(inner)
 
 
-Run = Callable[[Layout, Sequence[jax.Array]], list[jax.Array]]
-"""Computes a layout on local blocks."""
+class Run(Protocol):
+    """Computes a layout on local blocks; ``consts`` are the constants of its jaxpr."""
+
+    def __call__(self, layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = ()) -> list[jax.Array]: ...
 
 
 Demands = Sequence[Sequence[Placement]]
@@ -169,18 +177,18 @@ HintThrough = Callable[[jex.Jaxpr, "Demands"], list[tuple[Placement, ...]]]
 class RegionRule(Protocol):
     """How an equation that holds jaxprs, or treats each operand by itself, is decided and computed."""
 
-    def trip_count(self, eqn: jex.JaxprEqn) -> int:
+    def trip_count(self, eqn: Equation) -> int:
         """How often its jaxprs run."""
         ...
 
-    def batch(self, eqn: jex.JaxprEqn, operands: Sequence[bool]) -> list[bool]:
+    def batch(self, eqn: Equation, operands: Sequence[bool]) -> list[bool]:
         """Which results depend on the batch, given which operands do."""
         ...
 
-    def hints(self, eqn: jex.JaxprEqn, results: Demands, through: HintThrough) -> Sequence[Sequence[Placement]]:
+    def hints(self, eqn: Equation, results: Demands, through: HintThrough) -> Sequence[Sequence[Placement]]:
         """What demands on the results ask of each operand, before anything is decided; nothing by default."""
         return [()] * len(eqn.invars)
 
-    def decide(self, eqn: jex.JaxprEqn, request: Request, propagate: Propagate) -> Decision: ...
+    def decide(self, eqn: Equation, request: Request, propagate: Propagate) -> Decision: ...
 
     def emit(self, step: Step, operands: Sequence[jax.Array], run: Run, mesh: MeshAxes) -> Sequence[Any]: ...

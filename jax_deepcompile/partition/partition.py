@@ -10,7 +10,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
-from jax_deepcompile.ir.placement import MeshAxes, Placement
+from jax_deepcompile.ir.placement import AnyMesh, MeshAxes, Placement
 from jax_deepcompile.ir.program import Port, Program, Role, View
 from jax_deepcompile.partition.layout import Layout
 from jax_deepcompile.partition.propagate import Propagator
@@ -34,21 +34,21 @@ class Partitioned:
     leaves: tuple[LeafChoice, ...]
 
 
-def partition_step(program: Program, mesh: jax.sharding.Mesh, state_axes, batch_axes) -> Partitioned:
+def partition_step(program: Program, mesh: AnyMesh, state_axes, batch_axes) -> Partitioned:
     """Shards a step's state over ``state_axes`` and its batch over ``batch_axes``."""
     leaves = choose_state_placements(program, state_axes, program.inputs)
     inputs = tuple(
         port.placed(_batch_placement(port, batch_axes, program.mesh) if port.role is Role.BATCH else leaf.placement)
         for port, leaf in zip(program.inputs, leaves, strict=True)
     )
-    returned = {output: inputs[source].placement for source, output in program.state_outputs}
+    returned = {output: inputs[source].where for source, output in program.state_outputs}
     whole = program.mesh.replicated()
     outputs = tuple(port.placed(returned.get(index, whole)) for index, port in enumerate(program.outputs))
     state_leaves = tuple(leaf for port, leaf in zip(program.inputs, leaves, strict=True) if port.role.is_state)
     return _partition(program.replace(inputs=inputs, outputs=outputs), mesh, state_leaves)
 
 
-def partition_init(program: Program, mesh: jax.sharding.Mesh, state_axes) -> Partitioned:
+def partition_init(program: Program, mesh: AnyMesh, state_axes) -> Partitioned:
     """Shards the state a function creates, so that each device computes its own part only."""
     leaves = choose_state_placements(program, state_axes, program.outputs)
     whole = program.mesh.replicated()
@@ -66,19 +66,19 @@ def _batch_placement(port: Port, axes: Sequence[str], mesh: MeshAxes) -> Placeme
     return mesh.place({0: axes})
 
 
-def _partition(program: Program, mesh: jax.sharding.Mesh, leaves: tuple[LeafChoice, ...]) -> Partitioned:
+def _partition(program: Program, mesh: AnyMesh, leaves: tuple[LeafChoice, ...]) -> Partitioned:
     jaxpr = open_jaxpr(program.jaxpr)
     layout = Propagator(program.mesh, REGISTRY.find)(
         jaxpr,
-        [port.placement for port in program.inputs],
+        [port.where for port in program.inputs],
         [port.role is Role.BATCH for port in program.inputs],
-        [(port.placement,) for port in program.outputs],
+        [(port.where,) for port in program.outputs],
     )
     local = trace_local(layout, program, mesh)
     return Partitioned(program.replace(jaxpr=local, view=View.LOCAL), layout, leaves)
 
 
-def trace_local(layout: Layout, program: Program, mesh: jax.sharding.Mesh) -> jex.ClosedJaxpr:
+def trace_local(layout: Layout, program: Program, mesh: AnyMesh) -> jex.ClosedJaxpr:
     """The jaxpr one device runs, with explicit collectives over the mesh's axes."""
     consts = closed_consts(program.jaxpr)
     jaxpr = open_jaxpr(program.jaxpr)
@@ -89,8 +89,8 @@ def trace_local(layout: Layout, program: Program, mesh: jax.sharding.Mesh) -> je
     mapped = jax.shard_map(
         body,
         mesh=mesh,
-        in_specs=(jax.sharding.PartitionSpec(), *(port.placement.spec(program.mesh) for port in program.inputs)),
-        out_specs=[port.placement.spec(program.mesh) for port in program.outputs],
+        in_specs=(jax.sharding.PartitionSpec(), *(port.where.spec(program.mesh) for port in program.inputs)),
+        out_specs=[port.where.spec(program.mesh) for port in program.outputs],
         axis_names=frozenset(program.mesh.names),
         check_vma=False,
     )
@@ -106,7 +106,7 @@ def _close_over(traced: jex.ClosedJaxpr, consts: Sequence) -> jex.ClosedJaxpr:
     body = open_jaxpr(eqn.params["jaxpr"])
     values = dict(zip(outer.constvars, closed_consts(traced), strict=True))
     values |= dict(zip(outer.invars[: len(consts)], consts, strict=True))
-    arguments = {atom: var for atom, var in zip(eqn.invars, body.invars, strict=True) if not isinstance(atom, jex.Literal)}
+    arguments = dict(zip(eqn.invars, body.invars, strict=True))
     invars = [arguments[var] for var in outer.invars[len(consts) :]]
     closed = [(var, values[atom]) for atom, var in zip(eqn.invars, body.invars, strict=True) if atom in values]
     flat = body.replace(constvars=[*body.constvars, *(var for var, _ in closed)], invars=invars)

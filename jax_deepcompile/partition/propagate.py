@@ -1,14 +1,15 @@
 """Deciding a placement for every value of a jaxpr.
 
-Four sweeps. A backward one carries the outputs' placements up through elementwise equations, so that a gradient knows what
-its optimizer state looks like; a forward one lets placements flow from the inputs; a backward one collects, for every
-value, the placements its consumers would like; and a forward one decides with both in hand. What no sweep can know, the
-price of another choice, is weighed equation by equation in ``choice.py``.
+Four sweeps. A backward one carries the outputs' placements up through elementwise equations, so that a gradient knows
+what its optimizer state looks like; a forward one lets placements flow from the inputs; a backward one collects, for
+every value, the placements its consumers would like; and a forward one decides with both in hand. What no sweep can
+know, the price of another choice, is weighed equation by equation in ``choice.py``.
 
 A sharded parameter is gathered where it is used. The gathered copy serves the uses that follow closely and is then
 released: a *use region* ends once more bytes of other parameters have been gathered than the parameter's own, so a copy
-never outlives its turn, and the backward pass gathers again. Two things say themselves how long they last: the slice of a
-stack that a layer loop hands to its body, and what a checkpointed region takes in; their copies serve the whole layer.
+never outlives its turn, and the backward pass gathers again. Two things say themselves how long they last: the slice of
+a stack that a layer loop hands to its body, and what a checkpointed region takes in. Their copies serve the whole
+layer.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from dataclasses import dataclass, field
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import is_drop_var
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import PARTIAL, MeshAxes, Placement
 from jax_deepcompile.partition.choice import Operand, choose_split
 from jax_deepcompile.partition.layout import Decision, Fetch, Layout, Nested, RegionRule, Request, Step
 from jax_deepcompile.partition.reshard import axis_bytes, collectives, full_bytes
 from jax_deepcompile.partition.rules.base import Dims, OpRule
 
-FindRule = Callable[[jex.JaxprEqn], "OpRule | RegionRule"]
+FindRule = Callable[[Equation], "OpRule | RegionRule"]
 Demands = tuple[tuple[Placement, ...], ...]
 
 
@@ -76,7 +78,7 @@ class Propagator:
         """A propagator with the same rules over fewer axes."""
         return Propagator(mesh, self.find_rule, {}, self._rules)
 
-    def rule_of(self, eqn: jex.JaxprEqn) -> OpRule | RegionRule:
+    def rule_of(self, eqn: Equation) -> OpRule | RegionRule:
         if id(eqn) not in self._rules:
             self._rules[id(eqn)] = (self.find_rule(eqn), eqn)
         return self._rules[id(eqn)][0]
@@ -193,7 +195,7 @@ class _Sweeps:
             tuple(var in copies.regathered for var in self.jaxpr.invars),
         )
 
-    def _decide(self, eqn: jex.JaxprEqn, operands: list[Operand]) -> Decision:
+    def _decide(self, eqn: Equation, operands: list[Operand]) -> Decision:
         demands = tuple(tuple(self.demands.get(var, ())) for var in eqn.outvars)
         rule = self.propagator.rule_of(eqn)
         if isinstance(rule, OpRule):
@@ -236,9 +238,7 @@ class _Copies:
     def __init__(self, sweeps: _Sweeps) -> None:
         self.sweeps = sweeps
         self.made: dict = {}
-        self.held_throughout = {
-            var for var, held in zip(sweeps.jaxpr.invars, sweeps.input_held, strict=False) if held
-        }
+        self.held_throughout = {var for var, held in zip(sweeps.jaxpr.invars, sweeps.input_held, strict=False) if held}
         self.uses: dict = {}
         self.regathered: set = set()
         self.gathered_bytes = 0.0
@@ -246,13 +246,11 @@ class _Copies:
     def held(self, atom) -> tuple[Placement, ...]:
         if isinstance(atom, jex.Literal):
             return (self.sweeps.mesh.replicated(),)
-        alive = [
-            placement for placement, copy in self.made.get(atom, {}).items() if not self._released(atom, copy)
-        ]
+        alive = [placement for placement, copy in self.made.get(atom, {}).items() if not self._released(atom, copy)]
         return (self.sweeps.natural[atom], *alive)
 
-    def hold_what_follows(self, eqn: jex.JaxprEqn) -> None:
-        """What a checkpointed region takes in is held, and so is what parameters held are turned into (cast, reshaped)."""
+    def hold_what_follows(self, eqn: Equation) -> None:
+        """What a checkpointed region takes in is held, and so is what held parameters are turned into."""
         from_held = any(atom in self.held_throughout for atom in eqn.invars if not isinstance(atom, jex.Literal))
         if eqn.primitive.name == "optimization_barrier" or from_held:
             self.held_throughout.update(var for var in eqn.outvars if not self.sweeps.batch[var])

@@ -1,4 +1,4 @@
-"""Moving a value from one placement to another: what it takes, what it costs, and how it is done inside ``shard_map``."""
+"""Moving a value from one placement to another: what it takes, what it costs, and how ``shard_map`` does it."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Move:
 
 def axis_bytes(source: AxisPlacement, target: AxisPlacement, full_bytes: float, size: int) -> float:
     """Bytes a device sends to change one axis's placement of a value of ``full_bytes``, by ring algorithms."""
-    if source == target or size == 1 or source == REPLICATE:
+    if source in (target, REPLICATE) or size == 1:
         return 0.0
     ring = (size - 1) / size
     if source == PARTIAL:
         return full_bytes * ring * (2 if target == REPLICATE else 1)
-    if target == REPLICATE or target == PARTIAL:
+    if target in (REPLICATE, PARTIAL):
         return full_bytes * ring
     return full_bytes / size * ring
 
@@ -124,8 +124,8 @@ def collectives(source: Placement, target: Placement, mesh: MeshAxes) -> int:
 
 def apply_move(value: jax.Array, move: Move, mesh: MeshAxes) -> jax.Array:
     """Performs ``move`` on the local block ``value``; call it where ``move.axes`` are manual."""
-    axes = move.axes if len(move.axes) > 1 else move.axes[0]
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    axes = move.axes
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         implementation = jax.random.key_impl(value)
         moved = apply_move(jax.random.key_data(value), move, mesh)
         return jax.random.wrap_key_data(moved, impl=implementation)
@@ -155,6 +155,6 @@ def axis_position(names: Sequence[str], mesh: MeshAxes) -> jax.Array:
 
 def full_bytes(aval) -> float:
     """Bytes of a whole value; random keys count as their key data."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return 8.0 * math.prod(aval.shape)
     return float(math.prod(aval.shape) * aval.dtype.itemsize)

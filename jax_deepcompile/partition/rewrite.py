@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +47,7 @@ def run_layout(layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = (
         for atom in {atom for atom in step.eqn.invars if not isinstance(atom, jex.Literal)}:
             if last_use[atom] == index:
                 blocks.forget(atom)
-    return [
-        blocks.fetch(atom, fetch, None) for atom, fetch in zip(layout.jaxpr.outvars, layout.outputs, strict=True)
-    ]
+    return [blocks.fetch(atom, fetch, None) for atom, fetch in zip(layout.jaxpr.outvars, layout.outputs, strict=True)]
 
 
 def _compute(step: Step, operands: list[jax.Array], mesh: MeshAxes) -> Sequence[jax.Array]:
@@ -66,8 +65,9 @@ def _compute(step: Step, operands: list[jax.Array], mesh: MeshAxes) -> Sequence[
     return results
 
 
-def _as_array(value, atom) -> jax.Array:
-    return jnp.asarray(value, atom.aval.dtype) if isinstance(atom, jex.Literal) else value
+def _as_array(value, atom: Any) -> jax.Array:
+    literal = isinstance(atom, jex.Literal)
+    return jnp.asarray(value, atom.aval.dtype) if literal else value
 
 
 def _companion(step: Step, position: int, blocks: _Blocks) -> jax.Array | None:

@@ -1,9 +1,9 @@
 """Which dimension of every state leaf is split over the sharding axes.
 
-Leaves that meet elementwise (a parameter, its gradient, its moments, its average) want the same dimension, or every step
-would move them; they are found by walking the program, not by their names. Of the dimensions that divide evenly the
-first one is taken that is not a loop's: a stack of layers must be split inside its layers, so that a layer is gathered
-when its turn comes.
+Leaves that meet elementwise (a parameter, its gradient, its moments, its average) want the same dimension, or every
+step would move them; they are found by walking the program, not by their names. Of the dimensions that divide evenly
+the first one is taken that is not a loop's: a stack of layers must be split inside its layers, so that a layer is
+gathered when its turn comes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.ir.program import Port, Program
 
@@ -51,7 +52,10 @@ def choose_state_placements(program: Program, axes: Sequence[str], role_ports: S
     groups.read(jaxpr)
     for source, target in program.state_outputs:
         groups.join(jaxpr.invars[source], jaxpr.outvars[target])
-    return [_choose_leaf(port, groups.loop_dims(atom), axes, program.mesh) for port, atom in zip(role_ports, atoms)]
+    return [
+        _choose_leaf(port, groups.loop_dims(atom), axes, program.mesh)
+        for port, atom in zip(role_ports, atoms, strict=True)
+    ]
 
 
 def _choose_leaf(port: Port, loop_dims: frozenset[int], axes: Sequence[str], mesh: MeshAxes) -> LeafChoice:
@@ -87,7 +91,7 @@ def _itemsize(dtype: str) -> int:
 
 @dataclass
 class _Groups:
-    """Union-find over the values of a jaxpr that meet elementwise in one shape, with the loop dimensions of each group."""
+    """Union-find over the values of a jaxpr that meet elementwise in one shape, with each group's loop dimensions."""
 
     parent: dict = field(default_factory=dict)
     loops: dict = field(default_factory=dict)
@@ -98,6 +102,9 @@ class _Groups:
             if name in _ELEMENTWISE:
                 for atom in eqn.invars:
                     self.join(atom, eqn.outvars[0])
+            elif name == "optimization_barrier":
+                for before, after in zip(eqn.invars, eqn.outvars, strict=True):
+                    self.join(before, after)
             elif name in _CUTTING:
                 self._cut(eqn)
             elif name == "scan":
@@ -109,7 +116,7 @@ class _Groups:
                 for branch in eqn.params["branches"]:
                     self._read_nested(branch, eqn.invars[1:], eqn.outvars)
 
-    def _cut(self, eqn: jex.JaxprEqn) -> None:
+    def _cut(self, eqn: Equation) -> None:
         """A dimension that is taken apart would be gathered just to be cut again."""
         atom = eqn.invars[0]
         if isinstance(atom, jex.Literal):
@@ -119,7 +126,7 @@ class _Groups:
                 if whole != part and len(result.aval.shape) == len(atom.aval.shape):
                     self._mark(atom, dim)
 
-    def _read_scan(self, eqn: jex.JaxprEqn) -> None:
+    def _read_scan(self, eqn: Equation) -> None:
         consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
         for atom in [*eqn.invars[consts + carry :], *eqn.outvars[carry:]]:
             self._mark(atom, 0)
@@ -165,5 +172,6 @@ class _Groups:
 
 _CUTTING = frozenset({"slice", "dynamic_slice", "split", "unstack"})
 _ELEMENTWISE = frozenset(
-    "add sub mul div add_any neg convert_element_type select_n sqrt rsqrt max min copy integer_pow square sign".split()
+    {"add", "sub", "mul", "div", "add_any", "neg", "convert_element_type", "select_n", "sqrt", "rsqrt", "max", "min"}
+    | {"copy", "integer_pow", "square", "sign"}
 )

@@ -17,7 +17,7 @@ _LINES = 8
 def explain(program: Program, partitioned: Partitioned) -> str:
     """The text of ``explain()``."""
     mesh = program.mesh
-    shape = " × ".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
+    shape = " x ".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
     lines = [f"{program.name} on {shape}: {len(partitioned.layout.steps)} equations", ""]
     lines += _state(partitioned)
     lines += ["", *_collectives(partitioned)]
@@ -70,7 +70,7 @@ def _replicated(partitioned: Partitioned) -> list[str]:
             where[f"  {step.eqn.primitive.name} at {user_line(step.eqn)}: {step.how.rule.reported}"] += 1
     if not where:
         return ["computed whole on every device: nothing that could be split"]
-    lines = [text if number == 1 else f"{text} (×{number})" for text, number in where.items()]
+    lines = [text if number == 1 else f"{text} ({number} times)" for text, number in where.items()]
     return ["computed whole on every device:", *_cut(lines)]
 
 

@@ -39,11 +39,11 @@ def assert_same_training(
 
 
 def assert_close(found: Any, expected: Any, tolerance: float, what: str) -> None:
-    """Every leaf of ``found`` differs by at most ``tolerance`` of the leaf's largest value; 0 asks for the same bits."""
+    """Every leaf of ``found`` differs by at most ``tolerance`` of its largest value; 0 asks for the same bits."""
     wanted, structure = jax.tree_util.tree_flatten_with_path(expected)
     assert jax.tree.structure(found) == structure, what
     for (path, right), left in zip(wanted, jax.tree.leaves(found), strict=True):
-        if jax.dtypes.issubdtype(right.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(right.dtype, jax.dtypes.prng_key):
             left, right = jax.random.key_data(left), jax.random.key_data(right)
         where = f"{what}: {jax.tree_util.keystr(path)}"
         assert left.shape == right.shape, where

@@ -90,7 +90,10 @@ def moving_average(p, batch):
     return squares(mlp(p, batch["x"]), batch["y"])
 
 
-@case(MLP, optax.multi_transform({"train": adam(), "freeze": optax.set_to_zero()}, dict(w1="train", b1="freeze", w2="freeze", b2="train")))  # fmt: skip
+FREEZE = {"w1": "train", "b1": "freeze", "w2": "freeze", "b2": "train"}
+
+
+@case(MLP, optax.multi_transform({"train": adam(), "freeze": optax.set_to_zero()}, FREEZE))
 def partly_frozen(p, batch):
     return squares(mlp(p, batch["x"]), batch["y"])
 

@@ -1,23 +1,24 @@
 """The language rules are written in.
 
 A rule describes an equation by its *factors*, the independent loops of its arithmetic, as an einsum letter does. Every
-dimension of every operand and result is a product of factors, major first; splitting a factor over a mesh axis splits all
-dimensions it leads. Matrix multiplication ``x[b, k] @ w[k, n]`` has factors ``b`` and ``n``, which may be split freely,
-and ``k``, which may be split if the result is then summed. From this the propagation derives every legal placement.
+dimension of every operand and result is a product of factors, major first; splitting a factor over a mesh axis splits
+all dimensions it leads. Matrix multiplication ``x[b, k] @ w[k, n]`` has factors ``b`` and ``n``, which may be split
+freely, and ``k``, which may be split if the result is then summed. From this the propagation derives every legal
+placement.
 (The same idea under the same name: Shardy's sharding rules, https://openxla.org/shardy/sharding_representation.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import jax
-from jax.extend import core as jex
 
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.partition.reshard import axis_position
 
@@ -60,7 +61,7 @@ class LocalEquation:
       mesh: the mesh axes.
     """
 
-    eqn: jex.JaxprEqn
+    eqn: Equation
     rule: OpRule
     splits: tuple[tuple[str, ...], ...]
     mesh: MeshAxes
@@ -151,8 +152,8 @@ class RuleBuilder:
 
     def build(
         self,
-        operands: Sequence[Dims],
-        results: Sequence[Dims],
+        operands: Sequence[Sequence[tuple[int, ...]]],
+        results: Sequence[Sequence[tuple[int, ...]]],
         *,
         linear: Sequence[Sequence[int]] = (),
         addends: Sequence[int] = (),
@@ -170,10 +171,10 @@ class RuleBuilder:
         )
 
 
-Rule = Callable[[jex.JaxprEqn], OpRule]
+Rule = Callable[[Equation], OpRule]
 
 
-def replicated_rule(eqn: jex.JaxprEqn, reported: str = "") -> OpRule:
+def replicated_rule(eqn: Equation, reported: str = "") -> OpRule:
     """Every operand and result whole on every device: right for any deterministic primitive."""
     builder = RuleBuilder()
     operands = [builder.whole_dims(var.aval.shape) for var in eqn.invars]

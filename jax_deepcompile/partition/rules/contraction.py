@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax.extend import core as jex
 
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import Kind, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
 
 @rule("dot_general")
-def dot_general(eqn: jex.JaxprEqn) -> OpRule:
+def dot_general(eqn: Equation) -> OpRule:
     """``x[batch, free, contract] · y[batch, contract, free] -> [batch, free of x, free of y]``.
 
     Booleans are contracted by "any", which is a maximum.
@@ -37,7 +37,7 @@ def dot_general(eqn: jex.JaxprEqn) -> OpRule:
     )
 
 
-def _linear(eqn: jex.JaxprEqn) -> list[tuple[int]]:
+def _linear(eqn: Equation) -> list[tuple[int]]:
     """The operands a product is linear in.
 
     Sums of integers are modulo a power of two, which a product computed in a wider type does not know of.
@@ -50,7 +50,7 @@ def _linear(eqn: jex.JaxprEqn) -> list[tuple[int]]:
 
 
 @rule("conv_general_dilated")
-def convolution(eqn: jex.JaxprEqn) -> OpRule:
+def convolution(eqn: Equation) -> OpRule:
     """Batch splits freely, output features split with the kernel's; input features are summed; windows stay whole.
 
     Grouped convolutions keep their features whole, and batch-grouped ones their batch, as groups are laid out major in

@@ -1,17 +1,16 @@
-"""``while`` and ``cond``: their jaxprs are decided like the program itself; what a loop carries reaches a fixed point."""
+"""``while`` and ``cond``: their jaxprs are decided like the program; what a loop carries reaches a fixed point."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
 from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
-from jax_deepcompile.partition.layout import Decision, Layout, Nested, Propagate, RegionRule, Request, Run, Step
+from jax_deepcompile.partition.layout import Decision, Nested, Propagate, RegionRule, Request, Run, Step
 from jax_deepcompile.partition.rules.registry import REGISTRY
 
 _ROUNDS = 8
@@ -59,9 +58,7 @@ def settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands, 
         uses = free.wanted[len(fixed) : len(fixed) + len(carry)]
         settled = [
             _meet(now, after, used, wanted, allowed)
-            for now, after, used, wanted, allowed in zip(
-                carry, yielded, uses, final_demands, keep_partial, strict=True
-            )
+            for now, after, used, wanted, allowed in zip(carry, yielded, uses, final_demands, keep_partial, strict=True)
         ]
         if settled == carry:
             break
@@ -134,7 +131,7 @@ class WhileRule(RegionRule):
         return Decision(Nested(self, (condition, body)), (*cond_consts, *body_consts, *carry), carry)
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
-        condition, body = step.how.layouts
+        condition, body = step.layouts
         cond_consts, body_consts, carry = _split_while(step.eqn, operands)
         params = step.eqn.params
         return lax.while_loop(
@@ -171,9 +168,7 @@ class CondRule(RegionRule):
         layouts = [propagate(branch, operands, batch, request.demands) for branch in branches]
         results = tuple(
             wanted[0] if wanted else _join(outs)
-            for wanted, *outs in zip(
-                request.demands, *(layout.output_placements for layout in layouts), strict=True
-            )
+            for wanted, *outs in zip(request.demands, *(layout.output_placements for layout in layouts), strict=True)
         )
         layouts = [propagate(branch, operands, batch, [(placement,) for placement in results]) for branch in branches]
         whole = request.mesh.replicated()
@@ -183,7 +178,7 @@ class CondRule(RegionRule):
         index, *rest = operands
         calls = [
             lambda *blocks, layout=layout, branch=branch: run(layout, blocks, closed_consts(branch))
-            for layout, branch in zip(step.how.layouts, step.eqn.params["branches"], strict=True)
+            for layout, branch in zip(step.layouts, step.eqn.params["branches"], strict=True)
         ]
         return lax.switch(index, calls, *rest)
 

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 import jax
 from jax import lax
-from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import Kind, LocalEquation, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
 
 @rule("gather")
-def gather(eqn: jex.JaxprEqn) -> OpRule:
+def gather(eqn: Equation) -> OpRule:
     """``operand[batching, indexed, window], indices[index batch, coordinates] -> [index batch and window]``.
 
     The index batch includes the batching dimensions, which index and operand share.
@@ -42,7 +42,7 @@ def gather(eqn: jex.JaxprEqn) -> OpRule:
     )
 
 
-def _fills(eqn: jex.JaxprEqn) -> bool:
+def _fills(eqn: Equation) -> bool:
     """Whether out-of-bounds windows are filled with something that partial sums would add up."""
     return eqn.params["mode"] is lax.GatherScatterMode.FILL_OR_DROP and eqn.params["fill_value"] != 0
 
@@ -58,23 +58,23 @@ def _local_slice_sizes(local: LocalEquation, operand: jax.Array, *indices: jax.A
 
 
 @rule("scatter-add", "scatter-sub")
-def scatter_sum(eqn: jex.JaxprEqn) -> OpRule:
+def scatter_sum(eqn: Equation) -> OpRule:
     """Updates split over their index batch make partial sums, to which the operand is added."""
     return _scatter(eqn, Kind.SUM, linear=[(0, 2)])
 
 
 @rule("scatter-mul")
-def scatter_product(eqn: jex.JaxprEqn) -> OpRule:
+def scatter_product(eqn: Equation) -> OpRule:
     return _scatter(eqn, Kind.WHOLE, linear=[(0,)])
 
 
 @rule("scatter-min", "scatter-max")
-def scatter_extremum(eqn: jex.JaxprEqn) -> OpRule:
+def scatter_extremum(eqn: Equation) -> OpRule:
     return _scatter(eqn, Kind.WHOLE)
 
 
 @rule("scatter")
-def scatter(eqn: jex.JaxprEqn) -> OpRule:
+def scatter(eqn: Equation) -> OpRule:
     """Which of several updates of one element stays is undefined, so only scatters that never meet any are linear."""
     distinct = eqn.params["unique_indices"] or all(size == 1 for size in eqn.invars[1].aval.shape[:-1])
     return _scatter(eqn, Kind.WHOLE, linear=[(0, 2)] if distinct and _replaces(eqn.params["update_jaxpr"]) else ())
@@ -88,7 +88,7 @@ def _replaces(update_jaxpr) -> bool:
     return computation.outvars[0] is computation.invars[1]
 
 
-def _scatter(eqn: jex.JaxprEqn, index_kind: Kind, linear: Sequence[Sequence[int]] = ()) -> OpRule:
+def _scatter(eqn: Equation, index_kind: Kind, linear: Sequence[Sequence[int]] = ()) -> OpRule:
     """``operand[batching, indexed, window], indices[index batch, coordinates], updates[index batch and window]``.
 
     Args:
@@ -145,7 +145,7 @@ def _interleave(
 
 
 @rule("dynamic_slice")
-def dynamic_slice(eqn: jex.JaxprEqn) -> OpRule:
+def dynamic_slice(eqn: Equation) -> OpRule:
     """``operand, *starts -> slice``; dimensions sliced whole split freely, as their start is clamped to 0."""
     operand, *starts = (var.aval.shape for var in eqn.invars)
     builder = RuleBuilder()
@@ -159,7 +159,7 @@ def dynamic_slice(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("dynamic_update_slice")
-def dynamic_update_slice(eqn: jex.JaxprEqn) -> OpRule:
+def dynamic_update_slice(eqn: Equation) -> OpRule:
     """``operand, update, *starts -> operand's shape``; dimensions updated whole split freely."""
     operand, update, *starts = (var.aval.shape for var in eqn.invars)
     builder = RuleBuilder()

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule, RuleBuilder, replicated_rule
 from jax_deepcompile.partition.rules.registry import rule
 
 
 @rule("ragged_dot_general")
-def ragged_dot(eqn: jex.JaxprEqn) -> OpRule:
+def ragged_dot(eqn: Equation) -> OpRule:
     """A matrix product one dimension of which is cut into groups, the sizes of which are an operand.
 
     * ``m`` cut: ``x[batch, m, k], y[group, batch, k, n], sizes[batch, outer m, group] -> [batch, m, n]``;
@@ -75,17 +75,17 @@ def _local_group_sizes(local: LocalEquation, ragged: Sequence[int], sizes: jax.A
 
 
 @rule("scaled_dot")
-def scaled_dot(eqn: jex.JaxprEqn) -> OpRule:
+def scaled_dot(eqn: Equation) -> OpRule:
     return _scaled_product(eqn, *eqn.params["dimension_numbers"])
 
 
 @rule("scaled_matmul", "scaled_matmul_wrapper")
-def scaled_matmul(eqn: jex.JaxprEqn) -> OpRule:
+def scaled_matmul(eqn: Equation) -> OpRule:
     """``x[batch, m, k], y[batch, n, k], scales of x[batch, m, block], of y[batch, n, block] -> [batch, m, n]``."""
     return _scaled_product(eqn, ((2,), (2,)), ((0,), (0,)))
 
 
-def _scaled_product(eqn: jex.JaxprEqn, contract: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]) -> OpRule:
+def _scaled_product(eqn: Equation, contract: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]) -> OpRule:
     """``x, y, scales of x, scales of y``: as ``dot_general``, but what is contracted stays whole, as blocks do.
 
     Scales have the dimensions of what they scale; contracted ones count blocks.
@@ -105,13 +105,13 @@ def _scaled_product(eqn: jex.JaxprEqn, contract: Sequence[Sequence[int]], batch:
 
 
 @rule("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper")
-def attention(eqn: jex.JaxprEqn) -> OpRule:
+def attention(eqn: Equation) -> OpRule:
     """``query, key, value, bias, ... -> output[, statistics]``; see ``_attention``."""
     return _attention(eqn, saved=(), results=("query", "statistics"))
 
 
 @rule("dot_product_attention_bwd", "dot_product_attention_bwd_wrapper")
-def attention_gradient(eqn: jex.JaxprEqn) -> OpRule:
+def attention_gradient(eqn: Equation) -> OpRule:
     """``query, key, value, bias, ..., statistics, output, gradient -> gradients of the first three or four``."""
     return _attention(eqn, saved=("statistics", "query", "query"), results=("query", "key", "key", "bias"))
 
@@ -120,7 +120,7 @@ _HEADS_FIRST = 1
 """The ``layout`` in which heads come before positions."""
 
 
-def _attention(eqn: jex.JaxprEqn, saved: Sequence[str], results: Sequence[str]) -> OpRule:
+def _attention(eqn: Equation, saved: Sequence[str], results: Sequence[str]) -> OpRule:
     """cuDNN attention: sequences, and heads of keys with the heads of queries that share them, split freely.
 
     Operands are ``query[b, t, hg, d], key[b, s, h, d], value[b, s, h, e], bias[b or 1, hg or 1, t, s]``, the numbers of
@@ -165,7 +165,7 @@ def _attention(eqn: jex.JaxprEqn, saved: Sequence[str], results: Sequence[str]) 
     )
 
 
-def _undivided(eqn: jex.JaxprEqn) -> str:
+def _undivided(eqn: Equation) -> str:
     """Why a cuDNN attention means something else on a part of its batch; empty if it does not."""
     offsets, pages = eqn.invars[6].aval.shape, eqn.invars[8].aval.shape
     if eqn.params["dropout_rate"] > 0:

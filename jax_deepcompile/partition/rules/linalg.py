@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax.extend import core as jex
-
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import Dims, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
@@ -15,7 +14,7 @@ DECOMPOSITIONS = """
 
 
 @rule(*DECOMPOSITIONS.split())
-def decomposition(eqn: jex.JaxprEqn) -> OpRule:
+def decomposition(eqn: Equation) -> OpRule:
     """``[batch..., m, n], ... -> [batch..., ...]...``."""
     builder, batch = _batched(eqn, core_rank=2)
     operands = [_behind(builder, batch, var) for var in eqn.invars]
@@ -23,14 +22,14 @@ def decomposition(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("lu_pivots_to_permutation")
-def pivots_to_permutation(eqn: jex.JaxprEqn) -> OpRule:
+def pivots_to_permutation(eqn: Equation) -> OpRule:
     """``pivots[batch..., k] -> permutation[batch..., m]``."""
     builder, batch = _batched(eqn, core_rank=1)
     return builder.build([_behind(builder, batch, eqn.invars[0])], [_behind(builder, batch, eqn.outvars[0])])
 
 
 @rule("fft")
-def fft(eqn: jex.JaxprEqn) -> OpRule:
+def fft(eqn: Equation) -> OpRule:
     """``[batch..., transformed...] -> [batch..., transformed...]``."""
     builder, batch = _batched(eqn, core_rank=len(eqn.params["fft_lengths"]))
     operand, result = _behind(builder, batch, eqn.invars[0]), _behind(builder, batch, eqn.outvars[0])
@@ -38,24 +37,24 @@ def fft(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("triangular_solve")
-def triangular_solve(eqn: jex.JaxprEqn) -> OpRule:
+def triangular_solve(eqn: Equation) -> OpRule:
     """``a[batch..., m, m], b[batch..., m, n] -> x[batch..., m, n]`` of ``a x = b``, or its mirror ``x a = b``."""
     return _solve(eqn, core_rank=2, free_dim=-1 if eqn.params["left_side"] else -2)
 
 
 @rule("tridiagonal_solve")
-def tridiagonal_solve(eqn: jex.JaxprEqn) -> OpRule:
+def tridiagonal_solve(eqn: Equation) -> OpRule:
     """``lower[batch..., m], diagonal[batch..., m], upper[batch..., m], b[batch..., m, n] -> x[batch..., m, n]``."""
     return _solve(eqn, core_rank=1, free_dim=-1)
 
 
 @rule("ormqr")
-def multiply_by_q(eqn: jex.JaxprEqn) -> OpRule:
+def multiply_by_q(eqn: Equation) -> OpRule:
     """``a[batch..., m, k], taus[batch..., k], c[batch..., m, n] -> q c [batch..., m, n]``, or its mirror ``c q``."""
     return _solve(eqn, core_rank=2, free_dim=-1 if eqn.params["left"] else -2)
 
 
-def _solve(eqn: jex.JaxprEqn, core_rank: int, free_dim: int) -> OpRule:
+def _solve(eqn: Equation, core_rank: int, free_dim: int) -> OpRule:
     """The last operand, ``b``, is transformed linearly, its vectors along ``free_dim`` independently."""
     builder, batch = _batched(eqn, core_rank)
     *system, b = eqn.invars
@@ -66,7 +65,7 @@ def _solve(eqn: jex.JaxprEqn, core_rank: int, free_dim: int) -> OpRule:
 
 
 @rule("symmetric_product")
-def symmetric_product(eqn: jex.JaxprEqn) -> OpRule:
+def symmetric_product(eqn: Equation) -> OpRule:
     """``a[batch..., n, k], c[batch..., n, n] -> alpha a aᵀ + beta c [batch..., n, n]``."""
     builder, batch = _batched(eqn, core_rank=2)
     a, c = eqn.invars
@@ -75,7 +74,7 @@ def symmetric_product(eqn: jex.JaxprEqn) -> OpRule:
     return builder.build([(*batch, rows, builder.sum(a.aval.shape[-1])), square], [square], addends=(1,))
 
 
-def _batched(eqn: jex.JaxprEqn, core_rank: int) -> tuple[RuleBuilder, Dims]:
+def _batched(eqn: Equation, core_rank: int) -> tuple[RuleBuilder, Dims]:
     """A builder that holds the batch dimensions all operands and results lead with.
 
     Args:

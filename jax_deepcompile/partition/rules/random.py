@@ -11,9 +11,10 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
 from jax.extend.random import threefry2x32_p
 
+from jax_deepcompile._jax_compat import threefry_is_partitionable
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import LocalEquation, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
@@ -22,19 +23,17 @@ _UINT = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
 
 
 @rule("random_wrap", "random_unwrap")
-def key_data(eqn: jex.JaxprEqn) -> OpRule:
+def key_data(eqn: Equation) -> OpRule:
     """``keys[*k] <-> data[*k, words]``: the words of a key stay together."""
     builder = RuleBuilder()
     shapes = [eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape]
     shared = [builder.map(size) for size in min(shapes, key=len)]
-    operand, result = (
-        [*shared, *(builder.whole(size) for size in shape[len(shared) :])] for shape in shapes
-    )
+    operand, result = ([*shared, *(builder.whole(size) for size in shape[len(shared) :])] for shape in shapes)
     return builder.build([operand], [result])
 
 
 @rule("random_seed", "random_fold_in", "random_clone", "random_gamma")
-def per_key(eqn: jex.JaxprEqn) -> OpRule:
+def per_key(eqn: Equation) -> OpRule:
     """One result a key."""
     builder = RuleBuilder()
     shape = eqn.outvars[0].aval.shape
@@ -43,7 +42,7 @@ def per_key(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("random_split")
-def split_keys(eqn: jex.JaxprEqn) -> OpRule:
+def split_keys(eqn: Equation) -> OpRule:
     """``keys[*k] -> keys[*k, *shape]``: each device splits the keys it has, all ways."""
     builder = RuleBuilder()
     keys = [builder.map(size) for size in eqn.invars[0].aval.shape]
@@ -51,7 +50,7 @@ def split_keys(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("random_bits")
-def random_bits(eqn: jex.JaxprEqn) -> OpRule:
+def random_bits(eqn: Equation) -> OpRule:
     """``keys[*k] -> bits[*k, *shape]``."""
     builder = RuleBuilder()
     keys = [builder.map(size) for size in eqn.invars[0].aval.shape]
@@ -72,7 +71,7 @@ def random_bits(eqn: jex.JaxprEqn) -> OpRule:
 
 
 def _is_partitionable_threefry(key_dtype) -> bool:
-    return str(key_dtype) == "key<fry>" and jax.config.jax_threefry_partitionable
+    return str(key_dtype) == "key<fry>" and threefry_is_partitionable()
 
 
 def _threefry_block(keys, shape, block, starts, bit_width: int) -> jax.Array:
@@ -117,7 +116,7 @@ def _multiply_wide(position: jax.Array, stride: int) -> tuple[jax.Array, jax.Arr
 
 
 @rule("rng_bit_generator", "rng_uniform")
-def stateful_generator(eqn: jex.JaxprEqn) -> OpRule:
+def stateful_generator(eqn: Equation) -> OpRule:
     builder = RuleBuilder()
     return builder.build(
         [builder.whole_dims(var.aval.shape) for var in eqn.invars],

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from jax.extend import core as jex
-
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import Kind, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
 
-def reduction(eqn: jex.JaxprEqn, kind: Kind, linear: bool = False) -> OpRule:
+def reduction(eqn: Equation, kind: Kind, linear: bool = False) -> OpRule:
     """Kept dimensions split freely; ``kind`` says what splitting a reduced one does."""
     shape = eqn.invars[0].aval.shape
     builder = RuleBuilder()
@@ -20,22 +19,22 @@ def reduction(eqn: jex.JaxprEqn, kind: Kind, linear: bool = False) -> OpRule:
 
 
 @rule("reduce_sum")
-def reduce_sum(eqn: jex.JaxprEqn) -> OpRule:
+def reduce_sum(eqn: Equation) -> OpRule:
     return reduction(eqn, Kind.SUM, linear=True)
 
 
 @rule("reduce_max")
-def reduce_max(eqn: jex.JaxprEqn) -> OpRule:
+def reduce_max(eqn: Equation) -> OpRule:
     return reduction(eqn, Kind.MAX)
 
 
 @rule("reduce_min")
-def reduce_min(eqn: jex.JaxprEqn) -> OpRule:
+def reduce_min(eqn: Equation) -> OpRule:
     return reduction(eqn, Kind.MIN)
 
 
 @rule("reduce_or", "reduce_and")
-def reduce_logical(eqn: jex.JaxprEqn) -> OpRule:
+def reduce_logical(eqn: Equation) -> OpRule:
     """On booleans, any is a maximum and all a minimum; integers are reduced bit by bit, which neither is."""
     if eqn.outvars[0].aval.dtype != bool:
         return reduction(eqn, Kind.WHOLE)
@@ -43,16 +42,15 @@ def reduce_logical(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("reduce_prod", "reduce_xor", "argmax", "argmin")
-def reduce_whole(eqn: jex.JaxprEqn) -> OpRule:
+def reduce_whole(eqn: Equation) -> OpRule:
     return reduction(eqn, Kind.WHOLE)
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-def cumulative(eqn: jex.JaxprEqn) -> OpRule:
+def cumulative(eqn: Equation) -> OpRule:
     builder = RuleBuilder()
     axis = eqn.params["axis"]
     dims = [
-        builder.whole(size) if dim == axis else builder.map(size)
-        for dim, size in enumerate(eqn.invars[0].aval.shape)
+        builder.whole(size) if dim == axis else builder.map(size) for dim, size in enumerate(eqn.invars[0].aval.shape)
     ]
     return builder.build([dims], [dims], linear=[(0,)] if eqn.primitive.name == "cumsum" else ())

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import jax
 from jax import lax
-from jax.extend import core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_deepcompile import _jax_compat
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import REPLICATE, MeshAxes, Placement
 from jax_deepcompile.partition.layout import Decision, Nested, Propagate, RegionRule, Request, Run, Step
 from jax_deepcompile.partition.reshard import axis_position
@@ -18,10 +18,10 @@ from jax_deepcompile.partition.rules.registry import REGISTRY
 
 
 class _SingleTrip(RegionRule):
-    def trip_count(self, eqn: jex.JaxprEqn) -> int:
+    def trip_count(self, eqn: Equation) -> int:
         return 1
 
-    def batch(self, eqn: jex.JaxprEqn, operands: Sequence[bool]) -> list[bool]:
+    def batch(self, eqn: Equation, operands: Sequence[bool]) -> list[bool]:
         return [any(operands)] * len(eqn.outvars)
 
 
@@ -59,9 +59,7 @@ class ConstraintRule(_SingleTrip):
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
         sharding = step.eqn.params["sharding"]
-        automatic = [
-            tuple(name for name in names if name not in mesh.names) or None for names in _entries(sharding)
-        ]
+        automatic = [tuple(name for name in names if name not in mesh.names) or None for names in _entries(sharding)]
         if not any(automatic):
             return operands
         target = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*automatic))

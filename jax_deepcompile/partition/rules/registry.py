@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jax.extend import core as jex
-
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.layout import RegionRule
 from jax_deepcompile.partition.rules.base import OpRule, Rule, replicated_rule
 
@@ -30,7 +29,7 @@ class RuleRegistry:
         """Makes ``rule`` the rule of a primitive that holds jaxprs or places its operands itself."""
         self._regions[name] = rule
 
-    def find(self, eqn: jex.JaxprEqn) -> OpRule | RegionRule:
+    def find(self, eqn: Equation) -> OpRule | RegionRule:
         """The rule of ``eqn``; without one it is computed whole on every device, and says so."""
         name = eqn.primitive.name
         if name in self._regions:

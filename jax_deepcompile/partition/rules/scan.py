@@ -3,18 +3,19 @@
 Stacked inputs and outputs are split on a dimension that is not the loop's, so that a layer's parameters are gathered in
 the body when its turn comes. Three kinds of loop deserve better than that, and are told apart by what they do:
 
-* *recurrent*: the parameters are the same in every iteration and are all needed whole, once each. They are held gathered
-  in every iteration anyway, so they are gathered once before the loop, and their gradients are summed once after it.
-* *over microbatches*: the batch was cut into pieces by the loop's dimension, and the pieces can be split among the devices
-  along the dimension behind it.
-* *over examples* (``lax.map``): they cannot. If nothing but sums passes from one iteration to the next, each device runs
-  the iterations of its own examples.
+* *recurrent*: the parameters are the same in every iteration and are all needed whole, once each. They are held
+  gathered in every iteration anyway, so they are gathered once before the loop, and their gradients summed once after.
+* *over microbatches*: the batch was cut into pieces by the loop's dimension, and the pieces can be split among the
+  devices along the dimension behind it.
+* *over examples* (``lax.map``): they cannot. If nothing but sums passes from one iteration to the next, each device
+  runs the iterations of its own examples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jax import lax
 from jax.extend import core as jex
@@ -54,27 +55,28 @@ class ScanRule(RegionRule):
     def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
         request = replace(request, operands=_behind_the_loop(eqn, request))
         axes = _splittable_axes(eqn, request)
-        decision = self._decide_whole(eqn, request, propagate)
-        (layout,) = decision.how.layouts
+        decision, layout = self._decide_whole(eqn, request, propagate)
         as_batch = _still_split(eqn, request, decision, axes) and not (
             layout.moves_activations or _sums_over_features(layout)
         )
         return decision if as_batch or not axes else _decide_shared(eqn, request, propagate, axes)
 
-    def _decide_whole(self, eqn, request: Request, propagate: Propagate) -> Decision:
+    def _decide_whole(self, eqn, request: Request, propagate: Propagate) -> tuple[Decision, Layout]:
         """Every device runs every iteration."""
         consts, carry, xs = _split(eqn, request.operands)
+        _, _, stacked = _split(eqn, eqn.invars)
+        _, _, stacked_batch = _split(eqn, request.batch)
         consts = [placement.without_partial() for placement in consts]
         xs = [
             _off_the_loop(placement.without_partial(), var.aval.shape, depends, request.mesh)
-            for placement, var, depends in zip(xs, _split(eqn, eqn.invars)[2], _split(eqn, request.batch)[2], strict=True)
+            for placement, var, depends in zip(xs, stacked, stacked_batch, strict=True)
         ]
         consts, carry, layout = _settle(eqn, request, propagate, consts, carry, xs)
         ys = [placement.shifted(1) for placement in layout.output_placements[len(carry) :]]
-        return Decision(Nested(self, (layout,)), (*consts, *carry, *xs), (*carry, *ys))
+        return Decision(Nested(self, (layout,)), (*consts, *carry, *xs), (*carry, *ys)), layout
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
-        (layout,) = step.how.layouts
+        (layout,) = step.layouts
         params = step.eqn.params
         consts, carry, xs = _split(step.eqn, operands)
 
@@ -115,9 +117,7 @@ def _settle(eqn, request: Request, propagate: Propagate, consts, carry, xs):
             for placement, wanted, depends in zip(consts, layout.wanted, const_batch, strict=False)
         ]
         settled, layout = settle(consts, [True] * num_carry)
-    consts = [
-        _sliced_outside(placement, wanted) for placement, wanted in zip(consts, layout.wanted, strict=False)
-    ]
+    consts = [_sliced_outside(placement, wanted) for placement, wanted in zip(consts, layout.wanted, strict=False)]
     layout = propagate(
         jaxpr,
         [*consts, *settled, *inner_xs],
@@ -137,7 +137,9 @@ def _behind_the_loop(eqn, request: Request) -> tuple[Placement, ...]:
     _, _, batch = _split(eqn, request.batch)
     _, _, variables = _split(eqn, eqn.invars)
     for axis, size in enumerate(request.mesh.sizes):
-        depending = [placement.axes[axis] for placement, depends in zip(request.operands, request.batch, strict=True) if depends]
+        depending = [
+            placement.axes[axis] for placement, depends in zip(request.operands, request.batch, strict=True) if depends
+        ]
         if any(state != REPLICATE for state in depending):
             continue
         for index, (var, depends) in enumerate(zip(variables, batch, strict=True)):
@@ -202,9 +204,12 @@ def _only_sums(eqn) -> bool:
         times = uses.count(before) + sum(atom is before for atom in jaxpr.outvars)
         if times == 1 and after is before:
             continue
-        maker = None if isinstance(after, jex.Literal) else made.get(after)
-        adds = maker is not None and maker.primitive.name in ("add", "add_any") and before in maker.invars
-        if not adds or times != 1 or uses.count(after) or maker.outvars[0].aval.shape != before.aval.shape:
+        if isinstance(after, jex.Literal) or times != 1 or uses.count(after):
+            return False
+        maker: Any = made.get(after)
+        if maker is None or maker.primitive.name not in ("add", "add_any") or before not in maker.invars:
+            return False
+        if maker.outvars[0].aval.shape != before.aval.shape:
             return False
     return True
 
@@ -214,10 +219,7 @@ def _still_split(eqn, request: Request, decision: Decision, axes: tuple[int, ...
     _, _, before = _split(eqn, request.operands)
     _, _, after = _split(eqn, decision.operands)
     return all(
-        new.axes[axis] >= 0
-        for old, new in zip(before, after, strict=True)
-        for axis in axes
-        if old.axes[axis] == 0
+        new.axes[axis] >= 0 for old, new in zip(before, after, strict=True) for axis in axes if old.axes[axis] == 0
     )
 
 
@@ -227,7 +229,9 @@ def _sums_over_features(layout: Layout) -> bool:
         if not isinstance(step.how, Split):
             continue
         rule = step.how.rule
-        summed = {index for index, names in enumerate(step.how.splits) if names and rule.factors[index].kind is Kind.SUM}
+        summed = {
+            index for index, names in enumerate(step.how.splits) if names and rule.factors[index].kind is Kind.SUM
+        }
         touching = [
             fetch.batch
             for fetch, dims in zip(step.fetches, rule.operands, strict=True)

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
 
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
 
 @rule("transpose")
-def transpose(eqn: jex.JaxprEqn) -> OpRule:
+def transpose(eqn: Equation) -> OpRule:
     builder = RuleBuilder()
     dims = [builder.map(size) for size in eqn.invars[0].aval.shape]
     return builder.build([dims], [[dims[dim] for dim in eqn.params["permutation"]]], linear=[(0,)])
 
 
 @rule("broadcast_in_dim")
-def broadcast_in_dim(eqn: jex.JaxprEqn) -> OpRule:
+def broadcast_in_dim(eqn: Equation) -> OpRule:
     """New and widened dimensions may be split although the operand has nothing to split there."""
     operand, shape = eqn.invars[0].aval.shape, eqn.params["shape"]
     builder = RuleBuilder()
@@ -39,7 +39,7 @@ def broadcast_in_dim(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("reshape")
-def reshape(eqn: jex.JaxprEqn) -> OpRule:
+def reshape(eqn: Equation) -> OpRule:
     """Merged and split dimensions share their common factors, major first."""
     builder = RuleBuilder()
     if eqn.params.get("dimensions") is not None:
@@ -56,9 +56,9 @@ def reshape(eqn: jex.JaxprEqn) -> OpRule:
 def common_factors(builder: RuleBuilder, source: Sequence[int], target: Sequence[int]) -> tuple[Dims, Dims]:
     """Factors of two row-major shapes of equal size.
 
-    Walking both from the major end, what remains of the current two dimensions shares its greatest common divisor. Where
-    that is not one of the two, such as ``(6, 4) -> (8, 3)`` after the shared 2, the rest up to the next common boundary
-    is interleaved and stays whole.
+    Walking both from the major end, what remains of the current two dimensions shares its greatest common divisor.
+    Where that is not one of the two, such as ``(6, 4) -> (8, 3)`` after the shared 2, the rest up to the next common
+    boundary is interleaved and stays whole.
     """
     if math.prod(source) == 0:
         return builder.whole_dims(source), builder.whole_dims(target)
@@ -97,7 +97,7 @@ def _skip_interleaved(builder: RuleBuilder, dims, shapes, at: list[int]) -> bool
 
 
 @rule("squeeze")
-def squeeze(eqn: jex.JaxprEqn) -> OpRule:
+def squeeze(eqn: Equation) -> OpRule:
     builder = RuleBuilder()
     dropped = {dim % len(eqn.invars[0].aval.shape) for dim in eqn.params["dimensions"]}
     dims = [builder.map(size) for size in eqn.invars[0].aval.shape]
@@ -105,7 +105,7 @@ def squeeze(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("rev")
-def rev(eqn: jex.JaxprEqn) -> OpRule:
+def rev(eqn: Equation) -> OpRule:
     dims, builder = _partly_whole(eqn.invars[0].aval.shape, set(eqn.params["dimensions"]))
     return builder.build([dims], [dims], linear=[(0,)])
 
@@ -116,7 +116,7 @@ def _partly_whole(shape: Sequence[int], whole: set[int]) -> tuple[list[tuple[int
 
 
 @rule("concatenate")
-def concatenate(eqn: jex.JaxprEqn) -> OpRule:
+def concatenate(eqn: Equation) -> OpRule:
     """All dimensions but the concatenated one split freely."""
     dimension = eqn.params["dimension"]
     builder = RuleBuilder()
@@ -129,7 +129,7 @@ def concatenate(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("split")
-def split(eqn: jex.JaxprEqn) -> OpRule:
+def split(eqn: Equation) -> OpRule:
     axis = eqn.params["axis"]
     dims, builder = _partly_whole(eqn.invars[0].aval.shape, {axis})
     results = [_swap(dims, axis, builder.whole(size)) for size in eqn.params["sizes"]]
@@ -137,7 +137,7 @@ def split(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("stack")
-def stack(eqn: jex.JaxprEqn) -> OpRule:
+def stack(eqn: Equation) -> OpRule:
     """Operands of one shape along a new dimension."""
     builder = RuleBuilder()
     dims = [builder.map(size) for size in eqn.invars[0].aval.shape]
@@ -147,7 +147,7 @@ def stack(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("unstack")
-def unstack(eqn: jex.JaxprEqn) -> OpRule:
+def unstack(eqn: Equation) -> OpRule:
     axis = eqn.params["axis"]
     dims, builder = _partly_whole(eqn.invars[0].aval.shape, {axis})
     return builder.build([dims], [[*dims[:axis], *dims[axis + 1 :]]] * len(eqn.outvars), linear=[(0,)])
@@ -158,8 +158,8 @@ def _swap(dims: Sequence[tuple[int, ...]], position: int, new: tuple[int, ...]) 
 
 
 @rule("tile")
-def tile(eqn: jex.JaxprEqn) -> OpRule:
-    """A dimension repeated ``n`` times is ``n`` major, the operand's dimension minor; repeated once it splits freely."""
+def tile(eqn: Equation) -> OpRule:
+    """A dimension repeated once splits freely."""
     builder = RuleBuilder()
     operand, result = [], []
     for size, repeats in zip(eqn.invars[0].aval.shape, eqn.params["reps"], strict=True):
@@ -174,19 +174,17 @@ def tile(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("pad")
-def pad(eqn: jex.JaxprEqn) -> OpRule:
+def pad(eqn: Equation) -> OpRule:
     """Dimensions without padding split freely."""
     config = eqn.params["padding_config"]
     padded = {dim for dim, amounts in enumerate(config) if any(amounts)}
     dims, builder = _partly_whole(eqn.invars[0].aval.shape, padded)
-    result = [
-        builder.whole(size) if dim in padded else dims[dim] for dim, size in enumerate(eqn.outvars[0].aval.shape)
-    ]
+    result = [builder.whole(size) if dim in padded else dims[dim] for dim, size in enumerate(eqn.outvars[0].aval.shape)]
     return builder.build([dims, ()], [result], linear=[(0, 1)])
 
 
 @rule("slice")
-def slice_(eqn: jex.JaxprEqn) -> OpRule:
+def slice_(eqn: Equation) -> OpRule:
     """Dimensions taken whole split freely."""
     shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     cut = {dim for dim, size in enumerate(shape) if out[dim] != size}
@@ -197,16 +195,14 @@ def slice_(eqn: jex.JaxprEqn) -> OpRule:
 
     def emit(local: LocalEquation, block):
         starts = [0 if dim not in cut else start for dim, start in enumerate(eqn.params["start_indices"])]
-        limits = [
-            limit if dim in cut else block.shape[dim] for dim, limit in enumerate(eqn.params["limit_indices"])
-        ]
+        limits = [limit if dim in cut else block.shape[dim] for dim, limit in enumerate(eqn.params["limit_indices"])]
         return local.bind(block, start_indices=tuple(starts), limit_indices=tuple(limits))
 
     return builder.build([dims], [result], linear=[(0,)], emit=emit)
 
 
 @rule("iota")
-def iota(eqn: jex.JaxprEqn) -> OpRule:
+def iota(eqn: Equation) -> OpRule:
     """Each device counts from where its block starts."""
     builder = RuleBuilder()
     result = [builder.map(size) for size in eqn.params["shape"]]
@@ -221,7 +217,7 @@ def iota(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("empty", "zeros_like")
-def like_operand(eqn: jex.JaxprEqn) -> OpRule:
+def like_operand(eqn: Equation) -> OpRule:
     builder = RuleBuilder()
     result = [builder.map(size) for size in eqn.outvars[0].aval.shape]
 
@@ -231,6 +227,6 @@ def like_operand(eqn: jex.JaxprEqn) -> OpRule:
     return builder.build([result] * len(eqn.invars), [result], emit=emit)
 
 
-def _without_sharding(eqn: jex.JaxprEqn) -> dict:
+def _without_sharding(eqn: Equation) -> dict:
     """Sharding hints of automatic meshes mean nothing in the local view."""
     return {"sharding": None} if "sharding" in eqn.params else {}

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from jax.extend import core as jex
-
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
 
 @rule("sort")
-def sort(eqn: jex.JaxprEqn) -> OpRule:
+def sort(eqn: Equation) -> OpRule:
     return _along(eqn, eqn.params["dimension"])
 
 
 @rule("top_k")
-def top_k(eqn: jex.JaxprEqn) -> OpRule:
+def top_k(eqn: Equation) -> OpRule:
     return _along(eqn, eqn.params["axis"])
 
 
 @rule("approx_top_k")
-def approx_top_k(eqn: jex.JaxprEqn) -> OpRule:
+def approx_top_k(eqn: Equation) -> OpRule:
     return _along(eqn, eqn.params["reduction_dimension"])
 
 
-def _along(eqn: jex.JaxprEqn, axis: int) -> OpRule:
+def _along(eqn: Equation, axis: int) -> OpRule:
     """Operands of one shape, results that differ from it along ``axis`` only; ``axis`` may count from the end."""
     operand, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     axis %= len(operand)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax.extend import core as jex
-
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import Dims, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
@@ -13,7 +12,7 @@ _SCALAR: Dims = ()
 
 
 @rule("reduce_window")
-def reduce_window(eqn: jex.JaxprEqn) -> OpRule:
+def reduce_window(eqn: Equation) -> OpRule:
     """``operands[shape]..., initial scalars... -> [windows]...``."""
     count = len(eqn.outvars)
     builder = RuleBuilder()
@@ -22,22 +21,22 @@ def reduce_window(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("reduce_window_max", "reduce_window_min")
-def reduce_window_extremum(eqn: jex.JaxprEqn) -> OpRule:
+def reduce_window_extremum(eqn: Equation) -> OpRule:
     return _map_windows(eqn)
 
 
 @rule("reduce_window_sum")
-def reduce_window_sum(eqn: jex.JaxprEqn) -> OpRule:
+def reduce_window_sum(eqn: Equation) -> OpRule:
     return _map_windows(eqn, linear=[(0,)])
 
 
 @rule("select_and_gather_add")
-def select_and_gather(eqn: jex.JaxprEqn) -> OpRule:
+def select_and_gather(eqn: Equation) -> OpRule:
     """``tangents[shape], operand[shape] -> [windows]``: the tangent of the element each window selects."""
     return _map_windows(eqn, linear=[(0,)])
 
 
-def _map_windows(eqn: jex.JaxprEqn, linear: Sequence[Sequence[int]] = ()) -> OpRule:
+def _map_windows(eqn: Equation, linear: Sequence[Sequence[int]] = ()) -> OpRule:
     """``operands[shape]... -> [windows]``."""
     builder = RuleBuilder()
     dims, windows = _windowed(builder, eqn, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
@@ -45,7 +44,7 @@ def _map_windows(eqn: jex.JaxprEqn, linear: Sequence[Sequence[int]] = ()) -> OpR
 
 
 @rule("select_and_scatter_add")
-def select_and_scatter_sum(eqn: jex.JaxprEqn) -> OpRule:
+def select_and_scatter_sum(eqn: Equation) -> OpRule:
     """``source[windows], operand[shape] -> [shape]``: every source is added where its window selects."""
     builder = RuleBuilder()
     dims, windows = _windowed(builder, eqn, eqn.invars[1].aval.shape, eqn.invars[0].aval.shape)
@@ -53,16 +52,14 @@ def select_and_scatter_sum(eqn: jex.JaxprEqn) -> OpRule:
 
 
 @rule("select_and_scatter")
-def select_and_scatter(eqn: jex.JaxprEqn) -> OpRule:
+def select_and_scatter(eqn: Equation) -> OpRule:
     """``operand[shape], source[windows], initial scalar -> [shape]``."""
     builder = RuleBuilder()
     dims, windows = _windowed(builder, eqn, eqn.invars[0].aval.shape, eqn.invars[1].aval.shape)
     return builder.build([dims, windows, _SCALAR], [dims])
 
 
-def _windowed(
-    builder: RuleBuilder, eqn: jex.JaxprEqn, shape: Sequence[int], windows: Sequence[int]
-) -> tuple[Dims, Dims]:
+def _windowed(builder: RuleBuilder, eqn: Equation, shape: Sequence[int], windows: Sequence[int]) -> tuple[Dims, Dims]:
     """The dims of a value of ``shape`` and of one with an element a window: shared where windows are one element."""
     params = eqn.params
     dilation = params.get("base_dilation", (1,) * len(shape))
@@ -80,7 +77,7 @@ def _windowed(
 
 
 @rule("reduce")
-def reduce(eqn: jex.JaxprEqn) -> OpRule:
+def reduce(eqn: Equation) -> OpRule:
     """``operands[shape]..., initial scalars... -> [kept dimensions]...``, reduced by a function of the user's."""
     count = len(eqn.outvars)
     reduced = set(eqn.params["dimensions"])

@@ -8,6 +8,7 @@ together and compares.
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,9 @@ from jax_deepcompile.partition.choice import Operand, choose_split
 from jax_deepcompile.partition.reshard import full_bytes
 from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule
 from jax_deepcompile.partition.rules.families import REGISTRY
+
+for _family in ("kernels", "pallas"):
+    importlib.import_module(f"jax_deepcompile.partition.rules.{_family}")
 
 MESHES = (MeshAxes(("x",), (8,)), MeshAxes(("x", "y"), (2, 4)))
 WAYS_PER_MESH = 6
@@ -70,18 +74,26 @@ class Way:
     results: tuple[Placement, ...]
 
 
-def check(function: Callable, *args, primitives: Sequence[str], rtol: float = 0.0, atol: float = 0.0) -> None:
+def check(
+    function: Callable,
+    *args,
+    primitives: Sequence[str],
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    ways: int = WAYS_PER_MESH,
+) -> None:
     """Checks every equation of ``primitives`` in the trace of ``function(*args)``; there must be one of each.
 
     Args:
       rtol: relative tolerance; zero asks for equality, bit by bit.
       atol: absolute tolerance, in units of the largest expected number.
+      ways: how many of the legal ways to split an equation are tried on each mesh.
     """
     seen = set()
     for eqn, values, expected in evaluate(function, *args):
         if eqn.primitive.name in primitives:
             seen.add(eqn.primitive.name)
-            check_equation(eqn, values, expected, rtol, atol)
+            check_equation(eqn, values, expected, rtol, atol, ways)
     assert seen == set(primitives)
 
 
@@ -182,13 +194,15 @@ def _states(rule: OpRule, factor: int | None) -> tuple[list[int], list[int]]:
     return operands, [state(dims, PARTIAL if summed else REPLICATE) for dims in rule.results]
 
 
-def check_equation(eqn: jex.JaxprEqn, values: Sequence, expected: Sequence, rtol: float, atol: float) -> None:
+def check_equation(
+    eqn: jex.JaxprEqn, values: Sequence, expected: Sequence, rtol: float, atol: float, count: int
+) -> None:
     rule = rule_of(eqn)
     _check_shapes(eqn, rule)
     _check_choice(eqn, rule)
     for mesh in MESHES:
         ways = [way for way in legal_ways(rule, mesh) if _may_be_partial(eqn, way)]
-        chosen = random.Random(len(ways)).sample(ways, min(len(ways), WAYS_PER_MESH))
+        chosen = random.Random(len(ways)).sample(ways, min(len(ways), count))
         for way, outcome in zip(chosen, _compute(eqn, rule, values, chosen), strict=True):
             for result, whole in zip(outcome, expected, strict=True):
                 _compare(result, whole, rtol, atol, f"{eqn}\n{way}")

@@ -1,0 +1,145 @@
+"""Bad input is answered with a sentence that says what, where, the values and the remedy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import AbstractMesh, AxisType
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile import errors
+
+pytestmark = pytest.mark.pure
+
+STATE = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32), "count": jax.ShapeDtypeStruct((), jnp.int32)}
+BATCH = {"x": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
+
+
+def step(state, batch):
+    return {"w": state["w"] - batch["x"].sum(), "count": state["count"] + 1}, batch["x"].mean()
+
+
+def trace(fun, state=STATE, batch=BATCH, mesh=None, **options):
+    return deepcompile.shard(fun, mesh, **options).trace(state, batch)
+
+
+def test_a_batch_the_mesh_does_not_divide():
+    with pytest.raises(errors.BatchNotDivisibleError) as caught:
+        trace(step, batch={"x": jax.ShapeDtypeStruct((12, 16), jnp.float32)})
+    assert str(caught.value) == (
+        "batch leaf batch['x'] has shape (12, 16): its leading dimension 12 must be a multiple of 8, the number of "
+        "devices along the mesh axes fsdp. Use a batch of 8 or 16 examples, or drop the last, shorter batch of an "
+        "epoch."
+    )
+
+
+def test_a_batch_leaf_without_examples():
+    with pytest.raises(errors.BatchScalarError, match=r"batch leaf batch\['x'\] is a scalar.*batch_argnums"):
+        trace(step, batch={"x": jax.ShapeDtypeStruct((), jnp.float32)})
+
+
+def test_no_mesh_axis_of_that_name():
+    with pytest.raises(errors.MeshAxisError) as caught:
+        deepcompile.shard(step, {"data": 4, "model": 2})
+    assert str(caught.value) == (
+        "the mesh has no axis 'fsdp' to shard over: its axes are data=4, model=2. Name the right one, "
+        "shard(mesh, fsdp_axes=\"data\"), or give the mesh an axis called 'fsdp'."
+    )
+    with pytest.raises(errors.MeshAxisError, match="no axis 'replica'"):
+        deepcompile.shard(step, {"fsdp": 8}, data_axes="replica")
+
+
+def test_a_mesh_larger_than_the_devices():
+    with pytest.raises(errors.MeshTooLargeError, match=r"fsdp=16 needs 16 devices and there are 8 \(cpu\)"):
+        deepcompile.shard(step, {"fsdp": 16})
+
+
+def test_a_step_that_does_not_return_its_state():
+    with pytest.raises(errors.StateNotReturnedError) as caught:
+        trace(lambda state, batch: batch["x"].mean())
+    assert "nothing it returns has the structure of argument state. It returned float32[]" in str(caught.value)
+    assert "shard(..., state_argnums=...)" in str(caught.value)
+
+
+def test_a_state_returned_with_a_leaf_missing():
+    with pytest.raises(errors.StateChangedError, match=r"state\['count'\] is missing"):
+        trace(lambda state, batch: ({"w": state["w"]}, batch["x"].mean()))
+
+
+def test_a_state_returned_with_another_dtype():
+    with pytest.raises(errors.StateChangedError) as caught:
+        trace(lambda state, batch: ({"w": state["w"], "count": state["count"] + 1.0}, 0.0))
+    assert "state['count'] was int32[] and is float32[]" in str(caught.value)
+    assert ".astype(old.dtype)" in str(caught.value)
+
+
+def test_a_state_returned_with_another_shape():
+    with pytest.raises(errors.StateChangedError, match=r"state\['w'\] was float32\[16,8\] and is float32\[8,16\]"):
+        trace(lambda state, batch: ({"w": state["w"].T, "count": state["count"]}, 0.0))
+
+
+def test_a_train_state_whose_static_fields_change():
+    def create():
+        return TrainState(step=0, apply_fn=None, params={"w": jnp.zeros(8)}, tx=None, opt_state=())
+
+    with pytest.raises(errors.StateChangedError, match=r"static fields of state \(TrainState\) differ"):
+        trace(lambda state, batch: (state.replace(apply_fn=step), 0.0), state=create())
+
+
+def test_a_leaf_that_is_neither_array_nor_number():
+    with pytest.raises(errors.LeafTypeError) as caught:
+        trace(step, state={"w": "sixteen by eight", "count": 0})
+    assert "argument leaf state['w'] is a builtins.str, neither an array nor a number: 'sixteen by eight'" in str(
+        caught.value
+    )
+
+
+def test_host_callbacks_are_refused_with_the_line():
+    def calling(state, batch):
+        jax.experimental.io_callback(print, None, batch["x"])
+        return step(state, batch)
+
+    with pytest.raises(errors.HostCallbackError, match=r"io_callback at .*test_errors.py:\d+ \(.*calling\)"):
+        trace(calling)
+
+    def pure(state, batch):
+        x = jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((16, 16), jnp.float32), batch["x"])
+        return step(state, {"x": x})
+
+    with pytest.raises(errors.HostCallbackError, match=r"use jax\.debug\.print"):
+        trace(pure)
+
+
+def test_ordered_prints_are_refused():
+    def printing(state, batch):
+        jax.debug.print("{}", batch["x"].sum(), ordered=True)
+        return step(state, batch)
+
+    with pytest.raises(errors.OrderedEffectError, match="Drop ordered=True"):
+        trace(printing)
+
+
+def test_a_pmapped_step_is_refused():
+    with pytest.raises(errors.PmappedStepError, match="Decorate the plain function instead"):
+        deepcompile.shard(jax.pmap(step))
+
+
+def test_devices_that_are_not_attached():
+    mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    sharded = deepcompile.shard(step, mesh)
+    assert "psum" in str(sharded.trace(STATE, BATCH).sharded)
+    with pytest.raises(errors.DevicesNotAttachedError, match=r"sharded for 8 devices .* can be traced, lowered"):
+        sharded({"w": np.zeros((16, 8), np.float32), "count": 0}, {"x": np.zeros((16, 16), np.float32)})
+
+
+def test_explaining_what_was_never_traced():
+    with pytest.raises(errors.NotTracedError, match="has not been traced yet"):
+        deepcompile.shard(step).explain()
+
+
+def test_every_error_is_a_deepcompile_error():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert all(issubclass(kind, errors.DeepCompileError) for kind in kinds)

@@ -1,0 +1,103 @@
+"""The folders of the package know only what the design lets them know."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "jax_deepcompile"
+
+BASE = {"errors", "_jax_compat"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "_jax_compat": set(),
+    "ir": BASE,
+    "tracing": BASE | {"ir"},
+    "binding": BASE,
+    "meshes": BASE | {"ir"},
+    "partition": BASE | {"ir"},
+    "lowering": BASE | {"ir"},
+    "report": BASE | {"ir", "partition"},
+    "stages": BASE | {"ir", "partition", "lowering", "report"},
+    "api": BASE | {"ir", "tracing", "binding", "meshes", "partition", "lowering", "report", "stages"},
+    "__init__": {"api", "errors", "partition"},
+    "cli": {"experiments", "api", "errors", "report"},
+}
+"""What each folder or file of the package may import from the package; ``cli`` also the experiments it runs."""
+
+
+def python_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules.add(node.module)
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return modules
+
+
+def room(path: Path) -> str:
+    """The folder or file of the package that ``path`` belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", python_files(PACKAGE), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_what_its_room_may_know(path: Path):
+    allowed = MAY_IMPORT[room(path)] | {room(path)}
+    rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.name != "__pycache__"}
+    for module in imported_modules(path):
+        parts = module.split(".")
+        if parts[0] == "jax_deepcompile" and len(parts) > 1 and parts[1] in rooms:
+            assert parts[1] in allowed, f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("path", python_files(ROOT / "models"), ids=lambda path: path.name)
+def test_models_are_plain_flax(path: Path):
+    own = {"jax_deepcompile", "experiments", "models", "tests"}
+    assert not {module.split(".")[0] for module in imported_modules(path)} & own
+
+
+@pytest.mark.parametrize("path", python_files(ROOT / "experiments"), ids=lambda path: path.name)
+def test_experiments_use_the_public_api_and_the_models(path: Path):
+    for module in imported_modules(path):
+        if module.startswith("jax_deepcompile."):
+            assert module.split(".")[1] in {"errors", "ShardedStep", "shard"}, module
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for folder in ("jax_deepcompile", "models", "experiments") for path in python_files(ROOT / folder)],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_only_one_door_to_private_jax(path: Path):
+    private = {module for module in imported_modules(path) if module.startswith("jax._src")}
+    assert not private or path.name == "_jax_compat.py", private
+
+
+def test_public_names():
+    import jax_deepcompile
+
+    assert set(jax_deepcompile.__all__) == {"ShardedStep", "errors", "register_rule", "shard"}
+    assert all(hasattr(jax_deepcompile, name) for name in jax_deepcompile.__all__)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["pyright", "--pythonpath", sys.executable]],
+    ids=["lint", "format", "types"],
+)
+def test_style(command: list[str]):
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
