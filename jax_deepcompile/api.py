@@ -78,7 +78,7 @@ def shard(
     Raises:
       MeshAxisError, MeshTooLargeError, PmappedStepError: see ``jax_deepcompile.errors``.
     """
-    if fun is not None and not callable(fun):
+    if isinstance(fun, (Mesh, AbstractMesh, Mapping)):
         fun, mesh = None, fun
     options = functools.partial(
         _make_step,

@@ -56,6 +56,14 @@ class DevicesNotAttachedError(DeepCompileError, RuntimeError):
         )
 
 
+class TargetUnavailableError(DeepCompileError, RuntimeError):
+    def __init__(self, target: str, reason: str) -> None:
+        super().__init__(
+            f"compiling for {target} GPUs that are not here needs JAX's CUDA compiler plugin and ptxas: install them with "
+            f"`pip install 'jax-deepcompile[h100]'`, and set JAX_PLATFORMS=cpu before importing jax. JAX said: {reason}"
+        )
+
+
 class LeafTypeError(DeepCompileError, TypeError):
     def __init__(self, path: str, leaf: object) -> None:
         super().__init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,34 +17,25 @@ from jax_deepcompile._jax_compat import closed_consts, new_var, open_jaxpr
 def canonicalize(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """``closed`` with implicit batch dimensions of gathers and scatters made explicit, inside loops and branches too.
 
-    ``logits[jnp.arange(B), labels]`` reads row ``b`` at position ``labels[b]``, and its gradient adds into the same
-    place. To JAX both components of the index are numbers like any other, so that a device seems to need every row. Where
-    a component provably counts along a dimension of the index batch that is as long as the operand's dimension, the two
-    become a pair of batching dimensions and the component is dropped. Results keep every bit; what remains of the index
-    is out of bounds where it was before, and ``unique_indices`` says what it said, as rows count as part of an index.
-    Expects calls to be inlined; returns ``closed`` itself where there is nothing to do.
+    ``logits[jnp.arange(B), labels]`` reads from row ``b`` at position ``labels[b]``, and its gradient adds there. To JAX
+    the row is a number like any other, so that a device seems to need every row. Where a component of the index provably
+    counts along a dimension of the index batch, and that is as long as the operand's dimension, the two become a pair of
+    batching dimensions and the component is dropped. Results keep every bit: what remains is out of bounds where it was,
+    and as unique. Expects calls to be inlined; returns ``closed`` itself where there is nothing to do.
 
     Before::
 
         { lambda ; a:f32[8,16] b:i32[8,1]. let
             c:i32[8,1] = iota[dimension=0 dtype=int32 shape=(8, 1) sharding=None]
             d:i32[8,2] = concatenate[dimension=1] c b
-            e:f32[8] = gather[
-              dimension_numbers=GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0, 1),
-                start_index_map=(0, 1), operand_batching_dims=(), start_indices_batching_dims=())
-              slice_sizes=(1, 1) ...
-            ] a d
+            e:f32[8] = gather[dimension_numbers=GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0, 1),
+              start_index_map=(0, 1), operand_batching_dims=(), start_indices_batching_dims=()) ...] a d
           in (e,) }
 
-    After, the iota and the concatenation being dead::
+    After, the other two equations being dead::
 
-        { lambda ; a:f32[8,16] b:i32[8,1]. let
-            e:f32[8] = gather[
-              dimension_numbers=GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(1,),
-                start_index_map=(1,), operand_batching_dims=(0,), start_indices_batching_dims=(0,))
-              slice_sizes=(1, 1) ...
-            ] a b
-          in (e,) }
+            e:f32[8] = gather[dimension_numbers=GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(1,),
+              start_index_map=(1,), operand_batching_dims=(0,), start_indices_batching_dims=(0,)) ...] a b
     """
     return _Canonicalizer(_Scope(closed)).run()
 
@@ -162,13 +153,18 @@ def _countable(aval, dim: int) -> bool:
 
 
 def _counts(value, claim: _Claim) -> bool:
-    if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
+    array = _concrete(value)
+    if array is None:
         return False
-    array = np.asarray(value)
     if claim.column is not None:
         array = np.take(array, [claim.at], claim.column)
-    expected = np.expand_dims(np.arange(array.shape[claim.dim]), [d for d in range(array.ndim) if d != claim.dim])
-    return bool(np.all(array == expected))
+    return bool(np.all(np.moveaxis(array, claim.dim, -1) == np.arange(array.shape[claim.dim])))
+
+
+def _concrete(value) -> np.ndarray | None:
+    """A constant's value, if this process has it now."""
+    known = not isinstance(value, jax.core.Tracer) and getattr(value, "is_fully_addressable", True)
+    return np.asarray(value) if known else None
 
 
 def _step_back(eqn: jex.JaxprEqn, result: int, claim: _Claim, scope: _Scope) -> tuple[int, _Claim | None]:
@@ -184,21 +180,23 @@ def _step_back(eqn: jex.JaxprEqn, result: int, claim: _Claim, scope: _Scope) -> 
         case "concatenate":
             return _concatenated(eqn, claim)
         case "slice":
-            return 0, _sliced(claim, params["start_indices"], params["strides"] or (1,) * len(params["start_indices"]))
+            return 0, _sliced(eqn, claim)
         case "broadcast_in_dim":
             return 0, _moved(eqn, claim, {dim: source for source, dim in enumerate(params["broadcast_dimensions"])})
         case "transpose":
             return 0, _moved(eqn, claim, dict(enumerate(params["permutation"])))
-        case "reshape" | "squeeze" if params.get("dimensions") is None or eqn.primitive.name == "squeeze":
+        case "squeeze" | "reshape":
             return 0, _moved(eqn, claim, _unit_dims_apart(eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape))
     return 0, None
 
 
 def _is_false(condition, number, scope: _Scope) -> bool:
     """Whether ``condition`` is that ``number``, which counts from 0, is negative, or is a constant that never holds."""
+    if isinstance(condition, jex.Literal):
+        return False
     if condition in scope.constants:
-        value = scope.constants[condition]
-        return not isinstance(value, jax.core.Tracer) and not np.any(value)
+        value = _concrete(scope.constants[condition])
+        return value is not None and not value.any()
     eqn, _ = scope.definitions.get(condition, (None, 0))
     if eqn is None or eqn.primitive.name != "lt":
         return False
@@ -215,12 +213,12 @@ def _concatenated(eqn: jex.JaxprEqn, claim: _Claim) -> tuple[int, _Claim | None]
     return index, claim._replace(at=claim.at - before)
 
 
-def _sliced(claim: _Claim, starts: Sequence[int], strides: Sequence[int]) -> _Claim | None:
+def _sliced(eqn: jex.JaxprEqn, claim: _Claim) -> _Claim | None:
+    starts, strides = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(eqn.params["start_indices"])
     if starts[claim.dim] != 0 or strides[claim.dim] != 1:
         return None
-    if claim.column is None:
-        return claim
-    return claim._replace(at=starts[claim.column] + claim.at * strides[claim.column])
+    column = claim.column
+    return claim if column is None else claim._replace(at=starts[column] + claim.at * strides[column])
 
 
 def _moved(eqn: jex.JaxprEqn, claim: _Claim, source: dict[int, int]) -> _Claim | None:
@@ -240,37 +238,36 @@ def _unit_dims_apart(result: Sequence[int], operand: Sequence[int]) -> dict[int,
     return dict(zip(here, there, strict=True)) if same else {}
 
 
-class _Fields(NamedTuple):
-    """What gather and scatter call the same things in their dimension numbers."""
-
-    index_map: str
-    dropped: str
-    index_batching: str
-
-
-_GATHER = _Fields("start_index_map", "collapsed_slice_dims", "start_indices_batching_dims")
-_SCATTER = _Fields("scatter_dims_to_operand_dims", "inserted_window_dims", "scatter_indices_batching_dims")
-_FIELDS = {"gather": _GATHER} | dict.fromkeys(
-    ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _SCATTER
-)
+_INDEXED = frozenset({"gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+"""Their dimension numbers are five tuples that mean the same: those of the window, those dropped from the window, those
+indexed by each component, and the batching dimensions of operand and indices."""
 
 
 def _choose_batching(eqn: jex.JaxprEqn, scope: _Scope) -> dict[int, tuple[int, int]]:
-    """For each component of the index that counts: the operand's dimension and the one of the index batch it follows."""
+    """For each component that counts: the operand's dimension it indexes, the dimension of the index batch it is."""
     operand, indices = (atom.aval.shape for atom in eqn.invars[:2])
-    numbers, names = eqn.params["dimension_numbers"], _FIELDS[eqn.primitive.name]
+    _, dropped, index_map, _, batching = eqn.params["dimension_numbers"]
+    free = [dim for dim in range(len(indices) - 1) if dim not in batching]
     chosen: dict[int, tuple[int, int]] = {}
-    free = set(range(len(indices) - 1)) - set(getattr(numbers, names.index_batching))
-    for component, dim in enumerate(getattr(numbers, names.index_map)):
-        if dim not in getattr(numbers, names.dropped) or operand[dim] < 2:
+    for component, dim in enumerate(index_map):
+        if dim not in dropped or operand[dim] == 1:
             continue
-        for other in sorted(free):
-            claim = _Claim(other, len(indices) - 1, component)
-            if indices[other] == operand[dim] and _holds(claim, eqn.invars[1], scope):
-                chosen[component] = (int(dim), other)
+        for other in (other for other in free if indices[other] == operand[dim]):
+            if _holds(_Claim(other, len(indices) - 1, component), eqn.invars[1], scope):
+                chosen[component] = (dim, other)
                 free.remove(other)
                 break
     return chosen
+
+
+def _with_batching(numbers, added: Sequence[tuple[int, int]]):
+    """Dimension numbers of a gather or scatter with more batching dimensions, in the operand's order as it must be."""
+    window, dropped, index_map, operand_dims, index_dims = numbers
+    pairs = sorted([*zip(operand_dims, index_dims, strict=True), *added])
+    batching = [dim for dim, _ in pairs]
+    dropped, index_map = ([dim for dim in dims if dim not in batching] for dims in (dropped, index_map))
+    fields = (window, dropped, index_map, batching, [other for _, other in pairs])
+    return type(numbers)(*(tuple(int(dim) for dim in dims) for dims in fields))
 
 
 @dataclass
@@ -282,14 +279,12 @@ class _Canonicalizer:
     cut: dict = field(default_factory=dict)
 
     def run(self) -> jex.ClosedJaxpr:
-        closed = self.scope.jaxpr
-        jaxpr = open_jaxpr(closed)
-        changed = False
-        for eqn in jaxpr.eqns:
-            rewritten = self._batched(eqn) if eqn.primitive.name in _FIELDS else self._with_regions(eqn)
+        closed, changed = self.scope.jaxpr, False
+        for eqn in open_jaxpr(closed).eqns:
+            rewritten = self._batched(eqn) if eqn.primitive.name in _INDEXED else self._with_regions(eqn)
             changed |= rewritten is not eqn
             self.eqns.append(rewritten)
-        return jex.ClosedJaxpr(jaxpr.replace(eqns=self.eqns), closed_consts(closed)) if changed else closed
+        return jex.ClosedJaxpr(open_jaxpr(closed).replace(eqns=self.eqns), closed_consts(closed)) if changed else closed
 
     def _with_regions(self, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
         changed = {}
@@ -303,57 +298,43 @@ class _Canonicalizer:
         chosen = _choose_batching(eqn, self.scope)
         if not chosen:
             return eqn
-        numbers, names = eqn.params["dimension_numbers"], _FIELDS[eqn.primitive.name]
-        old = zip(numbers.operand_batching_dims, getattr(numbers, names.index_batching), strict=True)
-        pairs = sorted([*old, *chosen.values()])
-        now_batching = {dim for dim, _ in chosen.values()}
-        changes = {
-            names.index_map: [d for d in getattr(numbers, names.index_map) if d not in now_batching],
-            names.dropped: [d for d in getattr(numbers, names.dropped) if d not in now_batching],
-            "operand_batching_dims": [dim for dim, _ in pairs],
-            names.index_batching: [other for _, other in pairs],
-        }
-        numbers = numbers._replace(**{name: tuple(map(int, dims)) for name, dims in changes.items()})
+        operand, indices, *updates = eqn.invars
+        numbers = _with_batching(eqn.params["dimension_numbers"], list(chosen.values()))
+        key = (indices, tuple(chosen))
+        if key not in self.cut:
+            self.cut[key] = self._without(eqn, indices, chosen)
         return eqn.replace(
-            invars=[eqn.invars[0], self._without(eqn, chosen), *eqn.invars[2:]],
+            invars=[operand, self.cut[key], *updates],
             params={**eqn.params, "dimension_numbers": numbers, "indices_are_sorted": False},
         )
 
-    def _without(self, eqn: jex.JaxprEqn, components: dict):
-        """The indices of ``eqn`` without some components: what else was concatenated to them, or slices."""
-        indices = eqn.invars[1]
-        key = (indices, tuple(components))
-        if key not in self.cut:
-            made, _ = self.scope.definitions.get(indices, (None, 0))
-            last = len(indices.aval.shape) - 1
-            joined = made is not None and made.primitive.name == "concatenate" and made.params["dimension"] == last
-            pieces, first = [], 0
-            for atom in made.invars if joined else [indices]:
-                width = atom.aval.shape[last]
-                kept = [column for column in range(width) if first + column not in components]
-                slices = [atom] if len(kept) == width else [self._column(eqn, atom, at, at + 1) for at in kept]
-                pieces, first = pieces + slices, first + width
-            self.cut[key] = self._concatenate(eqn, pieces) if pieces else self._column(eqn, indices, 0, 0)
-        return self.cut[key]
-
-    def _concatenate(self, eqn: jex.JaxprEqn, pieces: list):
+    def _without(self, eqn: jex.JaxprEqn, indices: jex.Var, components: Container[int]):
+        """``indices`` less some components: what else was concatenated, or slices of them."""
+        last = len(indices.aval.shape) - 1
+        made, _ = self.scope.definitions.get(indices, (None, 0))
+        joined = made is not None and made.primitive.name == "concatenate" and made.params["dimension"] == last
+        pieces, first = [], 0
+        for atom in made.invars if made is not None and joined else [indices]:
+            kept = [at for at in range(atom.aval.shape[last]) if first + at not in components]
+            whole = len(kept) == atom.aval.shape[last]
+            pieces += [atom] if whole else [self._slice(eqn, atom, at, at + 1) for at in kept]
+            first += atom.aval.shape[last]
+        pieces = pieces or [self._slice(eqn, indices, 0, 0)]
         if len(pieces) == 1:
             return pieces[0]
-        *batch, _ = pieces[0].aval.shape
-        width = sum(atom.aval.shape[-1] for atom in pieces)
-        return self._compute(eqn, primitives.concatenate_p, pieces, (*batch, width), {"dimension": len(batch)})
+        width = sum(atom.aval.shape[last] for atom in pieces)
+        return self._compute(eqn, primitives.concatenate_p, pieces, {"dimension": last}, width)
 
-    def _column(self, eqn: jex.JaxprEqn, atom, start: int, stop: int):
+    def _slice(self, eqn: jex.JaxprEqn, atom, start: int, stop: int):
+        """Positions ``start`` to ``stop`` along the last dimension."""
         *batch, _ = atom.aval.shape
-        params = {
-            "start_indices": (*[0] * len(batch), start),
-            "limit_indices": (*batch, stop),
-            "strides": None,
-        }
-        return self._compute(eqn, primitives.slice_p, [atom], (*batch, stop - start), params)
+        starts, stops = (*[0] * len(batch), start), (*batch, stop)
+        params = {"start_indices": starts, "limit_indices": stops, "strides": None}
+        return self._compute(eqn, primitives.slice_p, [atom], params, stop - start)
 
-    def _compute(self, eqn: jex.JaxprEqn, primitive: jex.Primitive, operands: list, shape: tuple, params: dict):
-        """Adds an equation on behalf of ``eqn``."""
+    def _compute(self, eqn: jex.JaxprEqn, primitive: jex.Primitive, operands: list, params: dict, width: int):
+        """Adds an equation on behalf of ``eqn``; its result is that long in the last dimension."""
+        shape = (*operands[0].aval.shape[:-1], width)
         result = new_var(jax.core.ShapedArray(shape, operands[0].aval.dtype))
         made = jex.new_jaxpr_eqn(operands, [result], primitive, params, jex.no_effects, eqn.source_info, eqn.ctx)
         self.eqns.append(made)

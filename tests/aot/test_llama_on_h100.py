@@ -1,0 +1,76 @@
+"""A plain Llama train step compiled by the real XLA:GPU compiler for 32 H100s: what moves, when, and what it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jax_deepcompile as deepcompile
+from models import llama
+
+pytestmark = pytest.mark.h100_aot
+
+LAYERS = 4
+CONFIG = dataclasses.replace(llama.LLAMA3_70B, n_layers=LAYERS)
+LAYER_LEAVES = 9
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    mesh = deepcompile.targets.h100(nodes=4).make_mesh((32,), ("fsdp",))
+    model, optimizer = llama.Llama(CONFIG), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
+
+    def create(key):
+        params = model.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+    @deepcompile.shard(mesh)
+    def step(state, tokens):
+        def loss_of(params):
+            return llama.next_token_loss(state.apply_fn({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    state = jax.eval_shape(create, jax.random.key(0))
+    traced = step.trace(state, jax.ShapeDtypeStruct((32, 1025), jnp.int32))
+    return state, traced, traced.lower().compile()
+
+
+def test_arguments_are_one_thirty_second_of_the_state(compiled):
+    state, _, executable = compiled
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert executable.memory_analysis().argument_size_in_bytes == pytest.approx(whole / 32, rel=0.02)
+
+
+def test_nothing_but_gathers_reduce_scatters_and_scalars(compiled):
+    text = compiled[2].as_text()
+    assert " all-to-all" not in text
+    for line in re.findall(r"= (.*) all-reduce(?:-start)?\(", text):
+        for dims in re.findall(r"\w+\[([\d,]*)\]", line):
+            assert math.prod(int(dim) for dim in dims.split(",") if dim) <= 8, line
+
+
+def test_every_layer_is_gathered_once_forward_and_once_backward_in_bfloat16(compiled):
+    _, traced, _ = compiled
+    text = str(traced.sharded.jaxpr)
+    gathered = re.findall(r":(\w+)\[([\d,]+)\] = all_gather\[", text)
+    assert len(gathered) == 2 * LAYER_LEAVES + 4
+    assert all(dtype == "bf16" for dtype, dims in gathered if dims.count(",") == 1 and "128256" not in dims)
+    assert text.count("= reduce_scatter[") == LAYER_LEAVES + 3
+
+
+def test_temporaries_hold_no_whole_stack(compiled):
+    """Unsharded, the stack alone would take 2 bytes for each of its parameters."""
+    state, _, executable = compiled
+    stack = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params["layers"]))
+    head = 2 * CONFIG.vocab_size * CONFIG.d_model
+    logits = 4 * 1024 * CONFIG.vocab_size
+    assert executable.memory_analysis().temp_size_in_bytes < 2 * stack + 4 * head + 8 * logits
