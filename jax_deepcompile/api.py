@@ -115,14 +115,14 @@ class _Stage:
 
     Attributes:
       traced, partitioned: for the shapes it was made for.
-      shardings: a tree like ``(*args, kwargs)`` of where every leaf goes.
-      roles: the role of every leaf, flat.
+      targets: where every leaf of ``(*args, kwargs)`` goes; None where it may stay.
+      roles: the role of every leaf.
       run: ``jax.jit`` of ``(*args, kwargs) -> out``.
     """
 
     traced: Traced
     partitioned: Partitioned
-    shardings: tuple
+    targets: tuple[NamedSharding | None, ...]
     roles: tuple[Role, ...]
     run: Callable
 
@@ -257,7 +257,7 @@ class ShardedStep:
             ),
             donate_argnums=self._signature(call).state if self._donate else (),
         )
-        return _Stage(traced, partitioned, shardings, tuple(port.role for port in program.inputs), run)
+        return _Stage(traced, partitioned, tuple(leaves), tuple(port.role for port in program.inputs), run)
 
     def _partition(self, call: PureCall, args: tuple, kwargs: dict) -> tuple[Traced, Partitioned]:
         signature = self._signature(call)
@@ -298,9 +298,8 @@ class ShardedStep:
     def _place(self, args: tuple, stage: _Stage) -> tuple[tuple, bool]:
         """Puts what ``jax.jit`` would refuse where the step wants it; says whether anything but state was moved."""
         leaves, tree = jax.tree.flatten(args)
-        targets = jax.tree.leaves(stage.shardings, is_leaf=lambda leaf: leaf is None)
         placed, moved = [], False
-        for leaf, target, role in zip(leaves, targets, stage.roles, strict=True):
+        for leaf, target, role in zip(leaves, stage.targets, stage.roles, strict=True):
             new = self._place_leaf(leaf, target, role)
             moved |= new is not leaf and not role.is_state
             placed.append(new)

@@ -12,6 +12,7 @@ from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
 from jax_deepcompile.ir.placement import AnyMesh, MeshAxes, Placement
 from jax_deepcompile.ir.program import Port, Program, Role, View
+from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.partition.layout import Layout
 from jax_deepcompile.partition.propagate import Propagator
 from jax_deepcompile.partition.rewrite import run_layout
@@ -67,6 +68,7 @@ def _batch_placement(port: Port, axes: Sequence[str], mesh: MeshAxes) -> Placeme
 
 
 def _partition(program: Program, mesh: AnyMesh, leaves: tuple[LeafChoice, ...]) -> Partitioned:
+    verify(program)
     jaxpr = open_jaxpr(program.jaxpr)
     layout = Propagator(program.mesh, REGISTRY.find)(
         jaxpr,
@@ -75,7 +77,9 @@ def _partition(program: Program, mesh: AnyMesh, leaves: tuple[LeafChoice, ...]) 
         [(port.where,) for port in program.outputs],
     )
     local = trace_local(layout, program, mesh)
-    return Partitioned(program.replace(jaxpr=local, view=View.LOCAL), layout, leaves)
+    sharded = program.replace(jaxpr=local, view=View.LOCAL)
+    verify(sharded)
+    return Partitioned(sharded, layout, leaves)
 
 
 def trace_local(layout: Layout, program: Program, mesh: AnyMesh) -> jex.ClosedJaxpr:

@@ -1,0 +1,357 @@
+"""The ways a step may be decorated, called and looked at."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jax_deepcompile as deepcompile
+from tests.equality.harness import assert_close
+
+pytestmark = pytest.mark.cpu_mesh
+
+
+def create(key=None):
+    return {"w": jnp.arange(128.0).reshape(16, 8) / 100, "count": jnp.int32(0)}
+
+
+def step(state, batch):
+    def loss_of(w):
+        return jnp.mean((batch["x"] @ w) ** 2)
+
+    loss, grad = jax.value_and_grad(loss_of)(state["w"])
+    return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, loss
+
+
+def batch(size: int = 16):
+    return {"x": np.linspace(-1, 1, size * 16, dtype=np.float32).reshape(size, 16)}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return jax.jit(step)(create(), batch())
+
+
+def assert_equal(found, expected) -> None:
+    assert_close(found, expected, 1e-5, "result")
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [
+        deepcompile.shard,
+        deepcompile.shard(),
+        deepcompile.shard({"fsdp": 8}),
+        deepcompile.shard({"data": 2, "fsdp": 4}),
+        deepcompile.shard({"anything": 8}),
+        deepcompile.shard({"replica": 2, "shards": 4}, fsdp_axes="shards", data_axes="replica"),
+        deepcompile.shard({"a": 2, "b": 4}, fsdp_axes=("a", "b")),
+        lambda fun: deepcompile.shard(jax.make_mesh((8,), ("fsdp",)))(fun),
+        lambda fun: deepcompile.shard(fun, Mesh(np.array(jax.devices()), ("fsdp",))),
+        lambda fun: deepcompile.shard(fun, mesh=Mesh(np.array(jax.devices()[:2]), ("fsdp",))),
+        lambda fun: deepcompile.shard(jax.jit(fun)),
+        deepcompile.shard(donate=False),
+    ],
+)
+def test_every_way_to_decorate(decorate, expected):
+    sharded = decorate(step)
+    assert sharded.__name__ == "step"
+    assert_equal(sharded(create(), batch()), expected)
+
+
+def test_state_comes_back_sharded_and_metrics_replicated():
+    sharded = deepcompile.shard(step)
+    state, loss = sharded(sharded.init(create), batch())
+    assert state["w"].sharding.spec == PartitionSpec("fsdp")
+    assert state["w"].addressable_shards[0].data.shape == (2, 8)
+    assert loss.sharding.is_fully_replicated
+
+
+def test_state_is_donated_unless_asked_not_to():
+    for donate in (True, False):
+        sharded = deepcompile.shard(step, donate=donate)
+        state = sharded.init(create)
+        sharded(state, batch())
+        assert state["w"].is_deleted() == donate
+
+
+def test_no_device_ever_holds_the_state_whole():
+    """What ``init`` compiles needs less than half of the state on each device."""
+    big = (1 << 10, 1 << 10)
+
+    def create_big(key):
+        keys = jax.random.split(key, 4)
+        return {"w": [jax.random.normal(key, big) for key in keys], "m": [jnp.zeros(big) for _ in keys]}
+
+    sharded = deepcompile.shard(lambda state, x: (jax.tree.map(lambda leaf: leaf + x.sum(), state), 0.0))
+    state = sharded.init(create_big, jax.random.key(3))
+    np.testing.assert_array_equal(state["w"][0], jax.random.normal(jax.random.split(jax.random.key(3), 4)[0], big))
+    from jax_deepcompile.lowering.emit import emit
+    from jax_deepcompile.partition.partition import partition_init
+    from jax_deepcompile.tracing import trace_init
+
+    use = sharded._use
+    traced = trace_init(create_big, (jax.random.key(3),), {}, use.axes)
+    program = partition_init(traced.program, use.mesh, use.state).program
+    memory = jax.jit(emit(program, use.mesh)).lower(jax.random.key(3)).compile().memory_analysis()
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 8 * 4 * big[0] * big[1] / 2
+
+
+def other_mesh() -> Mesh:
+    return jax.make_mesh((8,), ("other",))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda x: x,
+        jnp.asarray,
+        lambda x: jax.device_put(x, jax.devices()[3]),
+        lambda x: jax.device_put(x, NamedSharding(other_mesh(), PartitionSpec(*(None, "other")[2 - np.ndim(x) :]))),
+    ],
+    ids=["numpy", "uncommitted", "one device", "another sharding"],
+)
+def test_batches_and_states_from_anywhere(place, expected):
+    sharded = deepcompile.shard(step)
+    state = jax.tree.map(place, create())
+    for _ in range(2):
+        found = sharded(jax.tree.map(place, create()), jax.tree.map(place, batch()))
+        assert_equal(found, expected)
+    assert_equal(sharded(state, batch()), expected)
+
+
+def test_other_batch_sizes_and_keywords(expected):
+    sharded = deepcompile.shard(step)
+    assert_equal(sharded(state=create(), batch=batch()), expected)
+    assert_equal(sharded(create(), batch(8)), jax.jit(step)(create(), batch(8)))
+    assert_equal(sharded(create(), batch=batch()), expected)
+
+
+def test_extra_arguments_are_replicated():
+    def scaled(state, batch, scale, *, offset=0.0):
+        state, loss = step(state, {"x": batch["x"] * scale["by"] + offset})
+        return loss, state
+
+    found = deepcompile.shard(scaled)(create(), batch(), {"by": 2.0}, offset=1)
+    assert_equal(found, jax.jit(scaled)(create(), batch(), {"by": 2.0}, offset=1))
+
+
+def test_several_state_arguments_in_any_order():
+    def two(params, x, moments):
+        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params)
+        moments = 0.9 * moments + grads
+        return moments.sum(), moments, params - moments
+
+    args = (create()["w"], batch()["x"], jnp.zeros((16, 8)))
+    found = deepcompile.shard(two, state_argnums=(0, 2))(*args)
+    assert_equal(found, jax.jit(two)(*args))
+
+
+class State(NamedTuple):
+    key: jax.Array
+    raw_key: jax.Array
+    steps: int
+    done: jax.Array
+    nothing: None
+    w: jax.Array
+
+
+def test_keys_numbers_flags_and_nothing_in_the_state():
+    def noisy(state: State, x):
+        key, now = jax.random.split(state.key)
+        raw_key, raw_now = jax.random.split(state.raw_key)
+        keep = jax.random.bernoulli(now, 0.5, (x.shape[0], 16)) & (jax.random.uniform(raw_now, (x.shape[0], 1)) < 0.9)
+        w = state.w + (x * keep).sum(0)[:, None]
+        return State(key, raw_key, state.steps + 1, ~state.done, None, w), keep
+
+    def fresh():
+        key = jax.random.key(1)
+        return State(key, jax.random.PRNGKey(2), 0, jnp.array(False), None, jnp.zeros((16, 8)))
+
+    sharded, plain = deepcompile.shard(noisy, {"data": 2, "fsdp": 4}), jax.jit(noisy)
+    mine, theirs = fresh(), fresh()
+    for _ in range(3):
+        mine, kept = sharded(mine, batch()["x"])
+        theirs, wanted = plain(theirs, batch()["x"])
+        np.testing.assert_array_equal(kept, wanted)
+    assert jax.random.key_data(mine.key).tolist() == jax.random.key_data(theirs.key).tolist()
+    assert_equal(mine, theirs)
+
+
+def test_large_random_arrays_count_beyond_32_bits():
+    """Element ``2**32 + i`` of a stream uses the high word of its counter."""
+    shape = (1 << 17, 1 << 16)
+
+    def corner(state, x):
+        return state, jax.random.bits(state, shape)[:, :1].sum(dtype=jnp.uint32)
+
+    traced = deepcompile.shard(corner).trace(jax.random.key(0), np.zeros((8, 1), np.float32))
+    assert "1073741824" not in traced.explain()
+
+
+def test_printing_happens_once_a_step(capfd):
+    def printing(state, batch):
+        jax.debug.print("mean {}", batch["x"].mean())
+        return step(state, batch)
+
+    sharded = deepcompile.shard(printing)
+    jax.block_until_ready(sharded(create(), batch()))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("mean") == 1
+
+
+def test_nnx_objects_with_dropout_batch_norm_and_metrics():
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.dense = nnx.Linear(16, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+            self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(self.norm(self.dense(x)))
+
+    def train(optimizer, metrics, x):
+        def loss_of(model):
+            return jnp.mean(model(x) ** 2)
+
+        loss, grads = nnx.value_and_grad(loss_of)(optimizer.model)
+        optimizer.update(grads)
+        metrics.update(loss=loss)
+        return loss
+
+    def build():
+        optimizer = nnx.ModelAndOptimizer(Model(nnx.Rngs(0)), optax.adam(1e-2, eps=1e-3), wrt=nnx.Param)
+        return optimizer, nnx.MultiMetric(loss=nnx.metrics.Average("loss"))
+
+    sharded, plain = deepcompile.shard(train), nnx.jit(train)
+    mine, theirs = build(), build()
+    for _ in range(3):
+        np.testing.assert_allclose(sharded(*mine, batch()["x"]), plain(*theirs, batch()["x"]), rtol=1e-4)
+    np.testing.assert_allclose(mine[1].compute()["loss"], theirs[1].compute()["loss"], rtol=1e-4)
+    assert not mine[0].model.dense.kernel[...].sharding.is_fully_replicated
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), *map(_values, (mine, theirs)))
+
+
+def _values(objects):
+    leaves = jax.tree.leaves(nnx.state(objects))
+    return [leaf for leaf in leaves if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+
+
+def test_tensor_parallelism_by_the_users_own_constraints(expected):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def constrained(state, batch):
+        def loss_of(w):
+            w = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, PartitionSpec(None, "tensor")))
+            y = jax.lax.with_sharding_constraint(batch["x"] @ w, NamedSharding(mesh, PartitionSpec("fsdp", "tensor")))
+            return jnp.mean(y**2)
+
+        loss, grad = jax.value_and_grad(loss_of)(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, loss
+
+    sharded = deepcompile.shard(constrained, mesh)
+    assert_equal(sharded(create(), batch()), expected)
+    text = sharded.lower(create(), batch()).compile().as_text()
+    assert "f32[4,4]" in text, "the product of 4 rows a device is divided in two along the features"
+
+
+def test_a_manual_region_of_the_users_own(expected):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def manual_mean(y):
+        mean = jax.shard_map(
+            lambda y: jax.lax.pmean(jnp.mean(y**2), "fsdp"), mesh=mesh, in_specs=PartitionSpec("fsdp"),
+            out_specs=PartitionSpec(), check_vma=False,
+        )  # fmt: skip
+        return mean(y)
+
+    def with_region(state, batch):
+        loss, grad = jax.value_and_grad(lambda w: manual_mean(batch["x"] @ w))(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, loss
+
+    assert_equal(deepcompile.shard(with_region, mesh)(create(), batch()), expected)
+
+
+def test_what_is_compiled_ahead_of_time_is_what_runs():
+    sharded = deepcompile.shard(step)
+    state = sharded.init(create)
+    compiled = sharded.lower(state, batch()).compile()
+    assert "all-gather" in compiled.as_text()
+    assert "reduce-scatter" in compiled.as_text()
+    assert compiled.memory_analysis().argument_size_in_bytes == 16 * 8 * 4 // 8 + 4 + 2 * 16 * 4
+    assert "1 of 2 leaves sharded" in sharded.explain()
+
+
+def test_a_primitive_without_a_rule_is_computed_whole_and_named():
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
+
+    double = Primitive("double_it")
+    double.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(double, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
+
+    def unusual(state, batch):
+        return step(state, {"x": double.bind(batch["x"]) / 2})
+
+    sharded = deepcompile.shard(unusual)
+    assert_equal(sharded(create(), batch()), jax.jit(step)(create(), batch()))
+    explained = sharded.explain()
+    assert "double_it at" in explained
+    assert "test_calls.py" in explained
+    assert "no rule for primitive 'double_it'" in explained
+
+
+@pytest.mark.parametrize("processes", [2])
+def test_each_process_passes_its_own_rows(processes: int):
+    """Two processes of four devices train as one of eight does."""
+    script = textwrap.dedent(
+        """
+        import sys
+        import jax, numpy as np
+        rank, count, port = map(int, sys.argv[1:])
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"localhost:{port}", count, rank)
+        from tests.api.test_calls import batch, create, step
+        import jax_deepcompile as deepcompile
+        sharded = deepcompile.shard(step)
+        state = sharded.init(create)
+        rows = batch()["x"]
+        mine = {"x": rows[rank * len(rows) // count : (rank + 1) * len(rows) // count]}
+        for _ in range(2):
+            state, loss = sharded(state, mine)
+        print("LOSS", float(loss))
+        """
+    )
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), str(processes), str(port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        for rank in range(processes)
+    ]
+    outputs = [run.communicate(timeout=240) for run in runs]
+    losses = {line for out, _ in outputs for line in out.splitlines() if line.startswith("LOSS")}
+    state, _ = jax.jit(step)(create(), batch())
+    _, loss = jax.jit(step)(state, batch())
+    assert len(losses) == 1, outputs
+    np.testing.assert_allclose(float(losses.pop().split()[1]), float(loss), rtol=1e-6)
