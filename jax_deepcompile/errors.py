@@ -59,8 +59,8 @@ class DevicesNotAttachedError(DeepCompileError, RuntimeError):
 class TargetUnavailableError(DeepCompileError, RuntimeError):
     def __init__(self, target: str, reason: str) -> None:
         super().__init__(
-            f"compiling for {target} GPUs that are not here needs JAX's CUDA compiler plugin and ptxas: install them with "
-            f"`pip install 'jax-deepcompile[h100]'`, and set JAX_PLATFORMS=cpu before importing jax. JAX said: {reason}"
+            f"compiling for {target} GPUs that are not here needs JAX's CUDA compiler plugin and ptxas: install them "
+            f"with `pip install 'jax-deepcompile[h100]'`, and set JAX_PLATFORMS=cpu before importing jax. JAX said: {reason}"
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat, errors
+from jax_deepcompile.ir.canonicalize import canonicalize
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.ir.traversal import equations, inline_calls
@@ -111,7 +112,7 @@ def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Trac
 def _trace(fun: Callable, args: tuple, kwargs: dict) -> tuple[jex.ClosedJaxpr, Any]:
     args, kwargs = jax.tree.map(_without_mesh, (args, kwargs))
     closed, out_shape = jax.make_jaxpr(functools.partial(_call, fun), return_shape=True)(args, kwargs)
-    flat = inline_calls(closed)
+    flat = canonicalize(inline_calls(closed))
     _refuse_effects(flat)
     live = _jax_compat.dce(_jax_compat.open_jaxpr(flat))
     return jex.ClosedJaxpr(live, _jax_compat.closed_consts(flat)), out_shape

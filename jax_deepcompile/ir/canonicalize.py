@@ -74,11 +74,11 @@ class _Scope:
 
 
 def _shape(atom) -> tuple[int, ...]:
-    return tuple(atom.aval.shape)
+    return tuple(getattr(atom.aval, "shape", ()))
 
 
 def _regions(eqn: jex.JaxprEqn) -> Iterator[tuple[str, Sequence, list]]:
-    """For each parameter with jaxprs its name, them, and what each input of theirs is given: None if a loop carries it."""
+    """For each parameter with jaxprs: its name, the jaxprs, and what their inputs are given; None if a loop carries it."""
     atoms, params = list(eqn.invars), eqn.params
     match eqn.primitive.name:
         case "scan":
@@ -164,9 +164,7 @@ def _concrete(value) -> np.ndarray | None:
 def _step_back(eqn: jex.JaxprEqn, result: int, claim: _Claim, scope: _Scope) -> tuple[int, _Claim | None]:
     """Which operand of ``eqn`` must satisfy which claim for a result to satisfy ``claim``; None if that is unknown."""
     match eqn.primitive.name:
-        case "convert_element_type" | "copy" | "copy_p":
-            return 0, claim
-        case "optimization_barrier":
+        case "convert_element_type" | "copy" | "copy_p" | "optimization_barrier":
             return result, claim
         case "select_n" if _is_false(eqn.invars[0], eqn.invars[1], scope):
             return 1, claim

@@ -223,7 +223,7 @@ def test_nnx_objects_with_dropout_batch_norm_and_metrics():
 
     def train(optimizer, metrics, x):
         def loss_of(model):
-            return jnp.mean(model(x) ** 2)
+            return jnp.mean((model(x) - x[:, :8]) ** 2)
 
         loss, grads = nnx.value_and_grad(loss_of)(optimizer.model)
         optimizer.update(grads)
@@ -236,11 +236,12 @@ def test_nnx_objects_with_dropout_batch_norm_and_metrics():
 
     sharded, plain = deepcompile.shard(train), nnx.jit(train)
     mine, theirs = build(), build()
+    x = np.random.default_rng(0).standard_normal((32, 16), np.float32)
     for _ in range(3):
-        np.testing.assert_allclose(sharded(*mine, batch()["x"]), plain(*theirs, batch()["x"]), rtol=1e-4)
+        np.testing.assert_allclose(sharded(*mine, x), plain(*theirs, x), rtol=1e-5)
     np.testing.assert_allclose(mine[1].compute()["loss"], theirs[1].compute()["loss"], rtol=1e-4)
     assert not mine[0].model.dense.kernel[...].sharding.is_fully_replicated
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), *map(_values, (mine, theirs)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *map(_values, (mine, theirs)))
 
 
 def _values(objects):

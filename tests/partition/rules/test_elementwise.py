@@ -73,6 +73,11 @@ NONLINEAR = {
     "tanh": lax.tanh,
     "erf_inv": lax.erf_inv,
     "is_finite": lax.is_finite,
+    "abs": lax.abs,
+    "floor": lax.floor,
+    "max": lambda x: lax.max(x, -2 * x),
+    "rem": lambda x: lax.rem(x, np.float32(0.3)),
+    "square": lax.square,
     "integer_pow": lambda x: lax.integer_pow(x, 3),
     "nextafter": lambda x: lax.nextafter(x, 2 * x),
 }

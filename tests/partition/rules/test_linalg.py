@@ -44,7 +44,7 @@ DECOMPOSITIONS = {
 @pytest.mark.parametrize("name", DECOMPOSITIONS)
 def test_decompositions(name, batch):
     function, draw = DECOMPOSITIONS[name]
-    check(function, draw((*batch, 3, 3), len(name)), primitives=[name], **CLOSE)
+    check(function, draw((*batch, 4, 4), len(name)), primitives=[name], **CLOSE)
 
 
 def test_products_with_the_factors():
@@ -76,8 +76,8 @@ def test_multiplying_by_q(left, pivoting):
 @examples(10)
 @given(batches, seeds, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from((1, 8, 16)))
 def test_triangular_solve(batch, seed, left, lower, transpose, unit, columns):
-    a = _symmetric((*batch, 3, 3), seed)
-    b = normals((*batch, 3, columns) if left else (*batch, columns, 3), seed + 1)
+    a = _symmetric((*batch, 4, 4), seed)
+    b = normals((*batch, 4, columns) if left else (*batch, columns, 4), seed + 1)
     check(
         lambda a, b: linalg.triangular_solve(
             a, b, left_side=left, lower=lower, transpose_a=transpose, unit_diagonal=unit
