@@ -60,7 +60,8 @@ class TargetUnavailableError(DeepCompileError, RuntimeError):
     def __init__(self, target: str, reason: str) -> None:
         super().__init__(
             f"compiling for {target} GPUs that are not here needs JAX's CUDA compiler plugin and ptxas: install them "
-            f"with `pip install 'jax-deepcompile[h100]'`, and set JAX_PLATFORMS=cpu before importing jax. JAX said: {reason}"
+            f"with `pip install 'jax-deepcompile[h100]'`, and set JAX_PLATFORMS=cpu before importing jax. JAX said: "
+            f"{reason}"
         )
 
 

@@ -78,7 +78,7 @@ def _shape(atom) -> tuple[int, ...]:
 
 
 def _regions(eqn: jex.JaxprEqn) -> Iterator[tuple[str, Sequence, list]]:
-    """For each parameter with jaxprs: its name, the jaxprs, and what their inputs are given; None if a loop carries it."""
+    """For each parameter with jaxprs: its name, the jaxprs, and what is given to their inputs; None if carried."""
     atoms, params = list(eqn.invars), eqn.params
     match eqn.primitive.name:
         case "scan":

@@ -47,6 +47,31 @@ class _Way:
     results: tuple[AxisPlacement, ...]
     combined: bool = False
 
+    @property
+    def is_partial(self) -> bool:
+        return self.factor is None and PARTIAL in self.results
+
+
+@dataclass(frozen=True)
+class _Question:
+    """All that the choice for one equation depends on; layers that repeat ask it once.
+
+    Attributes:
+      rule: the equation's rule.
+      operands: what is known of its operands.
+      demands: for each result the placements its consumers ask for.
+      result_bytes: whole size of each result.
+      mesh: the mesh axes.
+      lazy: leave partial sums unsummed where it costs nothing, as who needs them is not known yet.
+    """
+
+    rule: OpRule
+    operands: tuple[Operand, ...]
+    demands: tuple[tuple[Placement, ...], ...]
+    result_bytes: tuple[float, ...]
+    mesh: MeshAxes
+    lazy: bool
+
 
 def choose_split(
     eqn: Equation,
@@ -54,30 +79,34 @@ def choose_split(
     operands: Sequence[Operand],
     demands: Sequence[Sequence[Placement]],
     mesh: MeshAxes,
+    lazy: bool = False,
 ) -> Decision:
     """The cheapest legal split of ``eqn``, axis by axis."""
+    result_bytes = tuple(full_bytes(var.aval) for var in eqn.outvars)
+    question = _Question(rule, tuple(operands), tuple(map(tuple, demands)), result_bytes, mesh, lazy)
+    splits, operand_placements, result_placements = _answer(question)
+    return Decision(Split(rule, splits), operand_placements, result_placements)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _answer(question: _Question):
+    """``(splits, placements of operands, placements of results)``."""
+    rule, mesh = question.rule, question.mesh
     remaining = [factor.size for factor in rule.factors]
     splits: list[list[str]] = [[] for _ in rule.factors]
     ways: list[_Way] = []
-    result_bytes = [full_bytes(var.aval) for var in eqn.outvars]
-    batch = any(operand.batch for operand in operands)
     for axis, (name, size) in enumerate(zip(mesh.names, mesh.sizes, strict=True)):
-        candidates = _ways(rule, axis, size, remaining, operands, demands)
-        if len(candidates) > 1:
-            price = functools.partial(
-                _price, axis=axis, size=size, operands=operands, demands=demands, result_bytes=result_bytes, batch=batch
-            )
-            way = min(candidates, key=price)
-        else:
-            way = candidates[0]
+        candidates = _ways(rule, axis, size, remaining, question.operands, question.demands)
+        price = functools.partial(_price, axis=axis, size=size, question=question)
+        way = min(candidates, key=price) if len(candidates) > 1 else candidates[0]
         ways.append(way)
         if way.factor is not None:
             remaining[way.factor] //= size
             splits[way.factor].append(name)
-    return Decision(
-        how=Split(rule, tuple(tuple(names) for names in splits)),
-        operands=tuple(Placement(tuple(way.operands[i] for way in ways)) for i in range(len(operands))),
-        results=tuple(Placement(tuple(way.results[i] for way in ways)) for i in range(len(eqn.outvars))),
+    return (
+        tuple(tuple(names) for names in splits),
+        tuple(Placement(tuple(way.operands[i] for way in ways)) for i in range(len(rule.operands))),
+        tuple(Placement(tuple(way.results[i] for way in ways)) for i in range(len(rule.results))),
     )
 
 
@@ -142,16 +171,17 @@ def _factor_way(rule: OpRule, factor: int, remaining: Sequence[int]) -> _Way:
     return _Way(factor, operands, results, combined=kind in (Kind.MAX, Kind.MIN))
 
 
-def _price(way, axis, size, operands, demands, result_bytes, batch) -> tuple[float, float, int, float]:
+def _price(way: _Way, axis: int, size: int, question: _Question) -> tuple[float, float, int, float]:
     activation = moved = computed = 0.0
     launched = 0
-    for operand, wanted in zip(operands, way.operands, strict=True):
+    batch = any(operand.batch for operand in question.operands)
+    for operand, wanted in zip(question.operands, way.operands, strict=True):
         bytes_sent, of_activation = min(_operand_price(operand, axis, size, wanted))
         moved += bytes_sent
         activation += of_activation
         launched += bytes_sent > 0
         computed += operand.bytes / (size if wanted >= 0 else 1)
-    for yielded, wanted, whole in zip(way.results, demands, result_bytes, strict=True):
+    for yielded, wanted, whole in zip(way.results, question.demands, question.result_bytes, strict=True):
         computed += whole / (size if yielded >= 0 else 1)
         if way.combined:
             moved += axis_bytes(PARTIAL, REPLICATE, whole, size)
@@ -161,7 +191,7 @@ def _price(way, axis, size, operands, demands, result_bytes, batch) -> tuple[flo
             moved += bytes_sent
             launched += bytes_sent > 0
             activation += bytes_sent if batch and yielded >= 0 else 0
-    return activation, moved, launched, computed
+    return activation, moved, launched, 0.0 if question.lazy and way.is_partial else computed
 
 
 def _operand_price(operand: Operand, axis: int, size: int, wanted: AxisPlacement) -> list[tuple[float, float]]:

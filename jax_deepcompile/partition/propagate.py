@@ -107,6 +107,7 @@ class _Sweeps:
     input_batch: tuple[bool, ...]
     output_demands: Demands
     input_held: tuple[bool, ...]
+    lazy: bool = False
     natural: dict = field(default_factory=dict)
     batch: dict = field(default_factory=dict)
     demands: dict = field(default_factory=dict)
@@ -119,7 +120,9 @@ class _Sweeps:
         self._mark_batch()
         self._demand_outputs()
         self._hint()
+        self.lazy = True
         self._forward()
+        self.lazy = False
         self.demands.clear()
         self._demand_outputs()
         self._backward()
@@ -199,7 +202,7 @@ class _Sweeps:
         demands = tuple(tuple(self.demands.get(var, ())) for var in eqn.outvars)
         rule = self.propagator.rule_of(eqn)
         if isinstance(rule, OpRule):
-            return choose_split(eqn, rule, operands, demands, self.mesh)
+            return choose_split(eqn, rule, operands, demands, self.mesh, self.lazy)
         request = Request(
             tuple(self._best_for_region(operand) for operand in operands),
             tuple(operand.batch for operand in operands),

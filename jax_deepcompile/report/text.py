@@ -21,6 +21,7 @@ def explain(program: Program, partitioned: Partitioned) -> str:
     lines = [f"{program.name} on {shape}: {len(partitioned.layout.steps)} equations", ""]
     lines += _state(partitioned)
     lines += ["", *_collectives(partitioned)]
+    lines += ["", *_moved_activations(partitioned)]
     lines += ["", *_replicated(partitioned)]
     return "\n".join(lines)
 
@@ -60,6 +61,19 @@ def _collectives(partitioned: Partitioned) -> list[str]:
             add(atom.aval, fetch, trips)
     lines = [f"  {key}: {count[key]} a step, {_size(size[key])}" for key in sorted(count)]
     return ["collectives:", *(lines or ["  none"])]
+
+
+def _moved_activations(partitioned: Partitioned) -> list[str]:
+    """Where what the batch had split had to be gathered or exchanged, most bytes first."""
+    where: dict[str, float] = defaultdict(float)
+    for step, trips in partitioned.layout.walk():
+        for atom, fetch in zip(step.eqn.invars, step.fetches, strict=True):
+            if fetch.moves_activation:
+                where[f"{step.eqn.primitive.name} at {user_line(step.eqn)}"] += trips * full_bytes(atom.aval)
+    if not where:
+        return ["activations moved between devices: none"]
+    worst = sorted(where.items(), key=lambda item: -item[1])
+    return ["activations moved between devices:", *_cut([f"  {text}: {_size(size)} a step" for text, size in worst])]
 
 
 def _replicated(partitioned: Partitioned) -> list[str]:

@@ -271,10 +271,10 @@ def test_a_manual_region_of_the_users_own(expected):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def manual_mean(y):
+        split, whole = PartitionSpec("fsdp"), PartitionSpec()
         mean = jax.shard_map(
-            lambda y: jax.lax.pmean(jnp.mean(y**2), "fsdp"), mesh=mesh, in_specs=PartitionSpec("fsdp"),
-            out_specs=PartitionSpec(), check_vma=False,
-        )  # fmt: skip
+            lambda y: jax.lax.pmean(jnp.mean(y**2), "fsdp"), mesh=mesh, in_specs=split, out_specs=whole, check_vma=False
+        )
         return mean(y)
 
     def with_region(state, batch):
@@ -340,14 +340,12 @@ def test_each_process_passes_its_own_rows(processes: int):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", script]
+    pipe = subprocess.PIPE
     runs = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), str(processes), str(port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )  # fmt: skip
+            [*command, str(rank), str(processes), str(port)], env=environment, stdout=pipe, stderr=pipe, text=True
+        )
         for rank in range(processes)
     ]
     outputs = [run.communicate(timeout=240) for run in runs]

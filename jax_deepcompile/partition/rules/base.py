@@ -124,8 +124,8 @@ class OpRule:
     results: tuple[Dims, ...]
     linear: tuple[frozenset[int], ...] = ()
     addends: frozenset[int] = frozenset()
-    emit: Emit = bind_unchanged
-    reported: str = ""
+    emit: Emit = field(default=bind_unchanged, compare=False)
+    reported: str = field(default="", compare=False)
 
 
 @dataclass
