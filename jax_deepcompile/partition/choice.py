@@ -176,7 +176,7 @@ def _price(way: _Way, axis: int, size: int, question: _Question) -> tuple[float,
     launched = 0
     batch = any(operand.batch for operand in question.operands)
     for operand, wanted in zip(question.operands, way.operands, strict=True):
-        bytes_sent, of_activation = min(_operand_price(operand, axis, size, wanted))
+        bytes_sent, of_activation = min(_operand_price(operand, axis, size, wanted, question.lazy))
         moved += bytes_sent
         activation += of_activation
         launched += bytes_sent > 0
@@ -194,10 +194,12 @@ def _price(way: _Way, axis: int, size: int, question: _Question) -> tuple[float,
     return activation, moved, launched, 0.0 if question.lazy and way.is_partial else computed
 
 
-def _operand_price(operand: Operand, axis: int, size: int, wanted: AxisPlacement) -> list[tuple[float, float]]:
+def _operand_price(
+    operand: Operand, axis: int, size: int, wanted: AxisPlacement, lazy: bool
+) -> list[tuple[float, float]]:
     prices = []
     partial = any(held.axes[axis] == PARTIAL for held in operand.held)
-    sources = (*operand.held, *operand.expected) if partial else operand.held
+    sources = (*operand.held, *operand.expected) if partial and not lazy else operand.held
     for placement in sources:
         state = placement.axes[axis]
         sent = axis_bytes(state, wanted, operand.bytes, size)

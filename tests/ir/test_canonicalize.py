@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,26 +18,8 @@ pytestmark = pytest.mark.pure
 B, S, V = 8, 4, 16
 Batching = tuple[tuple[int, ...], tuple[int, ...], int]
 
-POSITIVE: dict = {}
-NEGATIVE: dict = {}
-
-
-def positive(*expected: Batching):
-    """What each gather and scatter must get: batching dimensions of operand and indices, and components left."""
-
-    def add(function):
-        POSITIVE[function.__name__] = (function, list(expected))
-        return function
-
-    return add
-
-
-def negative(function):
-    NEGATIVE[function.__name__] = function
-    return function
-
-
 ROW: Batching = ((0,), (0,), 1)
+"""The batching dimensions of operand and indices, and how many components are left."""
 
 
 def operands(seed: int) -> dict[str, np.ndarray]:
@@ -61,8 +41,7 @@ def flat(function, *args) -> jex.ClosedJaxpr:
 
 
 def indexed(closed) -> list[jex.JaxprEqn]:
-    names = ("gather", "scatter")
-    return [eqn for eqn in equations(closed) if eqn.primitive.name.startswith(names)]
+    return [eqn for eqn in equations(closed) if eqn.primitive.name.startswith(("gather", "scatter"))]
 
 
 def batching(eqn: jex.JaxprEqn) -> Batching:
@@ -85,103 +64,11 @@ def assert_same_bits(before, after, seeds=range(3)) -> None:
             np.testing.assert_array_equal(left, right)
 
 
-@positive(ROW)
-def one_label_each(a):
-    return a["x"][jnp.arange(B), a["label"]]
-
-
-@positive(ROW, ROW)
-def gradient(a):
-    return jax.grad(lambda x: jnp.sum(x[jnp.arange(B), a["label"]] ** 2))(a["x"])
-
-
-@positive(ROW)
-def last_of_each_sequence(a):
-    return a["cube"][jnp.arange(B), a["label"] - 1]
-
-
-@positive(ROW, ROW)
-def several_labels_each(a):
-    return jax.grad(lambda x: jnp.sum(x[jnp.arange(B)[:, None], a["labels"]] ** 2))(a["x"])
-
-
-@positive(ROW)
-def behind_a_slice(a):
-    return a["cube"][jnp.arange(B), :, a["label"]]
-
-
-@positive(((0, 1), (0, 1), 1))
-def two_batch_dimensions(a):
-    return a["cube"][jnp.arange(B)[:, None], jnp.arange(S)[None], a["labels"]]
-
-
-@positive(((0, 1), (1, 0), 1))
-def two_batch_dimensions_crosswise(a):
-    return a["cube"][jnp.arange(B)[None], jnp.arange(S)[:, None], a["labels"].T]
-
-
-@positive(((1,), (0,), 1))
-def batch_in_the_second_dimension(a):
-    return a["x"].T[a["label"], jnp.arange(B)]
-
-
-@positive(((0,), (0,), 2))
-def two_components_left(a):
-    return a["cube"][jnp.arange(B), a["label"], a["label"] + 1]
-
-
-@positive(((0,), (0,), 0))
-def no_component_left(a):
-    return a["x"][jnp.arange(B)]
-
-
-@positive(ROW)
-def diagonal(a):
-    return a["square"][jnp.arange(B), jnp.arange(B)]
-
-
-@positive(ROW)
-def constant(a):
-    return a["x"][np.arange(B), a["label"]]
-
-
-@positive(ROW)
-def constant_column(a):
-    return a["x"][jnp.asarray(np.arange(B)[:, None]), a["labels"]]
-
-
-@positive(ROW)
-def narrow_type(a):
-    return a["x"][jnp.arange(B, dtype=jnp.int8), a["label"].astype(jnp.int8)]
-
-
-@positive(ROW)
 def moved_about(a):
     rows = lax.broadcasted_iota(jnp.int32, (1, B, S), 1).transpose(2, 0, 1).reshape(S, B, 1).squeeze(2)
     return a["x"][rows.T, a["labels"]]
 
 
-@positive(((0, 1), (0, 1), 1))
-def vmapped(a):
-    return jax.vmap(lambda x, label: x[jnp.arange(B), label])(a["stack"], a["sequence"])
-
-
-@positive(((1,), (0,), 1))
-def vmapped_operand(a):
-    return jax.vmap(lambda x: x[jnp.arange(B), a["label"]])(a["stack"])
-
-
-@positive(((0, 1), (0, 1), 1))
-def vmapped_update(a):
-    return jax.vmap(lambda x, label: x.at[jnp.arange(B), label].add(1.5))(a["stack"], a["sequence"])
-
-
-@positive(ROW)
-def scan_body(a):
-    return lax.scan(lambda total, label: (total + a["x"][jnp.arange(B), label].sum(), None), 0.0, a["sequence"])
-
-
-@positive(ROW, ROW)
 def gradient_of_a_scan(a):
     """The indices are saved by one loop and read by the other."""
 
@@ -191,114 +78,104 @@ def gradient_of_a_scan(a):
     return jax.grad(loss)(a["x"])
 
 
-@positive(ROW)
 def while_body(a):
     rows = jnp.arange(B)
     return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1].at[rows, a["label"]].add(1)), (0, a["x"]))
 
 
-@positive(ROW, ROW)
 def branches(a):
     x, rows, label = a["x"], jnp.arange(B), a["label"]
     return lax.cond(label[0] > 0, lambda: x[rows, label], lambda: -x[rows, label])
 
 
-@positive(ROW, ROW, ROW)
 def checkpointed(a):
-    rows = jnp.arange(B)
     loss = jax.checkpoint(lambda x, rows: jnp.sum(jnp.sin(x[rows, a["label"]])))
-    return jax.grad(loss)(a["x"], rows)
+    return jax.grad(loss)(a["x"], jnp.arange(B))
 
 
-@negative
-def shorter_iota(a):
-    return a["x"][jnp.arange(B - 2), a["label"][: B - 2]]
+POSITIVE = {
+    "one label each": (lambda a: a["x"][jnp.arange(B), a["label"]], [ROW]),
+    "gradient": (lambda a: jax.grad(lambda x: jnp.sum(x[jnp.arange(B), a["label"]] ** 2))(a["x"]), [ROW, ROW]),
+    "last of each sequence": (lambda a: a["cube"][jnp.arange(B), a["label"] - 1], [ROW]),
+    "several labels each": (
+        lambda a: jax.grad(lambda x: jnp.sum(x[jnp.arange(B)[:, None], a["labels"]] ** 2))(a["x"]),
+        [ROW, ROW],
+    ),
+    "behind a slice": (lambda a: a["cube"][jnp.arange(B), :, a["label"]], [ROW]),
+    "two batch dimensions": (
+        lambda a: a["cube"][jnp.arange(B)[:, None], jnp.arange(S)[None], a["labels"]],
+        [((0, 1), (0, 1), 1)],
+    ),
+    "two batch dimensions crosswise": (
+        lambda a: a["cube"][jnp.arange(B)[None], jnp.arange(S)[:, None], a["labels"].T],
+        [((0, 1), (1, 0), 1)],
+    ),
+    "batch in the second dimension": (lambda a: a["x"].T[a["label"], jnp.arange(B)], [((1,), (0,), 1)]),
+    "two components left": (lambda a: a["cube"][jnp.arange(B), a["label"], a["label"] + 1], [((0,), (0,), 2)]),
+    "no component left": (lambda a: a["x"][jnp.arange(B)], [((0,), (0,), 0)]),
+    "diagonal": (lambda a: a["square"][jnp.arange(B), jnp.arange(B)], [ROW]),
+    "constant": (lambda a: a["x"][np.arange(B), a["label"]], [ROW]),
+    "constant column": (lambda a: a["x"][jnp.asarray(np.arange(B)[:, None]), a["labels"]], [ROW]),
+    "narrow type": (lambda a: a["x"][jnp.arange(B, dtype=jnp.int8), a["label"].astype(jnp.int8)], [ROW]),
+    "moved about": (moved_about, [ROW]),
+    "vmapped": (
+        lambda a: jax.vmap(lambda x, label: x[jnp.arange(B), label])(a["stack"], a["sequence"]),
+        [((0, 1), (0, 1), 1)],
+    ),
+    "vmapped operand": (lambda a: jax.vmap(lambda x: x[jnp.arange(B), a["label"]])(a["stack"]), [((1,), (0,), 1)]),
+    "vmapped update": (
+        lambda a: jax.vmap(lambda x, label: x.at[jnp.arange(B), label].add(1.5))(a["stack"], a["sequence"]),
+        [((0, 1), (0, 1), 1)],
+    ),
+    "scan body": (
+        lambda a: lax.scan(lambda c, label: (c + a["x"][jnp.arange(B), label].sum(), None), 0.0, a["sequence"]),
+        [ROW],
+    ),
+    "gradient of a scan": (gradient_of_a_scan, [ROW, ROW]),
+    "while body": (while_body, [ROW]),
+    "branches": (branches, [ROW, ROW]),
+    "checkpointed": (checkpointed, [ROW, ROW, ROW]),
+}
+"""Functions, and what must become of each gather and scatter in them."""
 
 
-@negative
-def longer_iota(a):
-    return a["x"][jnp.arange(V), jnp.arange(V) // 2]
-
-
-@negative
-def offset_iota(a):
-    return a["x"][jnp.arange(1, B + 1), a["label"]]
-
-
-@negative
-def offset_constant(a):
-    return a["x"][np.arange(1, B + 1), a["label"]]
-
-
-@negative
-def doubled(a):
-    return a["x"][jnp.arange(B) * 2, a["label"]]
-
-
-@negative
-def wrapped_around(a):
-    return a["x"][(jnp.arange(B) + 3) % B, a["label"]]
-
-
-@negative
-def reversed_iota(a):
-    return a["x"][jnp.arange(B)[::-1], a["label"]]
-
-
-@negative
-def shuffled_constant(a):
-    return a["x"][np.random.default_rng(0).permutation(B), a["label"]]
-
-
-@negative
-def given_rows(a):
-    return a["x"][a["label"], a["label"]]
-
-
-@negative
-def sometimes_other_rows(a):
-    return a["x"][jnp.where(a["label"] < 0, a["label"], jnp.arange(B)), a["label"]]
-
-
-@negative
-def iota_along_another_dimension(a):
-    return a["square"][jnp.arange(B)[:, None] * 0 + a["label"][None], a["label"][:, None]]
-
-
-@negative
-def window_that_keeps_its_dimension(a):
-    return jax.vmap(lambda row: lax.dynamic_slice(a["x"], (row, 0), (1, V)))(jnp.arange(B))
-
-
-@negative
 def type_too_narrow(a):
-    long = jnp.tile(a["x"], (32, 1))
-    return long.at[lax.iota(jnp.int8, 32 * B), a["label"][0].astype(jnp.int8)].get(mode="clip")
+    """The iota starts again at -128."""
+    rows = lax.broadcasted_iota(jnp.int8, (32 * B, 1), 0)
+    numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
+    return lax.gather(jnp.tile(a["x"], (32, 1)), rows, numbers, (1, V), mode="clip")
 
 
-@negative
-def joined_pieces(a):
-    rows = jnp.concatenate([jnp.arange(B // 2), jnp.arange(B // 2)])
-    return a["x"][rows, a["label"]]
-
-
-@negative
-def carried_rows(a):
-    def body(rows, label):
-        return rows[::-1], a["x"][rows, label]
-
-    return lax.scan(body, jnp.arange(B), a["sequence"])
-
-
-@negative
 def one_row_each_iteration(a):
     rows = lax.broadcasted_iota(jnp.int32, (B, B), 0)
     return lax.scan(lambda total, rows: (total + a["x"][rows, a["label"]].sum(), None), 0.0, rows)
 
 
-@negative
-def already_batched(a):
-    return jnp.take_along_axis(a["x"], a["labels"], 1)
+NEGATIVE = {
+    "shorter iota": lambda a: a["x"][jnp.arange(B - 2), a["label"][: B - 2]],
+    "longer iota": lambda a: a["x"][jnp.arange(V), jnp.arange(V) // 2],
+    "offset iota": lambda a: a["x"][jnp.arange(1, B + 1), a["label"]],
+    "offset constant": lambda a: a["x"][np.arange(1, B + 1), a["label"]],
+    "doubled": lambda a: a["x"][jnp.arange(B) * 2, a["label"]],
+    "wrapped around": lambda a: a["x"][(jnp.arange(B) + 3) % B, a["label"]],
+    "reversed iota": lambda a: a["x"][jnp.arange(B)[::-1], a["label"]],
+    "shuffled constant": lambda a: a["x"][np.random.default_rng(0).permutation(B), a["label"]],
+    "given rows": lambda a: a["x"][a["label"], a["label"]],
+    "sometimes other rows": lambda a: a["x"][jnp.where(a["label"] < 0, a["label"], jnp.arange(B)), a["label"]],
+    "repeated half": lambda a: a["x"][jnp.tile(jnp.arange(B // 2), 2), a["label"]],
+    "joined halves": lambda a: a["x"][jnp.concatenate([jnp.arange(B // 2), jnp.arange(B // 2)]), a["label"]],
+    "cut out of a table": lambda a: a["x"][jnp.arange(B * B).reshape(B, B)[0], a["label"]],
+    "table read across": lambda a: a["square"][jnp.arange(B * B).reshape(B, B), a["label"]],
+    "window that keeps its dimension": lambda a: jax.vmap(
+        lambda row: lax.dynamic_slice(a["x"], (row, 0), (1, V)),
+    )(jnp.arange(B)),
+    "type too narrow": type_too_narrow,
+    "carried rows": lambda a: lax.scan(
+        lambda rows, label: (rows[::-1], a["x"][rows, label]), jnp.arange(B), a["sequence"]
+    ),
+    "one row each iteration": one_row_each_iteration,
+    "already batched": lambda a: jnp.take_along_axis(a["x"], a["labels"], 1),
+}
 
 
 @pytest.mark.parametrize("name", POSITIVE)
@@ -337,16 +214,58 @@ def test_keeps_modes_and_flags(method: str, mode: str):
 
 
 GATHER = """\
-{{ lambda ; a:f32[8,16] b:i32[8]. let
-{rows}    {bool}:bool[8] = lt b 0:i32[]
-    {added}:i32[8] = add b 16:i32[]
-    {label}:i32[8] = select_n {bool} b {added}
-{indices}    {out}:f32[8] = gather[
+{{ lambda ; a:f32[8,16] b:i32[8,1]. let
+{made}    {result}:f32[8] = gather[
       dimension_numbers=GatherDimensionNumbers(offset_dims=(), {numbers})
       fill_value=None
       indices_are_sorted=False
       mode=GatherScatterMode.PROMISE_IN_BOUNDS
       slice_sizes=(1, 1)
       unique_indices=False
-    ] a {index}
-  in ({out},) }}"""
+    ] a {indices}
+  in ({result},) }}"""
+
+BEFORE = GATHER.format(
+    made="    c:i32[8,1] = iota[dimension=0 dtype=int32 shape=(8, 1) sharding=None]\n"
+    "    d:i32[8,2] = concatenate[dimension=1] c b\n",
+    numbers="collapsed_slice_dims=(0, 1), start_index_map=(0, 1), "
+    "operand_batching_dims=(), start_indices_batching_dims=()",
+    indices="d",
+    result="e",
+)
+AFTER = GATHER.format(
+    made="",
+    numbers="collapsed_slice_dims=(1,), start_index_map=(1,), "
+    "operand_batching_dims=(0,), start_indices_batching_dims=(0,)",
+    indices="b",
+    result="c",
+)
+
+
+def test_text_before_and_after():
+    def function(x, label):
+        rows = lax.broadcasted_iota(jnp.int32, (B, 1), 0)
+        numbers = lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+        return lax.gather(x, lax.concatenate([rows, label], 1), numbers, (1, 1))
+
+    closed = flat(function, jnp.zeros((B, V)), jnp.zeros((B, 1), jnp.int32))
+    assert text(closed) == BEFORE
+    assert text(canonicalize(closed)) == AFTER
+
+
+def test_slices_indices_it_did_not_see_made():
+    """Only the first column is known, as the barrier hides the concatenation but not what passes it."""
+
+    def function(a):
+        indices = lax.concatenate([lax.broadcasted_iota(jnp.int32, (B, 1), 0), a["labels"][:, :1]], 1)
+        numbers = lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+        return lax.gather(a["x"], lax.optimization_barrier(indices), numbers, (1, 1))
+
+    before = flat(function, operands(0))
+    after = canonicalize(before)
+    *_, cut, gather = _jax_compat.open_jaxpr(after).eqns
+    assert cut.primitive.name == "slice"
+    assert (cut.params["start_indices"], cut.params["limit_indices"]) == ((0, 1), (B, 2))
+    assert cut.source_info is gather.source_info
+    assert batching(gather) == ROW
+    assert_same_bits(before, after)

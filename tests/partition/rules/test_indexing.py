@@ -57,6 +57,7 @@ def indexings(draw) -> Indexing:
         for role, size in zip(roles, operand, strict=True)
     )
     indexed = [dim for dim, role in enumerate(roles) if role != "batching" and draw(st.booleans())]
+    assume(indexed)  # without coordinates jaxlib 0.10 and 0.11 lose updates of scatters and crash on gathers
     index_map = tuple(draw(st.permutations(indexed)))
     own = draw(st.lists(sizes, max_size=2))
     order = draw(st.permutations(range(len(own) + len(batching))))
@@ -103,7 +104,6 @@ SCATTERS = {
 @examples(48)
 @given(indexings(), seeds, st.sampled_from(sorted(SCATTERS)), st.sampled_from((np.float32, np.int32)))
 def test_scatter(indexing, seed, name, dtype):
-    assume(indexing.index_map)  # jaxlib 0.10 and 0.11 lose all but one update of a scatter without coordinates
     low, high = (-1, 2) if name == "scatter-mul" else (-4, 5)
     operand = integers(indexing.operand, seed, dtype, low, high)
     updates_shape = jax.eval_shape(indexing.gather, operand, indexing.indices).shape

@@ -1,0 +1,49 @@
+"""Rules of random numbers: blocks of the stream are slices of the whole."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.partition.rules.harness import check, examples, sizes
+
+pytestmark = pytest.mark.cpu_mesh
+
+shapes = st.lists(sizes, max_size=3)
+
+
+@examples(16)
+@given(shapes, st.integers(0, 99), st.sampled_from((np.uint8, np.uint16, np.uint32)))
+def test_bits_of_one_key(shape, seed, dtype):
+    check(lambda key: jax.random.bits(key, shape, dtype), jax.random.key(seed), primitives=["random_bits"])
+
+
+@examples(6)
+@given(shapes, sizes)
+def test_bits_of_many_keys(shape, count):
+    keys = jax.random.split(jax.random.key(0), count)
+    check(lambda keys: jax.vmap(lambda key: jax.random.bits(key, shape))(keys), keys, primitives=["random_bits"])
+
+
+@examples(6)
+@given(sizes, sizes)
+def test_keys(count, ways):
+    keys = jax.random.split(jax.random.key(0), count)
+
+    def derived(keys):
+        folded = jax.vmap(lambda key: jax.random.fold_in(key, 7))(keys)
+        split = jax.vmap(lambda key: jax.random.split(key, ways))(folded)
+        return jax.random.wrap_key_data(jax.random.key_data(split))
+
+    check(derived, keys, primitives=["random_fold_in", "random_split", "random_unwrap", "random_wrap"])
+
+
+def test_seeds():
+    check(lambda seeds: jax.vmap(jax.random.key)(seeds), np.arange(8), primitives=["random_seed"])
+
+
+def test_draws_keep_their_distribution():
+    key = jax.random.key(0)
+    check(lambda key: jax.random.normal(key, (8, 16)), key, primitives=["random_bits"])
+    check(lambda key: jax.random.gamma(key, 2.0, (8,)), key, primitives=["random_gamma"], rtol=1e-5)
