@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from jax.extend import core as jex
 
@@ -52,7 +53,7 @@ def _check_definitions(jaxpr: jex.Jaxpr, outer: list) -> None:
             raise InvariantError(1, "defined before used", f"output {atom} is never made")
 
 
-def _check_ports(program: Program, jaxpr: jex.Jaxpr) -> None:
+def _check_ports(program: Program, jaxpr: Any) -> None:
     for ports, atoms, what in ((program.inputs, jaxpr.invars, "input"), (program.outputs, jaxpr.outvars, "output")):
         if len(ports) != len(atoms):
             raise InvariantError(2, "a port for each", f"{len(ports)} {what} ports for {len(atoms)} {what}s")

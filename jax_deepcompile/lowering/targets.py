@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
-import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -35,7 +35,7 @@ class Target:
     gpus_per_node: int
 
     @property
-    def devices(self) -> Sequence[jax.Device]:
+    def devices(self) -> Sequence[Any]:
         """The GPUs, node by node."""
         try:
             return topologies.get_topology_desc(

@@ -66,8 +66,8 @@ def _compute(step: Step, operands: list[jax.Array], mesh: MeshAxes) -> Sequence[
 
 
 def _as_array(value, atom: Any) -> jax.Array:
-    literal = isinstance(atom, jex.Literal)
-    return jnp.asarray(value, atom.aval.dtype) if literal else value
+    dtype = atom.aval.dtype
+    return jnp.asarray(value, dtype) if isinstance(atom, jex.Literal) else value
 
 
 def _companion(step: Step, position: int, blocks: _Blocks) -> jax.Array | None:
