@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -299,10 +300,13 @@ class ShardedStep:
         """Puts what ``jax.jit`` would refuse where the step wants it; says whether anything but state was moved."""
         leaves, tree = jax.tree.flatten(args)
         placed, moved = [], False
+        donated: set[int] = set()
         for leaf, target, role in zip(leaves, stage.targets, stage.roles, strict=True):
             new = self._place_leaf(leaf, target, role)
             moved |= new is not leaf and not role.is_state
-            placed.append(new)
+            placed.append(jnp.copy(new) if id(new) in donated else new)
+            if role.is_state and self._donate and isinstance(new, jax.Array):
+                donated.add(id(new))
         return jax.tree.unflatten(tree, placed), moved
 
     def _place_leaf(self, leaf: Any, target: NamedSharding | None, role: Role) -> Any:

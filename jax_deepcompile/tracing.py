@@ -90,7 +90,7 @@ def trace_step(fun: Callable, args: tuple, kwargs: dict, signature: Signature, m
     closed, out_shape = _trace(fun, args, kwargs)
     out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
     state_outputs = _match_state(args, out_shape, signature)
-    by_output = {out: ports[inp] for inp, out in state_outputs}
+    by_output = {out: ports[inp] for inp, out in (*_alike(args, out_shape, signature), *state_outputs)}
     outputs = tuple(
         by_output.get(index, _port(f"out{jax.tree_util.keystr(path)}", Role.OTHER, leaf))
         for index, (path, leaf) in enumerate(out_leaves)
@@ -192,6 +192,18 @@ def _match_state(args: tuple, out_shape: Any, signature: Signature) -> tuple[tup
     return tuple(pairs)
 
 
+def _alike(args: tuple, out_shape: Any, signature: Signature) -> list[tuple[int, int]]:
+    """Pairs like those of ``_match_state`` of everything returned that looks like state, gradients say."""
+    pairs = []
+    for position in signature.state:
+        structure = jax.tree.structure(args[position])
+        start = len(jax.tree.leaves(args[:position]))
+        for sub in _subtrees(out_shape):
+            if sub.structure == structure and structure.num_leaves > 1 and not _changes(args[position], sub.tree, ""):
+                pairs += [(start + index, sub.start + index) for index in range(structure.num_leaves)]
+    return pairs
+
+
 @dataclass(frozen=True)
 class _Subtree:
     tree: Any
@@ -200,22 +212,12 @@ class _Subtree:
 
 
 def _subtrees(tree: Any, start: int = 0):
-    """The returned tree, and the elements of the tuples, lists and dicts it is made of, outermost first."""
+    """The returned tree and all trees it is made of, outermost first."""
     yield _Subtree(tree, jax.tree.structure(tree), start)
-    children = tree.values() if type(tree) is dict else tree if isinstance(tree, (tuple, list)) else ()
-    if type(tree) is dict:
-        children = [tree[key] for key in sorted(tree)] if _sortable(tree) else ()
-    for child in children:
+    level = jax.tree_util.default_registry.flatten_one_level(tree)
+    for child in level[0] if level is not None else ():
         yield from _subtrees(child, start)
         start += len(jax.tree.leaves(child))
-
-
-def _sortable(keys) -> bool:
-    try:
-        sorted(keys)
-    except TypeError:
-        return False
-    return True
 
 
 def _changes(before: Any, after: Any, where: str) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import jax
+from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat
@@ -19,6 +21,9 @@ _CALLED = {
     "remat2": "jaxpr",
 }
 """Primitives that compute, once and on their operands, the jaxpr in the parameter named here."""
+
+_POSITIONAL = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+"""Collectives that may run over dimensions, and the reductions they are then."""
 
 
 def equations(jaxpr) -> Iterator[jex.JaxprEqn]:
@@ -83,6 +88,12 @@ class _Inliner:
             if eqn.primitive.name in _CALLED and _CALLED[eqn.primitive.name] in eqn.params:
                 known.update(zip(eqn.outvars, self._call(eqn, operands, located), strict=True))
                 continue
+            if eqn.primitive.name in _POSITIONAL and not any(isinstance(axis, str) for axis in eqn.params["axes"]):
+                known.update(zip(eqn.outvars, self._reduce(eqn, operands, located), strict=True))
+                continue
+            if eqn.primitive.name == "custom_linear_solve":
+                known.update(zip(eqn.outvars, self._solve(eqn, operands, located), strict=True))
+                continue
             results = [var if _jax_compat.is_drop_var(var) else new_var(var.aval) for var in eqn.outvars]
             known.update(zip(eqn.outvars, results, strict=True))
             self.eqns.append(
@@ -102,6 +113,30 @@ class _Inliner:
             operands = self._barrier(eqn, operands)
         known = dict(zip(body.invars, operands, strict=True))
         for var, value in zip(body.constvars, closed_consts(inner), strict=True):
+            known[var] = new_var(var.aval)
+            self.constvars.append(known[var])
+            self.consts.append(value)
+        return self._walk(body, known, located)
+
+    def _reduce(self, eqn: jex.JaxprEqn, operands: list, located: jex.JaxprEqn) -> list:
+        """A collective over an axis that ``vmap`` has made a dimension is a reduction of that dimension."""
+        reduce = _POSITIONAL[eqn.primitive.name]
+        results = []
+        for operand in operands:
+            shape = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
+            body = open_jaxpr(jax.make_jaxpr(lambda x: reduce(x, eqn.params["axes"]))(shape))
+            results += self._walk(body, {body.invars[0]: operand}, located)
+        return results
+
+    def _solve(self, eqn: jex.JaxprEqn, operands: list, located: jex.JaxprEqn) -> list:
+        """A differentiable linear solve, once differentiated, is the solver it was given."""
+        lengths, solver = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+        before = lengths.matvec + lengths.vecmat
+        count = before + lengths.solve + lengths.transpose_solve
+        arguments = [*operands[before : before + lengths.solve], *operands[count:]]
+        body = open_jaxpr(solver)
+        known = dict(zip(body.invars, arguments, strict=True))
+        for var, value in zip(body.constvars, closed_consts(solver), strict=True):
             known[var] = new_var(var.aval)
             self.constvars.append(known[var])
             self.consts.append(value)

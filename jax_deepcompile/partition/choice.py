@@ -11,6 +11,7 @@ Axes are chosen one after the other, major first. The price of a way is compared
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,22 +85,27 @@ def choose_split(
     """The cheapest legal split of ``eqn``, axis by axis."""
     result_bytes = tuple(full_bytes(var.aval) for var in eqn.outvars)
     question = _Question(rule, tuple(operands), tuple(map(tuple, demands)), result_bytes, mesh, lazy)
-    splits, operand_placements, result_placements = _answer(question)
-    return Decision(Split(rule, splits), operand_placements, result_placements)
+    splits, operand_placements, computed, kept = _answer(question)
+    return Decision(Split(rule, splits), operand_placements, computed, kept)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _answer(question: _Question):
-    """``(splits, placements of operands, placements of results)``."""
+    """``(splits, placements of operands, placements of results as computed, and as kept)``."""
     rule, mesh = question.rule, question.mesh
     remaining = [factor.size for factor in rule.factors]
     splits: list[list[str]] = [[] for _ in rule.factors]
     ways: list[_Way] = []
+    kept: list[list[AxisPlacement]] = [[] for _ in rule.results]
     for axis, (name, size) in enumerate(zip(mesh.names, mesh.sizes, strict=True)):
         candidates = _ways(rule, axis, size, remaining, question.operands, question.demands)
         price = functools.partial(_price, axis=axis, size=size, question=question)
         way = min(candidates, key=price) if len(candidates) > 1 else candidates[0]
         ways.append(way)
+        lost = _gathers_the_batch(way, axis, question)
+        for index, states in enumerate(kept):
+            again = _split_again(question, index, axis, size, states) if lost else None
+            states.append(way.results[index] if again is None else again)
         if way.factor is not None:
             remaining[way.factor] //= size
             splits[way.factor].append(name)
@@ -107,7 +113,32 @@ def _answer(question: _Question):
         tuple(tuple(names) for names in splits),
         tuple(Placement(tuple(way.operands[i] for way in ways)) for i in range(len(rule.operands))),
         tuple(Placement(tuple(way.results[i] for way in ways)) for i in range(len(rule.results))),
+        tuple(Placement(tuple(states)) for states in kept),
     )
+
+
+def _gathers_the_batch(way: _Way, axis: int, question: _Question) -> bool:
+    """Whether ``way`` needs something whole that the batch had split over ``axis``."""
+    if way.factor is not None or way.is_partial:
+        return False
+    return any(operand.batch and operand.held[0].axes[axis] >= 0 for operand in question.operands)
+
+
+def _split_again(
+    question: _Question, index: int, axis: int, size: int, before: Sequence[AxisPlacement]
+) -> AxisPlacement | None:
+    """The dimension along which a result is cut that had to be computed whole; else every device would go on with all.
+
+    The one its consumers ask for; while they are not known, the one that was split before. None if whole is wanted.
+    """
+    shape = [math.prod(question.rule.factors[f].size for f in factors) for factors in question.rule.results[index]]
+    asked = [placement.axes[axis] for placement in question.demands[index]]
+    held = [operand.held[0].axes[axis] for operand in question.operands if operand.batch]
+    for dim in [state for state in (asked or [*held, 0]) if state >= 0]:
+        parts = size * math.prod(question.mesh.sizes[i] for i, state in enumerate(before) if state == dim)
+        if dim < len(shape) and shape[dim] and shape[dim] % parts == 0:
+            return dim
+    return None
 
 
 def _ways(rule, axis, size, remaining, operands, demands) -> list[_Way]:

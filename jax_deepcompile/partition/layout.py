@@ -56,12 +56,21 @@ class Nested:
 
 @dataclass(frozen=True)
 class Step:
-    """One equation, decided."""
+    """One equation, decided.
+
+    Attributes:
+      eqn: the equation.
+      how: the data to compute it.
+      fetches: how it gets each operand.
+      results: the placement of each result as computed.
+      kept: and as it is kept: what had to be computed whole is cut again, which costs no communication.
+    """
 
     eqn: Equation
     how: Split | Nested
     fetches: tuple[Fetch, ...]
     results: tuple[Placement, ...]
+    kept: tuple[Placement, ...]
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -81,6 +90,7 @@ class Layout:
       mesh: the mesh axes.
       wanted: for each input the placements its uses ask for, in order of first use.
       regathered: inputs that are gathered for more than one use region, or by a nested loop.
+      batch_outputs: for each output whether it depends on the batch.
     """
 
     jaxpr: Any
@@ -90,6 +100,7 @@ class Layout:
     mesh: MeshAxes
     wanted: tuple[tuple[Placement, ...], ...]
     regathered: tuple[bool, ...]
+    batch_outputs: tuple[bool, ...]
 
     @property
     def output_placements(self) -> tuple[Placement, ...]:
@@ -146,11 +157,21 @@ class Request:
 
 @dataclass(frozen=True)
 class Decision:
-    """How an equation is computed: the placements it needs, those it yields, and the data to do it."""
+    """How an equation is computed.
+
+    Attributes:
+      how: the data to do it.
+      operands: the placements it needs.
+      results: the placements it yields.
+      kept: the placements its results are cut to at once; as they are, if empty.
+      batch: for each result whether it depends on the batch, where the layouts inside know; empty if they do not.
+    """
 
     how: Split | Nested
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
+    kept: tuple[Placement, ...] = ()
+    batch: tuple[bool, ...] = ()
 
 
 class Propagate(Protocol):

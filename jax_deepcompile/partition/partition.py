@@ -42,9 +42,9 @@ def partition_step(program: Program, mesh: AnyMesh, state_axes, batch_axes) -> P
         port.placed(_batch_placement(port, batch_axes, program.mesh) if port.role is Role.BATCH else leaf.placement)
         for port, leaf in zip(program.inputs, leaves, strict=True)
     )
-    returned = {output: inputs[source].where for source, output in program.state_outputs}
+    state = {port.path: port.where for port in inputs if port.role.is_state}
     whole = program.mesh.replicated()
-    outputs = tuple(port.placed(returned.get(index, whole)) for index, port in enumerate(program.outputs))
+    outputs = tuple(port.placed(state.get(port.path, whole)) for port in program.outputs)
     state_leaves = tuple(leaf for port, leaf in zip(program.inputs, leaves, strict=True) if port.role.is_state)
     return _partition(program.replace(inputs=inputs, outputs=outputs), mesh, state_leaves)
 

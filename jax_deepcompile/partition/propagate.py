@@ -182,9 +182,11 @@ class _Sweeps:
             )
             if isinstance(decision.how, Nested):
                 copies.passed_to_region(eqn.invars)
+            kept = decision.kept or decision.results
+            steps.append(Step(eqn, decision.how, fetches, decision.results, kept))
+            self.natural.update(zip(eqn.outvars, kept, strict=True))
+            self._remark_batch(eqn, decision)
             copies.hold_what_follows(eqn)
-            steps.append(Step(eqn, decision.how, fetches, decision.results))
-            self.natural.update(zip(eqn.outvars, decision.results, strict=True))
         outputs = []
         for atom, wanted in zip(self.jaxpr.outvars, self.output_demands, strict=True):
             outputs.append(copies.fetch(atom, wanted[0] if wanted else self._natural(atom)))
@@ -196,7 +198,16 @@ class _Sweeps:
             self.mesh,
             tuple(copies.wanted(var) for var in self.jaxpr.invars),
             tuple(var in copies.regathered for var in self.jaxpr.invars),
+            tuple(not isinstance(atom, jex.Literal) and self.batch.get(atom, False) for atom in self.jaxpr.outvars),
         )
+
+    def _remark_batch(self, eqn: jex.JaxprEqn, decision: Decision) -> None:
+        """What is summed over the batch (a gradient, a statistic) depends on it no more than a parameter does."""
+        operands = [not isinstance(atom, jex.Literal) and self.batch.get(atom, False) for atom in eqn.invars]
+        rule = self.propagator.rule_of(eqn)
+        static = [any(operands)] * len(eqn.outvars) if isinstance(rule, OpRule) else rule.batch(eqn, operands)
+        for var, depends, placement in zip(eqn.outvars, decision.batch or static, decision.results, strict=True):
+            self.batch[var] = depends and not placement.is_partial
 
     def _decide(self, eqn: Equation, operands: list[Operand]) -> Decision:
         demands = tuple(tuple(self.demands.get(var, ())) for var in eqn.outvars)
@@ -287,7 +298,7 @@ class _Copies:
             self.regathered.add(atom)
         sources = [natural, *(p for p, copy in made.items() if p != target and not self._released(atom, copy))]
         source = min(sources, key=lambda placement: _price(placement, target, whole, mesh))
-        gathered = not batch and collectives(source, target, mesh) > 0
+        gathered = not batch and not source.is_partial and collectives(source, target, mesh) > 0
         if gathered:
             self.gathered_bytes += whole
         made[target] = _Copy(gathered, self.gathered_bytes)

@@ -42,8 +42,10 @@ def run_layout(layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = (
                 for position, (atom, fetch) in enumerate(zip(step.eqn.invars, step.fetches, strict=True))
             ]
             results = _compute(step, operands, layout.mesh)
-        for var, placement, value in zip(step.eqn.outvars, step.results, results, strict=True):
-            blocks.write(var, placement, value)
+        for var, computed, kept, value in zip(step.eqn.outvars, step.results, step.kept, results, strict=True):
+            for move in plan_moves(computed, kept, layout.mesh):
+                value = apply_move(value, move, layout.mesh)
+            blocks.write(var, kept, value)
         for atom in {atom for atom in step.eqn.invars if not isinstance(atom, jex.Literal)}:
             if last_use[atom] == index:
                 blocks.forget(atom)

@@ -309,6 +309,67 @@ def l2_penalty_and_scaling(p, batch):
     return 128.0 * (squares(batch["x"] @ p["w"], batch["y"]) + 1e-3 * optax.tree.norm(p) ** 2)
 
 
+@case({"w": (D, D)})
+def mixup_with_beta(p, batch):
+    mixed = jax.random.beta(jax.random.key(0), 0.4, 0.4, (batch["x"].shape[0], 1))
+    return squares((mixed * batch["x"] + (1 - mixed) * batch["y"]) @ p["w"], batch["y"])
+
+
+@case({"w": (D, 3)})
+def running_totals_over_examples(p, batch):
+    _, totals = lax.scan(lambda t, x: (t + x,) * 2, jnp.zeros(3), batch["x"] @ p["w"])
+    return jnp.mean(totals**2)
+
+
+@case({"w": (D, D)})
+def statistics_by_axis_name(p, batch):
+    def example(x):
+        y = x @ p["w"]
+        return y - lax.pmean(y, "batch") + lax.psum(y, "batch") / 16 * lax.pmax(lax.stop_gradient(y), "batch")
+
+    return squares(jax.vmap(example, axis_name="batch")(batch["x"]), batch["y"])
+
+
+@case(MLP)
+def two_views_in_one_batch(p, batch):
+    z = mlp(p, jnp.concatenate([batch["x"], batch["y"]]))
+    z = z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+    first, second = jnp.split(z, 2)
+    return -jnp.mean(jnp.sum(first * jnp.roll(second, 1, axis=0), -1))
+
+
+@case(MLP)
+def sharpness_aware_minimisation(p, batch):
+    def loss_of(p):
+        return squares(mlp(p, batch["x"]), batch["y"])
+
+    grads = lax.stop_gradient(jax.grad(loss_of)(p))
+    scale = 0.05 / (optax.tree.norm(grads) + 1e-6)
+    return loss_of(jax.tree.map(lambda w, g: w + scale * g, p, grads))
+
+
+@case({"w": (D, D)})
+def batched_solve(p, batch):
+    matrices = jnp.einsum("bi,bj->bij", batch["x"], batch["x"]) + 3 * jnp.eye(D)
+    return squares(jnp.linalg.solve(matrices, (batch["x"] @ p["w"])[..., None])[..., 0], batch["y"])
+
+
+@case({"wx": (D, 4 * D), "wh": (D, 4 * D), "b": (4 * D,)})
+def long_short_term_memory(p, batch):
+    def cell(carry, x):
+        c, h = carry
+        kernel = jnp.concatenate([p["wx"], p["wh"]])
+        i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ kernel + p["b"], 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (c, h), h
+
+    x = jnp.swapaxes(batch["seq"], 0, 1)
+    start = jnp.zeros((x.shape[1], D))
+    _, hidden = lax.scan(cell, (start, start), x)
+    return squares(jnp.swapaxes(hidden, 0, 1), batch["seq"])
+
+
 def make_batch(size: int, seed: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     return {

@@ -33,7 +33,10 @@ def port(shape, placement=None, path="w", **changes) -> Port:
     return dataclasses.replace(Port(path, Role.PARAM, shape, "float32", placement), **changes)
 
 
-def program(function=jnp.sin, inputs=(port((8, 3)),), outputs=None, state=((0, 0),), view=View.GLOBAL) -> Program:
+W = port((8, 3))
+
+
+def program(function=jnp.sin, inputs=(W,), outputs=None, state=((0, 0),), view=View.GLOBAL) -> Program:
     shapes = [
         p.shape if view is View.GLOBAL or p.placement is None else p.placement.local_shape(p.shape, MESH)
         for p in inputs

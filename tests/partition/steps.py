@@ -22,8 +22,14 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "all_to_all", "pmax", "pm
 
 def shapes(tree: Any, dtype=jnp.float32) -> Any:
     """Tuples of sizes as abstract arrays."""
-    leaf = lambda value: isinstance(value, tuple) and all(isinstance(size, int) for size in value)  # noqa: E731
-    return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, dtype), tree, is_leaf=leaf)
+
+    def is_shape(value) -> bool:
+        return isinstance(value, tuple) and all(isinstance(size, int) for size in value)
+
+    def abstract(leaf):
+        return jax.ShapeDtypeStruct(leaf, dtype) if is_shape(leaf) else leaf
+
+    return jax.tree.map(abstract, tree, is_leaf=is_shape)
 
 
 def training_step(loss: Callable, optimizer: optax.GradientTransformation) -> Callable:

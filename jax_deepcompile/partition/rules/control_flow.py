@@ -128,7 +128,8 @@ class WhileRule(RegionRule):
             [*cond_batch, *carry_batch],
             [(request.mesh.replicated(),)],
         )
-        return Decision(Nested(self, (condition, body)), (*cond_consts, *body_consts, *carry), carry)
+        operands = (*cond_consts, *body_consts, *carry)
+        return Decision(Nested(self, (condition, body)), operands, carry, batch=body.batch_outputs)
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
         condition, body = step.layouts
@@ -172,7 +173,8 @@ class CondRule(RegionRule):
         )
         layouts = [propagate(branch, operands, batch, [(placement,) for placement in results]) for branch in branches]
         whole = request.mesh.replicated()
-        return Decision(Nested(self, tuple(layouts)), (whole, *operands), results)
+        batch = tuple(any(flags) for flags in zip(*(layout.batch_outputs for layout in layouts), strict=True))
+        return Decision(Nested(self, tuple(layouts)), (whole, *operands), results, batch=batch)
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
         index, *rest = operands

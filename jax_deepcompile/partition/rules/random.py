@@ -32,7 +32,18 @@ def key_data(eqn: Equation) -> OpRule:
     return builder.build([operand], [result])
 
 
-@rule("random_seed", "random_fold_in", "random_clone", "random_gamma")
+@rule("random_gamma")
+def random_gamma(eqn: Equation) -> OpRule:
+    """``keys[*k], alpha[*k, *shape] -> samples[*k, *shape]``: a key is split into one for each sample, in order."""
+    builder = RuleBuilder()
+    keys = [builder.map(size) for size in eqn.invars[0].aval.shape]
+    shape = eqn.outvars[0].aval.shape[len(keys) :]
+    samples = [*keys, *(builder.whole(size) for size in shape)]
+    reported = "each key's samples are drawn together" if shape else ""
+    return builder.build([keys, samples], [samples], reported=reported)
+
+
+@rule("random_seed", "random_fold_in", "random_clone")
 def per_key(eqn: Equation) -> OpRule:
     """One result a key."""
     builder = RuleBuilder()

@@ -43,6 +43,18 @@ class BarrierRule(_SingleTrip):
 
 
 @dataclass(frozen=True)
+class TransferRule(BarrierRule):
+    """``device_put``: every device moves its block between memories; moves between devices are ours to decide."""
+
+    def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
+        spaces = step.eqn.params["devices"]
+        return [
+            jax.device_put(value, space) if isinstance(space, jax.memory.Space) else value
+            for value, space in zip(operands, spaces, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
 class ConstraintRule(_SingleTrip):
     """``sharding_constraint``: axes of ours that it names are obeyed, automatic axes are passed on to XLA."""
 
@@ -134,6 +146,7 @@ class PrintRule(_SingleTrip):
 
 
 REGISTRY.register_region("optimization_barrier", BarrierRule())
+REGISTRY.register_region("device_put", TransferRule())
 REGISTRY.register_region("sharding_constraint", ConstraintRule())
 REGISTRY.register_region("shard_map", ManualRule())
 REGISTRY.register_region("debug_print", PrintRule())

@@ -73,7 +73,8 @@ class ScanRule(RegionRule):
         ]
         consts, carry, layout = _settle(eqn, request, propagate, consts, carry, xs)
         ys = [placement.shifted(1) for placement in layout.output_placements[len(carry) :]]
-        return Decision(Nested(self, (layout,)), (*consts, *carry, *xs), (*carry, *ys)), layout
+        decision = Decision(Nested(self, (layout,)), (*consts, *carry, *xs), (*carry, *ys), batch=layout.batch_outputs)
+        return decision, layout
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
         (layout,) = step.layouts
@@ -166,13 +167,12 @@ def _body_demands(wanted) -> tuple[Placement, ...]:
 
 
 def _is_recurrent(layout: Layout, num_consts: int) -> bool:
-    """Whether the loop's invariant parameters are all needed whole in every iteration, for one use region each."""
-    gathered = [
-        any(placement != held for placement in wanted)
-        for held, wanted in zip(layout.inputs[:num_consts], layout.wanted[:num_consts], strict=True)
-        if held.is_split
-    ]
-    return any(gathered) and not any(layout.regathered[:num_consts])
+    """Whether the parameters that all iterations share are needed whole, for one use region each.
+
+    Shared parameters that come whole already count too: they were gathered before the loop.
+    """
+    shared = zip(layout.inputs[:num_consts], layout.regathered[:num_consts], strict=True)
+    return not any(held.is_split and regathered for held, regathered in shared)
 
 
 def _sliced_outside(placement: Placement, wanted) -> Placement:
@@ -195,23 +195,30 @@ def _splittable_axes(eqn, request: Request) -> tuple[int, ...]:
 
 
 def _only_sums(eqn) -> bool:
-    """Whether every carried value is only ever added to, or passed on."""
+    """Whether every carried value is only ever added to, or passed on, and never seen by anything else."""
     jaxpr = open_jaxpr(eqn.params["jaxpr"])
     _, carried, _ = _split(eqn, jaxpr.invars)
-    uses = [atom for inner in jaxpr.eqns for atom in inner.invars if not isinstance(atom, jex.Literal)]
-    made = {var: inner for inner in jaxpr.eqns for var in inner.outvars}
-    for before, after in zip(carried, jaxpr.outvars, strict=False):
-        times = uses.count(before) + sum(atom is before for atom in jaxpr.outvars)
-        if times == 1 and after is before:
-            continue
-        if isinstance(after, jex.Literal) or times != 1 or uses.count(after):
+    readers: dict[Any, list] = {}
+    for inner in jaxpr.eqns:
+        for atom in inner.invars:
+            if not isinstance(atom, jex.Literal):
+                readers.setdefault(atom, []).append(inner)
+    return all(
+        _only_added_to(before, after, readers, jaxpr.outvars)
+        for before, after in zip(carried, jaxpr.outvars[: len(carried)], strict=True)
+    )
+
+
+def _only_added_to(value: Any, final: Any, readers: dict[Any, list], outvars: list) -> bool:
+    """Follows ``value`` through a chain of additions, each its only reader, to ``final``, which nothing else reads."""
+    while value is not final:
+        if len(readers.get(value, ())) != 1 or any(atom is value for atom in outvars):
             return False
-        maker: Any = made.get(after)
-        if maker is None or maker.primitive.name not in ("add", "add_any") or before not in maker.invars:
+        (reader,) = readers[value]
+        if reader.primitive.name not in ("add", "add_any") or reader.outvars[0].aval.shape != value.aval.shape:
             return False
-        if maker.outvars[0].aval.shape != before.aval.shape:
-            return False
-    return True
+        (value,) = reader.outvars
+    return value not in readers and sum(atom is value for atom in outvars) == 1
 
 
 def _still_split(eqn, request: Request, decision: Decision, axes: tuple[int, ...]) -> bool:
@@ -277,6 +284,7 @@ def _decide_shared(eqn, request: Request, propagate: Propagate, axes: tuple[int,
             *(outside(placement, 0) for placement in xs),
         ),
         (*(outside(placement, PARTIAL) for placement in carry), *(outside(placement, 0) for placement in ys)),
+        batch=layout.batch_outputs,
     )
 
 

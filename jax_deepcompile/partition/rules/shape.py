@@ -216,7 +216,7 @@ def iota(eqn: Equation) -> OpRule:
     return builder.build([], [result], emit=emit)
 
 
-@rule("empty", "zeros_like")
+@rule("empty", "empty2", "zeros_like")
 def like_operand(eqn: Equation) -> OpRule:
     builder = RuleBuilder()
     result = [builder.map(size) for size in eqn.outvars[0].aval.shape]

@@ -1,0 +1,178 @@
+"""What the partitioner moves, and what it leaves where it is."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from tests.partition.steps import HYBRID, count, lines, moves, trace, trace_training
+
+pytestmark = pytest.mark.pure
+
+D = 16
+BATCH = {"x": (32, D), "y": (32, D)}
+MLP = {"w0": (D, D), "w1": (D, D), "w2": (D, D)}
+ADAM = optax.adam(1e-3)
+
+
+def squares(y, batch):
+    return jnp.mean((y - batch["y"]) ** 2)
+
+
+def mlp(p, batch):
+    x = batch["x"]
+    for name in sorted(p):
+        x = jnp.tanh(x @ p[name])
+    return squares(x, batch)
+
+
+def descend(params, gradients):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
+
+
+GATHER = "all_gather fsdp: f32[2,16] -> f32[16,16]"
+SCATTER = "reduce_scatter fsdp: f32[16,16] -> f32[16,2]"
+SUM = "psum fsdp: f32[] -> f32[]"
+
+
+class TestPerceptron:
+    def test_one_layer(self):
+        """The whole local program of ``w -= 0.1 * grad(mean((x @ w - y) ** 2))``."""
+
+        def step(w, batch):
+            return w - 0.1 * jax.grad(lambda w: squares(batch["x"] @ w, batch))(w)
+
+        assert lines(trace(step, (D, D), BATCH).sharded) == [
+            "all_gather fsdp: f32[2,16] -> f32[16,16]",
+            "dot_general f32[4,16] f32[16,16] -> f32[4,16]",
+            "sub f32[4,16] f32[4,16] -> f32[4,16]",
+            "mul f32[] f32[4,16] -> f32[4,16]",
+            "div f32[] f32[] -> f32[]",
+            "broadcast_in_dim f32[] -> f32[4,16]",
+            "mul f32[4,16] f32[4,16] -> f32[4,16]",
+            "dot_general f32[4,16] f32[4,16] -> f32[16,16]",
+            "reduce_scatter fsdp: f32[16,16] -> f32[16,2]",
+            "transpose f32[16,2] -> f32[2,16]",
+            "mul f32[] f32[2,16] -> f32[2,16]",
+            "sub f32[2,16] f32[2,16] -> f32[2,16]",
+        ]
+
+    def test_three_layers_with_adam(self):
+        """The first layer needs no gradient of its input and the last is used again at once: one gather each."""
+        traced = trace_training(mlp, MLP, BATCH, optimizer=ADAM)
+        assert moves(traced) == [GATHER] * 3 + [SUM, SCATTER, SCATTER, GATHER, SCATTER]
+
+    def test_gathering_again_waits_for_the_backward_pass(self):
+        program = trace_training(mlp, MLP, BATCH, optimizer=ADAM).sharded
+        found = lines(program)
+        (barrier,) = (index for index, line in enumerate(found) if line.startswith("optimization_barrier"))
+        assert found[barrier] == "optimization_barrier f32[2,16] f32[4,16] -> f32[2,16] f32[4,16]"
+        assert found[barrier + 1] == GATHER
+        assert found[:barrier].count(GATHER) == 3
+
+    def test_the_optimizer_computes_on_shards(self):
+        found = lines(trace_training(mlp, MLP, BATCH, optimizer=ADAM).sharded)
+        last = max(index for index, line in enumerate(found) if line.startswith("reduce_scatter"))
+        assert not any("f32[16,16]" in line for line in found[last + 1 :])
+        assert sum(line.startswith("sqrt f32[2,16]") for line in found) == 3
+
+    def test_casts_come_before_gathers(self):
+        def loss(p, batch):
+            x = batch["x"].astype(jnp.bfloat16)
+            for name in sorted(p):
+                x = jnp.tanh(x @ p[name].astype(jnp.bfloat16))
+            return squares(x.astype(jnp.float32), batch)
+
+        traced = trace_training(loss, MLP, BATCH, optimizer=ADAM)
+        gather, scatter = (line.replace("f32", "bf16") for line in (GATHER, SCATTER))
+        assert moves(traced) == [gather] * 3 + [SUM, scatter, scatter, gather, scatter]
+
+    def test_hybrid_meshes_sum_shards_over_data(self):
+        found = moves(trace_training(mlp, MLP, BATCH, HYBRID, ADAM))
+        gather = "all_gather fsdp: f32[4,16] -> f32[16,16]"
+        summed = ["reduce_scatter fsdp: f32[16,16] -> f32[16,4]", "psum data: f32[16,4] -> f32[16,4]"]
+        assert found == [gather] * 3 + ["psum data,fsdp: f32[] -> f32[]", *summed * 2, gather, *summed]
+
+    def test_clipping_by_the_global_norm_sums_one_number_more(self):
+        clipped = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
+        plain, clipping = (moves(trace_training(mlp, MLP, BATCH, optimizer=optimizer)) for optimizer in (ADAM, clipped))
+        assert clipping == [*plain, SUM]
+
+
+class TestUses:
+    def test_adjacent_uses_share_a_gather(self):
+        traced = trace_training(lambda p, batch: squares(batch["x"] @ p["w"] @ p["w"], batch), {"w": (D, D)}, BATCH)
+        assert (count(traced, "all_gather"), count(traced, "reduce_scatter")) == (1, 1)
+        assert not any(line.startswith("optimization_barrier") for line in lines(traced.sharded))
+
+    def test_uses_far_apart_do_not(self):
+        def loss(p, batch):
+            x = batch["x"] @ p["w"]
+            for _ in range(2):
+                x = jnp.tanh(x @ p["between0"]) @ p["between1"]
+            return squares(x @ p["w"], batch)
+
+        def step(p, batch):
+            return p, loss(p, batch)
+
+        params = {"w": (D, D), "between0": (D, 2 * D), "between1": (2 * D, D)}
+        assert moves(trace(step, params, BATCH)).count(GATHER) == 2
+
+    def test_tied_embeddings_scatter_one_gradient(self):
+        def loss(p, batch):
+            x = jnp.tanh(p["e"][batch["tokens"]] @ p["w"])
+            return jnp.mean(jax.nn.logsumexp(x @ p["e"].T, axis=-1))
+
+        tokens = jax.ShapeDtypeStruct((32, 4), jnp.int32)
+        found = moves(trace_training(loss, {"e": (64, D), "w": (D, D)}, {"tokens": tokens}, optimizer=ADAM))
+        assert found.count("reduce_scatter fsdp: f32[64,16] -> f32[8,16]") == 1
+        assert sum(line.startswith("reduce_scatter") for line in found) == 2
+        assert sum(line.startswith("all_gather") for line in found) == 2
+
+    def test_what_only_the_optimizer_reads_is_never_gathered(self):
+        def step(s, batch):
+            gradient = jax.grad(lambda w: squares(batch["x"] @ w, batch))(s["w"])
+            slow = 0.9 * s["slow"] + 0.1 * s["w"]
+            return {"w": s["w"] - 0.1 * gradient, "slow": slow, "old": s["w"]}
+
+        assert moves(trace(step, {"w": (D, D), "slow": (D, D), "old": (D, D)}, BATCH)) == [GATHER, SCATTER]
+
+    def test_what_is_not_split_is_never_gathered(self):
+        def loss(p, batch):
+            return squares(batch["x"] * p["scale"] + p["shift"], batch)
+
+        traced = trace_training(loss, {"scale": (1, 1), "shift": ()}, BATCH, optimizer=ADAM)
+        assert count(traced, "all_gather") == 0
+        assert count(traced, "reduce_scatter") == 0
+
+    def test_frozen_parameters_have_no_gradient_to_scatter(self):
+        def step(s, batch):
+            gradient = jax.grad(lambda trained: mlp({**trained, **s["frozen"]}, batch))(s["trained"])
+            return {"trained": descend(s["trained"], gradient), "frozen": s["frozen"]}
+
+        traced = trace(step, {"trained": {"w0": (D, D), "w2": (D, D)}, "frozen": {"w1": (D, D)}}, BATCH)
+        assert count(traced, "reduce_scatter") == 2
+
+    def test_evaluation_scatters_nothing(self):
+        traced = trace(lambda p, batch: (p, mlp(p, batch)), MLP, BATCH)
+        assert moves(traced) == [GATHER] * 3 + [SUM]
+
+    def test_metrics_are_summed_never_gathered(self):
+        def step(w, batch):
+            y = batch["x"]
+            metrics = {"mean": y.mean(), "norm": jnp.sum(w**2), "worst": y.max(), "each": y.mean(axis=0)}
+            return w * 0.9, metrics
+
+        traced = trace(step, (D, D), BATCH)
+        assert count(traced, "all_gather") == 0
+        assert sorted(moves(traced)) == ["pmax fsdp: f32[] -> f32[]", "psum fsdp: f32[16] -> f32[16]", SUM, SUM]
+
+    def test_a_result_for_each_example_comes_back_whole(self):
+        traced = trace(lambda w, batch: (w * 0.9, batch["x"].sum(-1)), (D, D), BATCH)
+        assert moves(traced) == ["all_gather fsdp: f32[4] -> f32[32]"]
+
+    def test_activations_are_never_moved(self):
+        found = lines(trace_training(mlp, MLP, BATCH, optimizer=ADAM).sharded)
+        assert not any("f32[32,16]" in line for line in found)
