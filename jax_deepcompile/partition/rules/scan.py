@@ -107,17 +107,18 @@ def _settle(eqn, request: Request, propagate: Propagate, consts, carry, xs):
     batch = [*const_batch, *carry_batch, *xs_batch]
     inner_xs = [placement.shifted(-1) for placement in xs]
 
-    def settle(consts, keep_partial):
+    def settle(consts, carry, keep_partial):
         return settle_carry(jaxpr, consts, carry, inner_xs, batch, ys_demands, final_demands, propagate, keep_partial)
 
-    settled, layout = settle(consts, [not any(demand.is_split for demand in wanted) for wanted in final_demands])
+    settled, layout = settle(consts, carry, [not any(demand.is_split for demand in wanted) for wanted in final_demands])
     if _is_recurrent(layout, len(consts)):
         whole = request.mesh.replicated()
         consts = [
             placement if depends or whole not in wanted else whole
             for placement, wanted, depends in zip(consts, layout.wanted, const_batch, strict=False)
         ]
-        settled, layout = settle(consts, [True] * num_carry)
+        start = [whole if sums else placement for placement, sums in zip(carry, _sums(eqn), strict=True)]
+        settled, layout = settle(consts, start, [True] * num_carry)
     consts = [_sliced_outside(placement, wanted) for placement, wanted in zip(consts, layout.wanted, strict=False)]
     layout = propagate(
         jaxpr,
@@ -191,11 +192,11 @@ def _splittable_axes(eqn, request: Request) -> tuple[int, ...]:
         for axis in range(len(request.mesh.names))
         if any(placement.axes[axis] == 0 for placement, depends in zip(xs, batch, strict=True) if depends)
     )
-    return axes if axes and _only_sums(eqn) else ()
+    return axes if axes and all(_sums(eqn)) else ()
 
 
-def _only_sums(eqn) -> bool:
-    """Whether every carried value is only ever added to, or passed on, and never seen by anything else."""
+def _sums(eqn) -> list[bool]:
+    """For every carried value whether it is only ever added to, or passed on, and never seen by anything else."""
     jaxpr = open_jaxpr(eqn.params["jaxpr"])
     _, carried, _ = _split(eqn, jaxpr.invars)
     readers: dict[Any, list] = {}
@@ -203,10 +204,10 @@ def _only_sums(eqn) -> bool:
         for atom in inner.invars:
             if not isinstance(atom, jex.Literal):
                 readers.setdefault(atom, []).append(inner)
-    return all(
+    return [
         _only_added_to(before, after, readers, jaxpr.outvars)
         for before, after in zip(carried, jaxpr.outvars[: len(carried)], strict=True)
-    )
+    ]
 
 
 def _only_added_to(value: Any, final: Any, readers: dict[Any, list], outvars: list) -> bool:
