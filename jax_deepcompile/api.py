@@ -191,7 +191,8 @@ class ShardedStep:
         """Traces and partitions the step; leaves may be ``jax.ShapeDtypeStruct``s."""
         call, kwargs = self._bind(args, kwargs)
         stage = self._stage(call, kwargs)
-        shapes = jax.tree.map(_shape_only, (*call.args, kwargs))
+        leaves, tree = jax.tree.flatten((*call.args, kwargs))
+        shapes = jax.tree.unflatten(tree, map(_shape_only, leaves, stage.targets))
         traced, partitioned = self._partition(call, shapes[:-1], kwargs)
         return TracedStep(traced.program, partitioned, stage.run.trace(*shapes), self._platform())
 
@@ -333,9 +334,9 @@ class ShardedStep:
             raise errors.DevicesNotAttachedError(kind, mesh.size)
 
 
-def _shape_only(leaf: Any) -> Any:
-    """``leaf`` without its values; it keeps its sharding, so that a call finds what was compiled ahead of time."""
-    if isinstance(leaf, jax.Array) and leaf.committed:
+def _shape_only(leaf: Any, target: NamedSharding | None) -> Any:
+    """``leaf`` without its values; with the right sharding, so that a call finds what was compiled ahead of time."""
+    if isinstance(leaf, jax.Array) and leaf.committed and target in (None, leaf.sharding):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
     if isinstance(leaf, (jax.Array, np.ndarray)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))

@@ -150,7 +150,7 @@ def _input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple
         rest = path[2:] if position is not None else path[1:]
         name = f"{where}{jax.tree_util.keystr(rest)}"
         role = signature.role_of(position)
-        ports.append(_port(name, _state_role(rest) if role is Role.PARAM else role, leaf))
+        ports.append(_port(name, _state_role(rest, where) if role is Role.PARAM else role, leaf))
     return tuple(ports), in_tree
 
 
@@ -167,8 +167,8 @@ def _port(path: str, role: Role, leaf: Any) -> Port:
     return Port(path, role, shape, str(dtype))
 
 
-def _state_role(path: Sequence) -> Role:
-    names = {str(getattr(key, "name", getattr(key, "key", ""))) for key in path}
+def _state_role(path: Sequence, argument: str = "") -> Role:
+    names = {argument, *(str(getattr(key, "name", getattr(key, "key", ""))) for key in path)}
     return Role.OPTIMIZER if names & _OPTIMIZER_NAMES else Role.PARAM
 
 
@@ -180,14 +180,14 @@ def _match_state(args: tuple, out_shape: Any, signature: Signature) -> tuple[tup
     for position in signature.state:
         wanted = jax.tree.structure(args[position])
         start = len(jax.tree.leaves(args[:position]))
-        candidates = [sub for sub in subtrees if sub.structure == wanted and sub.start not in taken]
+        candidates = [sub for sub in subtrees if sub.structure == wanted and id(sub) not in taken]
         same = [sub for sub in candidates if not _changes(args[position], sub.tree, "")]
         if not candidates:
             _explain_missing(args[position], subtrees, signature, position, out_shape)
         if not same:
             changes = _changes(args[position], candidates[0].tree, signature.name_of(position))
             raise errors.StateChangedError(signature.function, changes)
-        taken.add(same[0].start)
+        taken.add(id(same[0]))
         pairs += [(start + index, same[0].start + index) for index in range(wanted.num_leaves)]
     return tuple(pairs)
 

@@ -51,6 +51,8 @@ class MeshAxes:
         axes = dict.fromkeys(self.names, REPLICATE)
         axes |= {name: dim for dim, names in dims.items() for name in names}
         axes |= dict.fromkeys(partial, PARTIAL)
+        if unknown := set(axes) - set(self.names):
+            raise KeyError(f"no mesh axis {', '.join(sorted(unknown))} among {', '.join(self.names)}")
         return Placement(tuple(axes[name] for name in self.names))
 
 

@@ -112,11 +112,20 @@ class _Inliner:
         if eqn.primitive.name == "remat2" and eqn.params["differentiated"]:
             operands = self._barrier(eqn, operands)
         known = dict(zip(body.invars, operands, strict=True))
-        for var, value in zip(body.constvars, closed_consts(inner), strict=True):
-            known[var] = new_var(var.aval)
-            self.constvars.append(known[var])
-            self.consts.append(value)
+        known |= self._constants(body, inner)
         return self._walk(body, known, located)
+
+    def _constants(self, body: jex.Jaxpr, closed: jex.ClosedJaxpr) -> dict:
+        """Variables for the constants of what is inlined; one that was seen before is not brought along twice."""
+        seen = {id(value): var for value, var in zip(self.consts, self.constvars, strict=True)}
+        known = {}
+        for var, value in zip(body.constvars, closed_consts(closed), strict=True):
+            if id(value) not in seen:
+                seen[id(value)] = new_var(var.aval)
+                self.constvars.append(seen[id(value)])
+                self.consts.append(value)
+            known[var] = seen[id(value)]
+        return known
 
     def _reduce(self, eqn: jex.JaxprEqn, operands: list, located: jex.JaxprEqn) -> list:
         """A collective over an axis that ``vmap`` has made a dimension is a reduction of that dimension."""
@@ -136,10 +145,7 @@ class _Inliner:
         arguments = [*operands[before : before + lengths.solve], *operands[count:]]
         body = open_jaxpr(solver)
         known = dict(zip(body.invars, arguments, strict=True))
-        for var, value in zip(body.constvars, closed_consts(solver), strict=True):
-            known[var] = new_var(var.aval)
-            self.constvars.append(known[var])
-            self.consts.append(value)
+        known |= self._constants(body, solver)
         return self._walk(body, known, located)
 
     def _barrier(self, eqn: jex.JaxprEqn, operands: list) -> list:

@@ -29,15 +29,18 @@ _COLLECTIVES = frozenset(
 def verify(program: Program) -> None:
     """Raises ``InvariantError`` with the number of the first invariant that does not hold."""
     jaxpr = open_jaxpr(program.jaxpr)
-    _check_definitions(jaxpr, [])
+    _check_definitions(jaxpr)
+    _check_placements(program)
     _check_ports(program, jaxpr)
     _check_collectives(program)
-    _check_placements(program)
     _check_aliases(program)
 
 
-def _check_definitions(jaxpr: jex.Jaxpr, outer: list) -> None:
-    defined = {*jaxpr.constvars, *jaxpr.invars, *outer}
+def _check_definitions(jaxpr: jex.Jaxpr) -> None:
+    given = [*jaxpr.constvars, *jaxpr.invars]
+    defined = set(given)
+    if len(defined) != len(given):
+        raise InvariantError(1, "defined once", "an input appears twice")
     for eqn in jaxpr.eqns:
         for atom in eqn.invars:
             if not isinstance(atom, jex.Literal) and atom not in defined:
@@ -47,7 +50,7 @@ def _check_definitions(jaxpr: jex.Jaxpr, outer: list) -> None:
                 raise InvariantError(1, "defined once", f"{eqn.primitive.name} defines {var} again")
             defined.add(var)
         for inner in nested_jaxprs(eqn):
-            _check_definitions(open_jaxpr(inner), [])
+            _check_definitions(open_jaxpr(inner))
     for atom in jaxpr.outvars:
         if not isinstance(atom, jex.Literal) and atom not in defined:
             raise InvariantError(1, "defined before used", f"output {atom} is never made")
@@ -107,9 +110,9 @@ def _check_placements(program: Program) -> None:
 
 
 def _check_aliases(program: Program) -> None:
-    sources = [source for source, _ in program.state_outputs]
-    if len(set(sources)) != len(sources):
-        raise InvariantError(6, "a buffer is taken once", f"inputs {sources}")
+    for indices, what in zip(zip(*program.state_outputs, strict=True), ("input", "output"), strict=False):
+        if len(set(indices)) != len(indices):
+            raise InvariantError(6, "a buffer is taken once", f"an {what} appears twice in {program.state_outputs}")
     for source, target in program.state_outputs:
         before, after = program.inputs[source], program.outputs[target]
         for field in ("shape", "dtype", "placement", "memory_kind"):

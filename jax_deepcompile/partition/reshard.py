@@ -65,48 +65,67 @@ def plan_moves(source: Placement, target: Placement, mesh: MeshAxes) -> tuple[Mo
     dimension's list of axes: what lies behind it is gathered with it and cut again, which costs no communication.
     """
     current = list(source.axes)
-    names = mesh.names
-    moves: list[Move] = []
     leaving = {dim: _suffix_to_gather(dim, source, target) for dim in {axis for axis in source.axes if axis >= 0}}
+    moves = _scatter_first(current, target, leaving, mesh)
+    scatters_later = any(state == PARTIAL and target.axes[axis] >= 0 for axis, state in enumerate(current))
+    if not scatters_later:
+        moves += _sum(current, target, mesh)
+    moves += _gather_and_exchange(current, target, leaving, mesh)
+    for axis, wanted in enumerate(target.axes):
+        if wanted >= 0 and current[axis] != wanted:
+            kind = MoveKind.REDUCE_SCATTER if current[axis] == PARTIAL else MoveKind.SLICE
+            moves.append(Move(kind, (mesh.names[axis],), wanted))
+            current[axis] = wanted
+    moves += _sum(current, target, mesh)
+    masked = [axis for axis, wanted in enumerate(target.axes) if wanted == PARTIAL and current[axis] == REPLICATE]
+    if masked:
+        moves.append(Move(MoveKind.MASK, tuple(mesh.names[axis] for axis in masked)))
+    return tuple(moves)
 
-    swaps = []
+
+def _scatter_first(current: list[int], target: Placement, leaving, mesh: MeshAxes) -> list[Move]:
+    """Partial sums scattered along dimensions that nothing leaves: what follows then moves only a part."""
+    moves = []
+    for axis, wanted in enumerate(target.axes):
+        if current[axis] != PARTIAL or wanted < 0 or leaving.get(wanted):
+            continue
+        on_dim = [other for other, state in enumerate(current) if state == wanted]
+        if on_dim == [other for other in target.axes_of(wanted) if other < axis]:
+            moves.append(Move(MoveKind.REDUCE_SCATTER, (mesh.names[axis],), wanted))
+            current[axis] = wanted
+    return moves
+
+
+def _sum(current: list[int], target: Placement, mesh: MeshAxes) -> list[Move]:
+    """One all-reduce over all axes along which the value is partial and shall be whole."""
+    axes = [axis for axis, state in enumerate(current) if state == PARTIAL and target.axes[axis] == REPLICATE]
+    for axis in axes:
+        current[axis] = REPLICATE
+    return [Move(MoveKind.ALL_REDUCE, tuple(mesh.names[axis] for axis in axes))] if axes else []
+
+
+def _gather_and_exchange(current: list[int], target: Placement, leaving, mesh: MeshAxes) -> list[Move]:
+    """Takes every axis off the dimensions it leaves; straight onto another dimension where nothing is in the way."""
+    moves, swaps = [], []
     for dim, axes in sorted(leaving.items()):
         if not axes:
             continue
         destination = target.axes[axes[0]]
-        if len(axes) == 1 and destination >= 0 and destination != dim and not leaving.get(destination):
+        if len(axes) == 1 and destination >= 0 and not leaving.get(destination):
             swaps.append((dim, axes[0], destination))
             continue
-        moves.append(Move(MoveKind.ALL_GATHER, tuple(names[axis] for axis in axes), dim))
+        moves.append(Move(MoveKind.ALL_GATHER, tuple(mesh.names[axis] for axis in axes), dim))
         for axis in axes:
             current[axis] = REPLICATE
     for dim, axis, destination in swaps:
-        behind = [other for other, state in enumerate(current) if state == destination and other > axis]
-        missing = [other for other in target.axes_of(destination) if other < axis and current[other] != destination]
-        if behind or missing:
-            moves.append(Move(MoveKind.ALL_GATHER, (names[axis],), dim))
-            current[axis] = REPLICATE
-        else:
-            moves.append(Move(MoveKind.ALL_TO_ALL, (names[axis],), destination, dim))
+        on_dim = [other for other, state in enumerate(current) if state == destination]
+        if on_dim == [other for other in target.axes_of(destination) if other < axis]:
+            moves.append(Move(MoveKind.ALL_TO_ALL, (mesh.names[axis],), destination, dim))
             current[axis] = destination
-
-    for axis, wanted in enumerate(target.axes):
-        if wanted < 0 or current[axis] == wanted:
-            continue
-        kind = MoveKind.REDUCE_SCATTER if current[axis] == PARTIAL else MoveKind.SLICE
-        moves.append(Move(kind, (names[axis],), wanted))
-        current[axis] = wanted
-    summed = tuple(
-        names[axis] for axis, state in enumerate(current) if state == PARTIAL and target.axes[axis] == REPLICATE
-    )
-    if summed:
-        moves.append(Move(MoveKind.ALL_REDUCE, summed))
-    masked = tuple(
-        names[axis] for axis, wanted in enumerate(target.axes) if wanted == PARTIAL and current[axis] == REPLICATE
-    )
-    if masked:
-        moves.append(Move(MoveKind.MASK, masked))
-    return tuple(moves)
+        else:
+            moves.append(Move(MoveKind.ALL_GATHER, (mesh.names[axis],), dim))
+            current[axis] = REPLICATE
+    return moves
 
 
 def _suffix_to_gather(dim: int, source: Placement, target: Placement) -> tuple[int, ...]:

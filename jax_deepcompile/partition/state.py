@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core as jex
@@ -52,16 +53,24 @@ def choose_state_placements(program: Program, axes: Sequence[str], role_ports: S
     groups.read(jaxpr)
     for source, target in program.state_outputs:
         groups.join(jaxpr.invars[source], jaxpr.outvars[target])
-    return [
-        _choose_leaf(port, groups.loop_dims(atom), axes, program.mesh)
-        for port, atom in zip(role_ports, atoms, strict=True)
-    ]
+    loop_dims = [groups.loop_dims(atom) for atom in atoms]
+    if role_ports is program.outputs:
+        loop_dims = _as_of_equal_shape(role_ports, loop_dims)
+    return [_choose_leaf(port, dims, axes, program.mesh) for port, dims in zip(role_ports, loop_dims, strict=True)]
+
+
+def _as_of_equal_shape(ports: Sequence[Port], loop_dims: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """When a state is created its moments have yet to meet their parameters; they are told by their shapes."""
+    known: dict[tuple[int, ...], frozenset[int]] = {}
+    for port, dims in zip(ports, loop_dims, strict=True):
+        known[port.shape] = known.get(port.shape, frozenset()) | dims
+    return [known[port.shape] for port in ports]
 
 
 def _choose_leaf(port: Port, loop_dims: frozenset[int], axes: Sequence[str], mesh: MeshAxes) -> LeafChoice:
     size = math.prod(port.shape) * _itemsize(port.dtype)
     parts = mesh.size_of(axes)
-    if not port.role.is_state or not port.shape or port.dtype.startswith("key<"):
+    if not port.role.is_state or not size or not port.shape or port.dtype.startswith("key<"):
         return LeafChoice(port.path, mesh.replicated(), "", size)
     fitting = [dim for dim, extent in enumerate(port.shape) if extent % parts == 0 and extent]
     inside = [dim for dim in fitting if dim not in loop_dims]
@@ -96,7 +105,7 @@ class _Groups:
     parent: dict = field(default_factory=dict)
     loops: dict = field(default_factory=dict)
 
-    def read(self, jaxpr: jex.Jaxpr) -> None:
+    def read(self, jaxpr: Any) -> None:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if name in _ELEMENTWISE:
@@ -107,6 +116,9 @@ class _Groups:
                     self.join(before, after)
             elif name in _CUTTING:
                 self._cut(eqn)
+            elif name == "random_bits":
+                for dim in range(len(eqn.invars[0].aval.shape)):
+                    self._mark(eqn.outvars[0], dim)
             elif name == "scan":
                 self._read_scan(eqn)
             elif name == "while":
@@ -143,10 +155,14 @@ class _Groups:
         inner = _Groups()
         inner.read(jaxpr)
         first_stacked = stacked_from or (len(operands), len(results))
+        together: dict[tuple, Any] = {}
         for outside, inside, limit in ((operands, jaxpr.invars, 0), (results, jaxpr.outvars, 1)):
             for index, (atom, var) in enumerate(zip(outside, inside, strict=True)):
+                stacked = index >= first_stacked[limit]
                 for dim in inner.loop_dims(var):
-                    self._mark(atom, dim + (index >= first_stacked[limit]))
+                    self._mark(atom, dim + stacked)
+                if not isinstance(var, jex.Literal) and not isinstance(atom, jex.Literal):
+                    self.join(atom, together.setdefault((inner._root(var), stacked), atom))
 
     def _mark(self, atom, dim: int) -> None:
         if not isinstance(atom, jex.Literal):
@@ -172,6 +188,7 @@ class _Groups:
 
 _CUTTING = frozenset({"slice", "dynamic_slice", "split", "unstack"})
 _ELEMENTWISE = frozenset(
-    {"add", "sub", "mul", "div", "add_any", "neg", "convert_element_type", "select_n", "sqrt", "rsqrt", "max", "min"}
+    {"bitcast_convert_type", "shift_right_logical", "or", "erf_inv", "reshape", "abs", "log", "exp", "pow"}
+    | {"add", "sub", "mul", "div", "add_any", "neg", "convert_element_type", "select_n", "sqrt", "rsqrt", "max", "min"}
     | {"copy", "integer_pow", "square", "sign"}
 )

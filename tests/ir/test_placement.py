@@ -28,7 +28,6 @@ def test_place_names_what_is_split_and_what_is_partial():
     assert MESH.place({1: ("model",), 0: ("data",)}, partial=("fsdp",)) == Placement((0, P, 1))
 
 
-@pytest.mark.xfail(reason="place makes a replicated placement of it")
 def test_an_axis_the_mesh_lacks_cannot_be_placed():
     with pytest.raises((KeyError, ValueError)):
         MESH.place({0: ("fdsp",)})

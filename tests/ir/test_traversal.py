@@ -60,7 +60,6 @@ class TestCalls:
         (table,) = closed_consts(closed)
         np.testing.assert_array_equal(table, TABLE)
 
-    @pytest.mark.xfail(reason="every call brings its own copy of the constant")
     def test_a_constant_of_a_function_called_twice_is_one_constant(self):
         assert len(closed_consts(flat(lambda x: nested(nested(x))))) == 1
 

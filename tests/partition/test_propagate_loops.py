@@ -83,7 +83,6 @@ class TestRecurrentLoops:
         assert found[:2] == [GATHER, GATHER]
         assert not any("all_gather" in line for line in found[2:])
 
-    @pytest.mark.xfail(reason="the gradient's carry enters split, as the optimizer wants it, and stays split")
     def test_gradients_are_summed_once_after_the_loop(self):
         found = moves(trace_training(recurrent, RECURRENT, SERIES, optimizer=ADAM))
         assert not any(line.startswith("  ") for line in found)
@@ -171,7 +170,6 @@ class TestPredicates:
 
         assert moves(trace(step, (D, D), BATCH)) == [SUM]
 
-    @pytest.mark.xfail(reason="gradients travel as whole partial sums to the branch and are scattered inside it")
     def test_gradients_are_summed_as_they_are_made_although_a_branch_reads_them(self):
         """Held as partial sums until the branch they would take the room of the whole, unsharded model."""
 
@@ -181,9 +179,6 @@ class TestPredicates:
         found = [line.split()[0] for line in lines(trace(step, MLP, BATCH).sharded)]
         assert "dot_general" in found[found.index("reduce_scatter") :]
 
-    @pytest.mark.xfail(
-        reason="as above; and partial sums are summed where they are first read, not where they are made"
-    )
     @pytest.mark.parametrize(
         "optimizer", [optax.MultiSteps(ADAM, 2).gradient_transformation(), optax.apply_if_finite(ADAM, 3)]
     )

@@ -200,9 +200,9 @@ def test_no_resharding_takes_more_collectives_than_gathering_and_summing_axis_by
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param((R, R), marks=pytest.mark.xfail(reason="plan_moves gathers before it sums")),
+        pytest.param((R, R)),
         (R, 1),
-        pytest.param((1, R), marks=pytest.mark.xfail(reason="plan_moves gathers before it sums")),
+        pytest.param((1, R)),
     ],
 )
 def test_a_partial_shard_is_summed_before_it_is_gathered(target):

@@ -167,6 +167,11 @@ class CondRule(RegionRule):
         branches = [open_jaxpr(branch) for branch in eqn.params["branches"]]
         operands, batch = request.operands[1:], request.batch[1:]
         layouts = [propagate(branch, operands, batch, request.demands) for branch in branches]
+        operands = tuple(
+            _summed_outside(placement, [layout.wanted[index] for layout in layouts])
+            for index, placement in enumerate(operands)
+        )
+        layouts = [propagate(branch, operands, batch, request.demands) for branch in branches]
         results = tuple(
             wanted[0] if wanted else _join(outs)
             for wanted, *outs in zip(request.demands, *(layout.output_placements for layout in layouts), strict=True)
@@ -183,6 +188,12 @@ class CondRule(RegionRule):
             for layout, branch in zip(step.layouts, step.eqn.params["branches"], strict=True)
         ]
         return lax.switch(index, calls, *rest)
+
+
+def _summed_outside(placement: Placement, wanted_by_branch: Sequence[Sequence[Placement]]) -> Placement:
+    """A partial sum that a branch sums is summed before it, where that can overlap with what made it."""
+    wanted = [asked for wanted in wanted_by_branch for asked in wanted if not asked.is_partial]
+    return wanted[0] if placement.is_partial and wanted else placement
 
 
 def _join(placements: Sequence[Placement]) -> Placement:
