@@ -211,9 +211,13 @@ class ShardedStep:
         call, kwargs = self._bind(args, kwargs)
         stage = self._stage(call, kwargs)
         placed, moved_inputs = self._place((*call.args, kwargs), stage)
-        out = stage.run(*placed)
+        try:
+            out = stage.run(*placed)
+        except (TypeError, ValueError):
+            self._partition(call, call.args, kwargs)
+            raise
         if not call.objects:
-            if not moved_inputs and not kwargs:
+            if not moved_inputs and not kwargs and jax.process_count() == 1:
                 self._fast = stage.run
             return out
         state, result = out

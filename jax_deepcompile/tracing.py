@@ -164,7 +164,8 @@ def _port(path: str, role: Role, leaf: Any) -> Port:
         jnp.issubdtype(dtype, jax.dtypes.extended)
     ):
         raise errors.LeafTypeError(path, leaf)
-    return Port(path, role, shape, str(dtype))
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return Port(path, role, shape, str(dtype if extended else jax.dtypes.canonicalize_dtype(dtype)))
 
 
 def _state_role(path: Sequence, argument: str = "") -> Role:

@@ -131,6 +131,35 @@ def test_batches_and_states_from_anywhere(place, expected):
     assert_equal(sharded(state, batch()), expected)
 
 
+def test_numpys_wide_defaults_are_what_jax_makes_of_them(expected):
+    """float64 and int64, numpy's own choice, in the batch and in the state."""
+    wide_state = {"w": np.arange(128.0).reshape(16, 8) / 100, "count": np.int64(0)}
+    wide_batch = {"x": batch()["x"].astype(np.float64), "ids": np.arange(16)}
+    assert wide_batch["ids"].dtype == np.int64
+    found = deepcompile.shard(step)(wide_state, wide_batch)
+    assert_equal(found, expected)
+
+
+def test_a_state_that_holds_one_array_twice():
+    def averaging(state, batch):
+        new, loss = step(state["now"], batch)
+        return {"now": new, "average": jax.tree.map(lambda a, b: (a + b) // 2, state["average"], new)}, loss
+
+    sharded = deepcompile.shard(averaging)
+    once = sharded.init(lambda: {"now": create(), "average": create()})["now"]
+    found = sharded({"now": once, "average": once}, batch())
+    assert_equal(found, jax.jit(averaging)({"now": create(), "average": create()}, batch()))
+
+
+def test_everything_in_the_states_form_keeps_its_sharding():
+    def with_gradients(state, batch):
+        grads = jax.tree.map(lambda leaf: leaf * 0 + batch["x"].sum().astype(leaf.dtype), state)
+        return grads, jax.tree.map(lambda w, g: w - g, state, grads)
+
+    grads, state = deepcompile.shard(with_gradients)(create(), batch())
+    assert grads["w"].sharding.spec == state["w"].sharding.spec == PartitionSpec("fsdp")
+
+
 def test_other_batch_sizes_and_keywords(expected):
     sharded = deepcompile.shard(step)
     assert_equal(sharded(state=create(), batch=batch()), expected)
