@@ -76,15 +76,35 @@ def _choose_leaf(port: Port, loop_dims: frozenset[int], axes: Sequence[str], mes
     inside = [dim for dim in fitting if dim not in loop_dims]
     chosen = inside or fitting
     if not chosen:
-        padded = min(-(-extent // parts) * parts / extent for extent in port.shape)
-        reason = (
-            f"replicated: no dimension of {port.shape} divides by {parts}; padded by {padded - 1:.1%} it would, at the "
-            f"price of another shape in your state"
-        )
-        return LeafChoice(port.path, mesh.replicated(), reason, size)
+        return _choose_axis_by_axis(port, loop_dims, axes, mesh, size)
     dim = chosen[0]
     reason = "" if dim == 0 else f"dimension {dim}: {_why_not_before(port.shape, dim, loop_dims, parts)}"
     return LeafChoice(port.path, mesh.place({dim: axes}), reason, size // parts)
+
+
+def _choose_axis_by_axis(
+    port: Port, loop_dims: frozenset[int], axes: Sequence[str], mesh: MeshAxes, size: int
+) -> LeafChoice:
+    """No dimension takes all axes: each axis goes to the first that takes it, and a leaf that takes none is replicated.
+
+    Padding would divide it too, but then the state would come back to the user in another shape.
+    """
+    placed: dict[int, list[str]] = {}
+    for name in axes:
+        for dim in sorted(range(len(port.shape)), key=lambda dim: dim in loop_dims):
+            if port.shape[dim] % mesh.size_of([*placed.get(dim, []), name]) == 0:
+                placed.setdefault(dim, []).append(name)
+                break
+    placement = mesh.place(placed)
+    parts = mesh.size_of(axes)
+    padded = min(-(-extent // parts) * parts / extent for extent in port.shape) - 1
+    outcome = "divided axis by axis" if placed else "replicated"
+    reason = (
+        f"{outcome}: no dimension of {port.shape} divides by {parts}; padded by {padded:.1%} it would, at the price of "
+        f"another shape in your state"
+    )
+    held = math.prod(mesh.size_of(names) for names in placed.values())
+    return LeafChoice(port.path, placement, reason, size // held)
 
 
 def _why_not_before(shape, dim: int, loop_dims: frozenset[int], parts: int) -> str:

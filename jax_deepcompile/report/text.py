@@ -35,7 +35,7 @@ def _state(partitioned: Partitioned) -> list[str]:
         f"state: {len(split)} of {len(leaves)} leaves sharded, {_size(split_bytes)} a device; "
         f"{len(leaves) - len(split)} replicated, {_size(whole_bytes)} a device"
     ]
-    notable = [leaf for leaf in leaves if leaf.reason.startswith("replicated")]
+    notable = [leaf for leaf in leaves if not leaf.reason.startswith("dimension") and leaf.reason]
     notable.sort(key=lambda leaf: -leaf.bytes_per_device)
     return lines + _cut([f"  {leaf.path}: {leaf.reason}" for leaf in notable])
 

@@ -167,6 +167,15 @@ def test_other_batch_sizes_and_keywords(expected):
     assert_equal(sharded(create(), batch=batch()), expected)
 
 
+def test_a_later_batch_the_mesh_does_not_divide():
+    sharded = deepcompile.shard(step)
+    state, _ = sharded(create(), batch())
+    for _ in range(2):
+        with pytest.raises(deepcompile.errors.BatchNotDivisibleError, match="leading dimension 12"):
+            sharded(state, batch(12))
+    sharded(state, batch(24))
+
+
 def test_extra_arguments_are_replicated():
     def scaled(state, batch, scale, *, offset=0.0):
         state, loss = step(state, {"x": batch["x"] * scale["by"] + offset})

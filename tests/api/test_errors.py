@@ -135,15 +135,6 @@ def test_devices_that_are_not_attached():
         sharded({"w": np.zeros((16, 8), np.float32), "count": 0}, {"x": np.zeros((16, 16), np.float32)})
 
 
-def test_a_later_batch_the_mesh_does_not_divide():
-    sharded = deepcompile.shard(step)
-    state, _ = sharded({"w": np.zeros((16, 8), np.float32), "count": 0}, {"x": np.zeros((16, 16), np.float32)})
-    for _ in range(2):
-        with pytest.raises(errors.BatchNotDivisibleError, match="leading dimension 12"):
-            sharded(state, {"x": np.zeros((12, 16), np.float32)})
-    sharded(state, {"x": np.zeros((24, 16), np.float32)})
-
-
 def test_explaining_what_was_never_traced():
     with pytest.raises(errors.NotTracedError, match="has not been traced yet"):
         deepcompile.shard(step).explain()

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
+import jax_deepcompile as deepcompile
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.partition.partition import partition_init
 from jax_deepcompile.stages import TracedStep
@@ -268,3 +269,17 @@ class TestInitialisation:
             return {"w": jax.vmap(lambda key: jax.random.normal(key, (D, D)))(jax.random.split(key, LAYERS))}
 
         assert born(create, jax.random.key(0)) == {"state['w']": "shard(1: fsdp)"}
+
+
+def test_axes_that_no_dimension_takes_together_are_placed_one_by_one():
+    def step(state, batch):
+        return jax.tree.map(lambda leaf: leaf - batch.sum(), state), 0.0
+
+    state = {"w": jax.ShapeDtypeStruct((6, 12), jnp.float32), "odd": jax.ShapeDtypeStruct((3, 5), jnp.float32)}
+    batch = jax.ShapeDtypeStruct((8,), jnp.float32)
+    traced = deepcompile.shard(step, {"a": 2, "b": 4}, fsdp_axes=("a", "b")).trace(state, batch)
+    odd, w = traced.partitioned.leaves
+    assert w.placement.axes == (0, 1)
+    assert w.bytes_per_device == 6 * 12 * 4 // 8
+    assert odd.placement.is_replicated
+    assert "w']: divided axis by axis: no dimension of (6, 12) divides by 8; padded by 33.3%" in traced.explain()

@@ -8,7 +8,6 @@ together and compares.
 
 from __future__ import annotations
 
-import importlib
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +27,6 @@ from jax_deepcompile.partition.choice import Operand, choose_split
 from jax_deepcompile.partition.reshard import full_bytes
 from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule
 from jax_deepcompile.partition.rules.families import REGISTRY
-
-for _family in ("kernels", "pallas"):
-    importlib.import_module(f"jax_deepcompile.partition.rules.{_family}")
 
 MESHES = (MeshAxes(("x",), (8,)), MeshAxes(("x", "y"), (2, 4)))
 WAYS_PER_MESH = 6

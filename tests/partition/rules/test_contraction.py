@@ -85,7 +85,7 @@ def convolutions(draw):
     return params, place(lhs, specs[0]), place(rhs, specs[1])
 
 
-@examples(24)
+@examples(16)
 @given(convolutions(), seeds)
 def test_convolution(convolution, seed):
     params, lhs, rhs = convolution

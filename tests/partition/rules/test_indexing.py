@@ -84,7 +84,7 @@ def indexings(draw) -> Indexing:
     )
 
 
-@examples(40)
+@examples(32)
 @given(indexings(), seeds, st.sampled_from((None, 0, 7)), st.sampled_from((np.float32, np.int32)))
 def test_gather(indexing, seed, fill_value, dtype):
     operand = integers(indexing.operand, seed, dtype)
@@ -101,7 +101,7 @@ SCATTERS = {
 }
 
 
-@examples(48)
+@examples(40)
 @given(indexings(), seeds, st.sampled_from(sorted(SCATTERS)), st.sampled_from((np.float32, np.int32)))
 def test_scatter(indexing, seed, name, dtype):
     low, high = (-1, 2) if name == "scatter-mul" else (-4, 5)
@@ -138,7 +138,7 @@ def test_scatter_is_linear_only_where_each_element_is_written_once():
     assert linear(lambda x, i: x.at[i].apply(jnp.sin), table, row) == ()
 
 
-@examples(25)
+@examples(12)
 @given(st.lists(sizes, min_size=1, max_size=3), seeds, st.data())
 def test_dynamic_slice_and_update(shape, seed, data):
     parts = [data.draw(st.sampled_from(sorted({1, size, max(size // 2, 1)}))) for size in shape]

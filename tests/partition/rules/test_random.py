@@ -13,20 +13,20 @@ pytestmark = pytest.mark.cpu_mesh
 shapes = st.lists(sizes, max_size=3)
 
 
-@examples(16)
+@examples(8)
 @given(shapes, st.integers(0, 99), st.sampled_from((np.uint8, np.uint16, np.uint32)))
 def test_bits_of_one_key(shape, seed, dtype):
     check(lambda key: jax.random.bits(key, shape, dtype), jax.random.key(seed), primitives=["random_bits"])
 
 
-@examples(6)
+@examples(3)
 @given(shapes, sizes)
 def test_bits_of_many_keys(shape, count):
     keys = jax.random.split(jax.random.key(0), count)
     check(lambda keys: jax.vmap(lambda key: jax.random.bits(key, shape))(keys), keys, primitives=["random_bits"])
 
 
-@examples(6)
+@examples(3)
 @given(sizes, sizes)
 def test_keys(count, ways):
     keys = jax.random.split(jax.random.key(0), count)
