@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -63,8 +63,17 @@ def _compute(step: Step, operands: list[jax.Array], mesh: MeshAxes) -> Sequence[
             name for factor, names in zip(rule.factors, splits, strict=True) if factor.kind is kind for name in names
         )
         if axes:
-            results = [combine(result, axes) for result in results]
+            results = [_extremum(result, axes, combine) for result in results]
     return results
+
+
+def _extremum(value: jax.Array, axes: tuple[str, ...], combine: Callable) -> jax.Array:
+    """``pmax`` or ``pmin`` that, unlike XLA's, yields NaN wherever one of the values is."""
+    found = combine(value, axes)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return found
+    undefined = lax.pmax(jnp.isnan(value).astype(jnp.int32), axes)
+    return jnp.where(undefined > 0, jnp.asarray(jnp.nan, value.dtype), found)
 
 
 def _as_array(value, atom: Any) -> jax.Array:

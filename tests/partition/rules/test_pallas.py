@@ -9,7 +9,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_deepcompile.partition.rules import pallas
 from jax_deepcompile.partition.rules.families import REGISTRY
-from tests.partition.rules.harness import check, integers, rules_of, splittable
+from tests.partition.rules.harness import check, integers, rules_of
+from tests.partition.rules.ways import splittable
 
 pytestmark = pytest.mark.cpu_mesh
 

@@ -1,13 +1,16 @@
 """Rules of reductions and cumulative operations."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
+import jax_deepcompile as deepcompile
 from jax_deepcompile.partition.rules.base import Kind
-from tests.partition.rules.harness import check, examples, integers, rules_of, seeds, sizes, splittable
+from tests.partition.rules.harness import check, examples, integers, rules_of, seeds, sizes
+from tests.partition.rules.ways import splittable
 
 pytestmark = pytest.mark.cpu_mesh
 
@@ -79,3 +82,13 @@ def test_dimensions_accumulated_along_are_never_split():
     assert splittable(rule) == ([{1}], [{0}])
     ((_, rule),) = rules_of(lambda x: lax.reduce_sum(x, (1,)), x[:6, :12], primitive="reduce_sum")
     assert splittable(rule) == ([set()], [set()])
+
+
+@pytest.mark.parametrize("extreme", [jnp.max, jnp.min])
+def test_a_nan_anywhere_is_the_extremum(extreme):
+    """As on one device; XLA's own all-reduce of maxima drops it."""
+    x = jnp.arange(16.0).reshape(16, 1).at[3].set(jnp.nan) * jnp.array([1.0, 0.0])
+    x = x.at[:, 1].set(jnp.arange(16.0))
+    sharded = deepcompile.shard(lambda state, x: (state, extreme(x, axis=0)), {"fsdp": 8})
+    _, found = sharded(jnp.zeros(8), x)
+    np.testing.assert_array_equal(found, extreme(x, axis=0))
