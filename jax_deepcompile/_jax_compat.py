@@ -65,6 +65,15 @@ def has_user_frame(eqn) -> bool:
     return next(iter(_source_info.user_frames(eqn.source_info.traceback)), None) is not None
 
 
+def scan_counts(eqn) -> tuple[int, int]:
+    """How many operands of a ``scan`` are constants, and how many are carried."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    # 2026-06, jax 0.11: a flat tree (constants, carry, stacked inputs) took the place of the two numbers.
+    consts, carry, _ = (len(list(part)) for part in eqn.params["ft_in"].update(eqn.invars).unpack())
+    return consts, carry
+
+
 def threefry_is_partitionable() -> bool:
     return jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
 

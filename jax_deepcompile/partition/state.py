@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.ir.program import Port, Program
@@ -136,6 +136,8 @@ class _Groups:
                     self.join(before, after)
             elif name in _CUTTING:
                 self._cut(eqn)
+            elif name == "unstack":
+                self._mark(eqn.invars[0], eqn.params["axis"])
             elif name == "random_bits":
                 for dim in range(len(eqn.invars[0].aval.shape)):
                     self._mark(eqn.outvars[0], dim)
@@ -159,7 +161,7 @@ class _Groups:
                     self._mark(atom, dim)
 
     def _read_scan(self, eqn: Equation) -> None:
-        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carry = scan_counts(eqn)
         for atom in [*eqn.invars[consts + carry :], *eqn.outvars[carry:]]:
             self._mark(atom, 0)
         self._read_loop(eqn.params["jaxpr"], eqn.invars, eqn.outvars, consts, carry)
@@ -206,7 +208,7 @@ class _Groups:
         return var
 
 
-_CUTTING = frozenset({"slice", "dynamic_slice", "split", "unstack"})
+_CUTTING = frozenset({"slice", "dynamic_slice", "split"})
 _ELEMENTWISE = frozenset(
     {"bitcast_convert_type", "shift_right_logical", "or", "erf_inv", "reshape", "abs", "log", "exp", "pow"}
     | {"add", "sub", "mul", "div", "add_any", "neg", "convert_element_type", "select_n", "sqrt", "rsqrt", "max", "min"}

@@ -20,7 +20,7 @@ from typing import Any
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr, scan_counts
 from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
 from jax_deepcompile.partition.layout import Decision, Layout, Nested, Propagate, RegionRule, Request, Run, Split, Step
 from jax_deepcompile.partition.rules.base import Kind
@@ -47,7 +47,7 @@ class ScanRule(RegionRule):
         return [*carry, *ys]
 
     def hints(self, eqn, results, through):
-        num_carry = eqn.params["num_carry"]
+        _, num_carry = scan_counts(eqn)
         inner = [*results[:num_carry], *(_body_demands(wanted) for wanted in results[num_carry:])]
         consts, carry, xs = _split(eqn, through(open_jaxpr(eqn.params["jaxpr"]), inner))
         return [*consts, *carry, *([placement.shifted(1) for placement in wanted] for wanted in xs)]
@@ -91,7 +91,7 @@ class ScanRule(RegionRule):
 
 
 def _split(eqn, values):
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry = scan_counts(eqn)
     values = list(values)
     return values[:consts], values[consts : consts + carry], values[consts + carry :]
 
