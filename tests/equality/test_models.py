@@ -22,6 +22,9 @@ pytestmark = pytest.mark.cpu_mesh
 KEY_BIAS = "['key']['bias']"
 """A softmax does not change when all its scores do, so the bias of attention keys has no gradient."""
 
+TOLERANCE = 3e-5
+"""What 1e-5 of a gradient becomes in AdamW's update, where it counts in the mean and in the root of the square."""
+
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))
 
 
@@ -73,14 +76,16 @@ def test_llama(dtype: str):
     """
     cfg = dataclasses.replace(llama.LLAMA_TINY, dtype=jnp.dtype(dtype))
     create = create_linen(llama.Llama(cfg), jnp.zeros((1, 8), jnp.int32), batch_stats=())
-    tolerance = 1e-5 if dtype == "float32" else 4e-2
+    tolerance = TOLERANCE if dtype == "float32" else 4e-2
     meshes = MESHES if dtype == "float32" else {"8": MESHES["8"]}
     assert_same_training(language_step, create, [tokens(seed) for seed in range(3)], meshes, tolerance)
 
 
 def test_gpt2_with_dropout():
     create = create_linen(gpt2.GPT2(gpt2.GPT2_TINY), jnp.zeros((1, 8), jnp.int32))
-    assert_same_training(language_step, create, [tokens(seed, 16) for seed in range(3)], noise=KEY_BIAS)
+    assert_same_training(
+        language_step, create, [tokens(seed, 16) for seed in range(3)], tolerance=TOLERANCE, noise=KEY_BIAS
+    )
 
 
 def test_resnet_with_batch_norm():
@@ -139,4 +144,4 @@ def test_nnx_objects_are_updated_in_place(name: str):
         for seed in range(3):
             loss = sharded(model, optimizer, make_batch(seed))
             assert_close(loss, losses[seed], 1e-5, f"loss of step {seed}")
-            assert_close(nnx.state((model, optimizer)), states[seed], 2e-5, f"state after step {seed}", KEY_BIAS)
+            assert_close(nnx.state((model, optimizer)), states[seed], TOLERANCE, f"state after step {seed}", KEY_BIAS)
