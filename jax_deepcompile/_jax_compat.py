@@ -85,3 +85,15 @@ def is_drop_var(var) -> bool:
 def eval_local(jaxpr, values: Sequence) -> list:
     """Evaluates an open or closed jaxpr inside the current trace."""
     return _core.eval_jaxpr(open_jaxpr(jaxpr), closed_consts(jaxpr), *values)
+
+
+def bind(eqn, values: Sequence) -> list:
+    """Traces one equation on ``values``; it keeps its position in the user's code."""
+    alone = jex.Jaxpr((), _operands(eqn), eqn.outvars, [eqn], effects=eqn.effects)
+    given = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if not isinstance(atom, jex.Literal)}
+    with provenance(eqn):
+        return eval_local(alone, list(given.values()))
+
+
+def _operands(eqn) -> list[jex.Var]:
+    return list(dict.fromkeys(atom for atom in eqn.invars if not isinstance(atom, jex.Literal)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 from jax.extend import core as jex
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.placement import AnyMesh, MeshAxes, Placement
 from jax_deepcompile.ir.program import Port, Program, Role, View
+from jax_deepcompile.ir.retrace import trace_blocks
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.partition.layout import Layout
 from jax_deepcompile.partition.propagate import Propagator
@@ -84,34 +84,4 @@ def _partition(program: Program, mesh: AnyMesh, leaves: tuple[LeafChoice, ...]) 
 
 def trace_local(layout: Layout, program: Program, mesh: AnyMesh) -> jex.ClosedJaxpr:
     """The jaxpr one device runs, with explicit collectives over the mesh's axes."""
-    consts = closed_consts(program.jaxpr)
-    jaxpr = open_jaxpr(program.jaxpr)
-
-    def body(consts, *blocks):
-        return run_layout(layout, blocks, consts)
-
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(jax.sharding.PartitionSpec(), *(port.where.spec(program.mesh) for port in program.inputs)),
-        out_specs=[port.where.spec(program.mesh) for port in program.outputs],
-        axis_names=frozenset(program.mesh.names),
-        check_vma=False,
-    )
-    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in (*jaxpr.constvars, *jaxpr.invars)]
-    traced = jax.make_jaxpr(mapped)(tuple(shapes[: len(consts)]), *shapes[len(consts) :])
-    return _close_over(traced, consts)
-
-
-def _close_over(traced: jex.ClosedJaxpr, consts: Sequence) -> jex.ClosedJaxpr:
-    """The body of the one ``shard_map`` in ``traced``, its leading inputs and hoisted constants closed over again."""
-    outer = open_jaxpr(traced)
-    (eqn,) = (eqn for eqn in outer.eqns if eqn.primitive.name == "shard_map")
-    body = open_jaxpr(eqn.params["jaxpr"])
-    values = dict(zip(outer.constvars, closed_consts(traced), strict=True))
-    values |= dict(zip(outer.invars[: len(consts)], consts, strict=True))
-    arguments = dict(zip(eqn.invars, body.invars, strict=True))
-    invars = [arguments[var] for var in outer.invars[len(consts) :]]
-    closed = [(var, values[atom]) for atom, var in zip(eqn.invars, body.invars, strict=True) if atom in values]
-    flat = body.replace(constvars=[*body.constvars, *(var for var, _ in closed)], invars=invars)
-    return jex.ClosedJaxpr(flat, [*closed_consts(eqn.params["jaxpr"]), *(value for _, value in closed)])
+    return trace_blocks(lambda consts, *blocks: run_layout(layout, blocks, consts), program, mesh)
