@@ -89,11 +89,23 @@ def eval_local(jaxpr, values: Sequence) -> list:
 
 def bind(eqn, values: Sequence) -> list:
     """Traces one equation on ``values``; it keeps its position in the user's code."""
-    alone = jex.Jaxpr((), _operands(eqn), eqn.outvars, [eqn], effects=eqn.effects)
+    alone = new_jaxpr(_operands(eqn), eqn.outvars, [eqn])
     given = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if not isinstance(atom, jex.Literal)}
     with provenance(eqn):
         return eval_local(alone, list(given.values()))
 
 
+def new_jaxpr(inputs: Sequence, outputs: Sequence, eqns: Sequence) -> jex.Jaxpr:
+    """An open jaxpr without constants."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    names = _core.DebugInfo("jax_deepcompile", "rewritten", tuple("" for _ in inputs), tuple("" for _ in outputs))
+    return jex.Jaxpr((), list(inputs), list(outputs), list(eqns), effects, names)
+
+
 def _operands(eqn) -> list[jex.Var]:
     return list(dict.fromkeys(atom for atom in eqn.invars if not isinstance(atom, jex.Literal)))
+
+
+def has_side_effects(eqn) -> bool:
+    """Whether ``eqn`` does more than compute its results; using a mesh axis's name does not count."""
+    return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)

@@ -126,6 +126,33 @@ class NotTracedError(DeepCompileError, RuntimeError):
         )
 
 
+class MemoryLimitError(DeepCompileError, ValueError):
+    def __init__(self, limit: object) -> None:
+        super().__init__(
+            f"memory_limit={_shortened(limit)} is not understood. Give bytes (an int), a size with its unit such as "
+            f"'72GiB', a fraction of the device's memory such as 0.9 (where the device has a memory of its own), or None "
+            f"for the device's memory less a reserve."
+        )
+
+
+class MemoryExceededError(DeepCompileError, MemoryError):
+    """The step does not fit, even with everything sharded and nothing kept."""
+
+    def __init__(self, function: str, needed_bytes: int, limit_bytes: int, argument_bytes: int) -> None:
+        gib = 1 << 30
+        super().__init__(
+            f"{function} takes {needed_bytes / gib:.2f} GiB a device, {(needed_bytes - limit_bytes) / gib:.2f} GiB more than "
+            f"the limit of {limit_bytes / gib:.2f} GiB: {argument_bytes / gib:.2f} GiB are state and batch, "
+            f"{(needed_bytes - argument_bytes) / gib:.2f} GiB temporaries. Use more devices, microbatches=k (a smaller batch "
+            f"at a time), jax.checkpoint around the layers, or raise memory_limit."
+        )
+
+
+class PlanError(DeepCompileError, ValueError):
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(f"{where} cannot be used: {why}. Drop it, and the step is planned anew.")
+
+
 class InvariantError(DeepCompileError, AssertionError):
     """A compiler pass broke an invariant of ``ir/verifier.py``: a bug of this package, not of the user's step."""
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 
+Options = dict[str, bool | int | str]
 
-def compile_options(platform: str) -> dict[str, Any]:
+
+def compile_options(platform: str) -> Options:
     """Options for compiling for ``platform``.
 
     Without a GPU nothing can be autotuned, and every dot would become a Triton fusion with a degenerate tile; cuBLAS
@@ -16,6 +18,19 @@ def compile_options(platform: str) -> dict[str, Any]:
     if platform == "cuda" and not _gpu_attached():
         return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
     return {}
+
+
+def double_buffering() -> Options:
+    """Two iterations of a loop in one body: what a pipelined loop carries changes buffers without being copied."""
+    return {"xla_gpu_enable_while_loop_double_buffering": True}
+
+
+def combiner_options(gather_bytes: int, reduce_bytes: int) -> Options:
+    """Neighbouring collectives become one, up to so many bytes of whole values."""
+    return {
+        "xla_gpu_all_gather_combine_threshold_bytes": gather_bytes,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": reduce_bytes,
+    }
 
 
 def _gpu_attached() -> bool:

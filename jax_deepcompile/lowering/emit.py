@@ -27,3 +27,29 @@ def emit(program: Program, mesh: AnyMesh) -> Callable[..., list[jax.Array]]:
 def sharding_of(port: Port, program: Program, mesh: AnyMesh) -> NamedSharding:
     """Where the input or output ``port`` lives as a global array."""
     return NamedSharding(mesh, port.where.spec(program.mesh))
+
+
+def lower(program: Program, mesh: AnyMesh, platform: str) -> jax.stages.Lowered:
+    """``program`` in StableHLO, its state's buffers donated.
+
+    Args:
+      program: in the local view.
+      mesh: its mesh; devices that are not attached will do.
+      platform: ``cpu`` or ``cuda``.
+    """
+    shapes = [
+        jax.ShapeDtypeStruct(port.shape, port.dtype, sharding=sharding_of(port, program, mesh))
+        for port in program.inputs
+    ]
+    flat = emit(program, mesh)
+
+    def step(*inputs):
+        return flat(*inputs)
+
+    step.__name__ = step.__qualname__ = program.name.rsplit(".", 1)[-1]
+    jitted = jax.jit(
+        step,
+        out_shardings=[sharding_of(port, program, mesh) for port in program.outputs],
+        donate_argnums=tuple(index for index, _ in program.state_outputs),
+    )
+    return jitted.trace(*shapes).lower(lowering_platforms=(platform,))

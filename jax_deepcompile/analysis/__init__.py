@@ -1,0 +1,1 @@
+"""What a program does, found by looking at it."""

@@ -1,0 +1,79 @@
+"""Who needs whom inside one jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import has_side_effects, is_drop_var
+
+
+def variables(atoms: Iterable) -> list[jex.Var]:
+    """The atoms that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
+
+
+def without_barriers(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
+    """``jaxpr`` with every result of an ``optimization_barrier`` read as its operand."""
+    known: dict = {}
+
+    def read(atom):
+        return atom if isinstance(atom, jex.Literal) else known.get(atom, atom)
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name == "optimization_barrier":
+            known.update(zip(eqn.outvars, operands, strict=True))
+        else:
+            eqns.append(eqn.replace(invars=operands))
+    return jaxpr.replace(eqns=eqns, outvars=[read(atom) for atom in jaxpr.outvars])
+
+
+def reached_from(eqns: Sequence, sources: Collection) -> set:
+    """Every variable that depends on one of ``sources``, they included."""
+    reached = set(sources)
+    for eqn in eqns:
+        if any(atom in reached for atom in variables(eqn.invars)):
+            reached.update(eqn.outvars)
+    return reached
+
+
+def needed_for(eqns: Sequence, targets: Iterable) -> list:
+    """The equations that ``targets`` depend on, in order; those with effects always."""
+    wanted = set(variables(targets))
+    needed = []
+    for eqn in reversed(eqns):
+        if has_side_effects(eqn) or any(var in wanted for var in eqn.outvars):
+            needed.append(eqn)
+            wanted.update(variables(eqn.invars))
+    return needed[::-1]
+
+
+def free_variables(eqns: Sequence, targets: Iterable) -> list:
+    """What ``eqns`` and ``targets`` read and no equation makes, in order of first use."""
+    made = {var for eqn in eqns for var in eqn.outvars}
+    read = [atom for eqn in eqns for atom in variables(eqn.invars)] + variables(targets)
+    return [var for var in dict.fromkeys(read) if var not in made]
+
+
+def slim_barriers(eqns: Sequence, targets: Iterable) -> list:
+    """``eqns`` without the operands that barriers guard for nobody, and without what only those needed."""
+    targets = list(targets)
+    while True:
+        read = {atom for eqn in eqns for atom in variables(eqn.invars)} | set(variables(targets))
+        slim = [_slim(eqn, read) for eqn in eqns]
+        slim = needed_for(slim, targets)
+        if sum(len(eqn.invars) for eqn in slim) == sum(len(eqn.invars) for eqn in eqns):
+            return slim
+        eqns = slim
+
+
+def _slim(eqn, read: set):
+    if eqn.primitive.name != "optimization_barrier":
+        return eqn
+    kept = [index for index, var in enumerate(eqn.outvars) if var in read and not is_drop_var(var)]
+    if len(kept) == len(eqn.outvars):
+        return eqn
+    return eqn.replace(invars=[eqn.invars[i] for i in kept], outvars=[eqn.outvars[i] for i in kept])

@@ -1,0 +1,99 @@
+"""What is gathered, from where, and how often the same thing is gathered again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr, scan_counts
+from jax_deepcompile.analysis.dataflow import needed_for, variables, without_barriers
+
+_CHEAP = frozenset(
+    {
+        "convert_element_type",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "slice",
+        "broadcast_in_dim",
+        "all_gather",
+        "expand_dims",
+        "copy",
+        "mul",
+        "reduce_precision",
+        "stop_gradient",
+    }
+)
+"""Work on a shard that may be done again, or earlier, together with its gather."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One all-gather of something that was only sliced, cast or reshaped since it came in.
+
+    Attributes:
+      source: the input it is made of.
+      key: equal for gathers of the same value.
+      size_bytes: of the whole value.
+      position: of its equation in the jaxpr.
+      result: the variable it defines.
+    """
+
+    source: Any
+    key: tuple
+    size_bytes: int
+    position: int
+    result: Any
+
+
+def find_gathers(jaxpr: Any, sources: Sequence) -> tuple[Gather, ...]:
+    """The all-gathers of values that derive cheaply from one of ``sources`` alone, loops aside, in program order."""
+    flat = open_jaxpr(jaxpr)
+    plain = without_barriers(flat)
+    origin = {var: var for var in sources}
+    keys: dict = {var: (index,) for index, var in enumerate(sources)}
+    positions = {eqn.outvars[0]: index for index, eqn in enumerate(flat.eqns) if eqn.outvars}
+    found = []
+    for eqn in plain.eqns:
+        operands = variables(eqn.invars)
+        if eqn.primitive.name not in _CHEAP or len(operands) != 1 or operands[0] not in origin:
+            continue
+        var = eqn.outvars[0]
+        origin[var] = origin[operands[0]]
+        literals = tuple(repr(atom.val) for atom in eqn.invars if isinstance(atom, jex.Literal))
+        keys[var] = (*keys[operands[0]], eqn.primitive.name, _params_key(eqn), literals)
+        if eqn.primitive.name == "all_gather":
+            found.append(Gather(origin[var], keys[var], size_bytes(var), positions[var], var))
+    return tuple(found)
+
+
+def outermost(gathers: Sequence[Gather]) -> tuple[Gather, ...]:
+    """Without the gathers that only feed another one, as those within a node feed those across nodes."""
+    inner = {gather.key[: len(gather.key)] for gather in gathers}
+    longer = {key[:count] for key in inner for count in range(1, len(key))}
+    return tuple(gather for gather in gathers if gather.key not in longer)
+
+
+def hoistable_gathers(eqn) -> tuple[Gather, ...]:
+    """The gathers in a scan's body that are the same in every iteration."""
+    body = open_jaxpr(eqn.params["jaxpr"])
+    num_consts, _ = scan_counts(eqn)
+    return outermost(find_gathers(body, body.invars[:num_consts]))
+
+
+def slice_of(jaxpr: Any, targets: Sequence) -> list:
+    """The equations that make ``targets``, barriers left out."""
+    plain = without_barriers(open_jaxpr(jaxpr))
+    return needed_for([eqn for eqn in plain.eqns if not has_side_effects(eqn)], targets)
+
+
+def size_bytes(var) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
+
+
+def _params_key(eqn) -> str:
+    return str(sorted(eqn.params.items(), key=lambda item: item[0]))

@@ -1,0 +1,1 @@
+"""Rewrites of a local program that hide or save communication, one a file."""

@@ -1,0 +1,235 @@
+"""Layer loops that communicate for their neighbours while they compute.
+
+A layer loop that gathers a layer's parameters, computes, and reduces the layer's gradients leaves both collectives
+exposed: XLA overlaps what is inside one iteration of a loop, and there the gather comes first and the reduction last. In
+the pipelined loop an iteration gathers for the layer ``prefetch_layers`` ahead and reduces for the layer ``delay_layers``
+behind, so both have a layer's compute to hide under.
+
+Before::
+
+    scan(t): W = all_gather(w[t]); y, p = layer(y, W); g[t] = reduce_scatter(p)
+
+After, with one layer of each (``first`` iterations before the loop, ``last`` after it)::
+
+    W = all_gather(w[0]); V = all_gather(w[1]); y, p = layer(y, W)
+    scan(t): W = all_gather(w[t + 1]); g[t - 1] = reduce_scatter(p); y, p = layer(y, V)
+    g[n - 2] = reduce_scatter(p); y, p = layer(y, W); g[n - 1] = reduce_scatter(p)
+
+Guarantees: every layer is gathered and reduced exactly as often as before, values are bitwise those of the plain loop,
+stacks are read and written in place, by index. Peeled iterations run as straight-line code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
+from jax_deepcompile.analysis.loops import Loop, Part, SplitBody, constants_of, find_loops, split_body
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.retrace import replace_equations
+
+
+@dataclass(frozen=True)
+class LoopSchedule:
+    """How one layer loop is pipelined.
+
+    Attributes:
+      loop: the loop's name, such as ``scan.0``.
+      prefetch_layers: how many iterations ahead a layer's parameters are gathered; 0 gathers in the layer's own.
+      delay_layers: how many iterations later a layer's gradients are reduced; 0 reduces in the layer's own.
+      first_layers: iterations peeled off the front.
+      last_layers: iterations peeled off the end.
+    """
+
+    loop: str
+    prefetch_layers: int = 1
+    delay_layers: int = 1
+    first_layers: int = 0
+    last_layers: int = 0
+
+
+def choose_schedules(program: Program, prefetch_layers: int = 1, delay_layers: int = 1) -> tuple[LoopSchedule, ...]:
+    """A schedule for every loop that gathers parameters ahead of its carry or reduces results nobody in it reads."""
+    chosen = []
+    for loop in find_loops(program.jaxpr):
+        split = split_body(loop.eqn)
+        ahead = prefetch_layers if split.early.outputs else 0
+        behind = delay_layers if split.late_outputs else 0
+        if max(ahead, behind) and loop.length > max(ahead, behind):
+            chosen.append(LoopSchedule(loop.name, ahead, behind, behind, ahead))
+    return tuple(chosen)
+
+
+def pipeline_loops(program: Program, mesh: AnyMesh, schedules: Sequence[LoopSchedule]) -> Program:
+    """``program`` with its loops run as ``schedules`` say; the same object if they say nothing.
+
+    Args:
+      program: in the local view.
+      mesh: its mesh.
+      schedules: at most one for each loop.
+    """
+    wanted = {schedule.loop: schedule for schedule in schedules}
+    depths = sorted({name.count("/") for name in wanted}, reverse=True)
+    for depth in depths:
+        loops = [loop for loop in find_loops(program.jaxpr) if loop.name in wanted and loop.name.count("/") == depth]
+        program = replace_equations(
+            program, mesh, {id(loop.eqn): _Pipeline(loop, wanted[loop.name]).run for loop in loops}
+        )
+    return program
+
+
+@dataclass(frozen=True)
+class _State:
+    """What flows from one iteration to the next.
+
+    Attributes:
+      carry: the loop's own carry.
+      gathered: what was gathered for the coming iterations, nearest first.
+      pending: what waits to be reduced, oldest first.
+      stacks: the stacked outputs so far.
+    """
+
+    carry: Sequence
+    gathered: tuple
+    pending: tuple
+    stacks: tuple
+
+
+jax.tree_util.register_dataclass(_State, ["carry", "gathered", "pending", "stacks"], [])
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """The pipelined form of one loop."""
+
+    loop: Loop
+    schedule: LoopSchedule
+    split: SplitBody = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "split", split_body(self.loop.eqn))
+
+    def run(self, eqn, operands: list) -> Sequence:
+        body = open_jaxpr(eqn.params["jaxpr"])
+        num_consts, num_carry = scan_counts(eqn)
+        slices = body.invars[num_consts + num_carry :]
+        stacks_in = dict(zip(slices, operands[num_consts + num_carry :], strict=True))
+        consts = constants_of(eqn) | dict(zip(body.invars[:num_consts], operands[:num_consts], strict=True))
+        carried = body.invars[num_consts : num_consts + num_carry]
+        work = _Work(self, consts, stacks_in, carried)
+        outs = tuple(jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:])
+        state = _State(operands[num_consts : num_consts + num_carry], (), (), outs)
+        return self._iterate(work, state)
+
+    def _iterate(self, work: _Work, state: _State) -> Sequence:
+        length, ahead, behind = self.loop.length, self.schedule.prefetch_layers, self.schedule.delay_layers
+        first = min(max(self.schedule.first_layers, behind), length)
+        last = min(max(self.schedule.last_layers, ahead), length - first)
+        if ahead:
+            state = _replace(state, gathered=tuple(work.gather(t) for t in range(min(ahead, length))))
+        for t in range(first):
+            state = work.iteration(state, t)
+        trips = length - first - last
+        if trips:
+
+            def body(counted, _):
+                t, state = counted
+                return (t + 1, work.iteration(state, t)), None
+
+            (_, state), _ = lax.scan(body, (jnp.int32(first), state), length=trips)
+        for t in range(length - last, length):
+            state = work.iteration(state, t)
+        for t in range(length - len(state.pending), length):
+            state = work.reduce_oldest(state, t)
+        return [*state.carry, *state.stacks]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The pieces of one loop's body, ready to run for any iteration.
+
+    Attributes:
+      pipeline: the loop and its schedule.
+      consts: the loop's constants by variable of the body.
+      slices: the stacks whose slices the body reads, by variable of the body.
+      carried: the body's variables for the carry.
+    """
+
+    pipeline: _Pipeline
+    consts: dict
+    slices: dict
+    carried: Sequence
+
+    def gather(self, t) -> list:
+        return self._run(self.pipeline.split.early, self._reader(t))
+
+    def iteration(self, state: _State, t) -> _State:
+        """Iteration ``t``: gathers for a later one, reduces for an earlier one, and computes its own layer."""
+        schedule, split = self.pipeline.schedule, self.pipeline.split
+        gathered = state.gathered
+        length = self.pipeline.loop.length
+        if not isinstance(t, int) or t + schedule.prefetch_layers < length:
+            gathered = (*gathered, self.gather(t + schedule.prefetch_layers))
+        if len(state.pending) == schedule.delay_layers and schedule.delay_layers:
+            state = self.reduce_oldest(state, t - schedule.delay_layers)
+        made = dict(zip(self.carried, state.carry, strict=True))
+        made |= dict(zip(split.early.outputs, gathered[0], strict=True))
+        results = self._run(split.main, self._reader(t, made))
+        carry, rest = results[: len(self.carried)], results[len(self.carried) :]
+        count = len(state.stacks) - len(split.late_outputs)
+        state = self._store(state, t, dict(zip(self._now_outputs(state), rest[:count], strict=True)))
+        state = _State(carry, gathered[1:], (*state.pending, tuple(rest[count:])), state.stacks)
+        return state if schedule.delay_layers else self.reduce_oldest(state, t)
+
+    def reduce_oldest(self, state: _State, t) -> _State:
+        """Finishes the outputs of iteration ``t``, the oldest that is pending."""
+        split = self.pipeline.split
+        pending_vars = split.main.outputs[len(split.main.outputs) - len(state.pending[0]) :]
+        made = dict(zip(pending_vars, state.pending[0], strict=True))
+        results = self._run(split.late, self._reader(t, made))
+        state = self._store(state, t, dict(zip(split.late_outputs, results, strict=True)))
+        return _replace(state, pending=state.pending[1:])
+
+    def _now_outputs(self, state: _State) -> list[int]:
+        late = self.pipeline.split.late_outputs
+        return [index for index in range(len(state.stacks)) if index not in late]
+
+    def _store(self, state: _State, t, values: dict[int, Any]) -> _State:
+        stacks = list(state.stacks)
+        for index, value in values.items():
+            stacks[index] = lax.dynamic_update_index_in_dim(stacks[index], value, self._layer(t), 0)
+        return _replace(state, stacks=tuple(stacks))
+
+    def _layer(self, t):
+        loop = self.pipeline.loop
+        return loop.length - 1 - t if loop.reverse else t
+
+    def _reader(self, t, made: dict | None = None) -> Callable:
+        made = made or {}
+
+        def read(var):
+            if var in made:
+                return made[var]
+            if var in self.consts:
+                return self.consts[var]
+            layer = self._layer(t)
+            if isinstance(layer, int):
+                return lax.index_in_dim(self.slices[var], layer, keepdims=False)
+            return lax.dynamic_index_in_dim(self.slices[var], layer, keepdims=False)
+
+        return read
+
+    def _run(self, part: Part, read: Callable) -> list:
+        return eval_local(part.jaxpr, [read(var) for var in part.inputs])
+
+
+def _replace(state: _State, **changes) -> _State:
+    fields = {"carry": state.carry, "gathered": state.gathered, "pending": state.pending, "stacks": state.stacks}
+    return _State(**(fields | changes))

@@ -1,0 +1,42 @@
+"""A plan's decisions carried out on a program."""
+
+from __future__ import annotations
+
+from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.passes.pipeline_loops import pipeline_loops
+from jax_deepcompile.passes.unshard import keep_over_microbatches, keep_until_backward, regathers
+from jax_deepcompile.planning.plan import Plan
+
+
+def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
+    """``program`` rewritten as ``plan`` says; the same object where it says nothing.
+
+    Raises:
+      PlanError: the plan speaks of a loop or a gather that ``program`` does not have.
+    """
+    known = {loop.name for loop in find_loops(program.jaxpr)}
+    for schedule in plan.loops:
+        if schedule.loop not in known:
+            raise errors.PlanError("the plan", f"it pipelines {schedule.loop}, which the program does not have")
+    planned = pipeline_loops(program, mesh, plan.loops)
+    planned = keep_over_microbatches(planned, mesh, {kept.loop: kept.gathers for kept in plan.kept})
+    if plan.unsharded:
+        planned = _unshard(planned, plan)
+    if planned is not program:
+        verify(planned)
+    return planned
+
+
+def _unshard(program: Program, plan: Plan) -> Program:
+    jaxpr = open_jaxpr(program.jaxpr)
+    pairs = regathers(jaxpr, jaxpr.invars)
+    if max(plan.unsharded) >= len(pairs):
+        raise errors.PlanError("the plan", f"it keeps repeated gather {max(plan.unsharded)} of {len(pairs)}")
+    again = {pairs[position][1].position for position in plan.unsharded}
+    kept = keep_until_backward(jaxpr, jaxpr.invars, again)
+    return program.replace(jaxpr=type(program.jaxpr)(kept, closed_consts(program.jaxpr)))

@@ -1,0 +1,55 @@
+"""How much device memory a step may take."""
+
+from __future__ import annotations
+
+import re
+
+from jax_deepcompile import errors
+
+MemoryLimit = int | float | str | None
+"""Bytes, a fraction of the device's memory (a float up to 1), text such as "72GiB", or None for the device's own."""
+
+RESERVE_FRACTION = 0.08
+"""Left to what XLA's buffer assignment does not see: the CUDA context, NCCL's channels, cuBLAS workspaces.
+
+JAX itself preallocates three quarters of a GPU by default for the same reason; 6.4 GB of an H100's 80 GB is what NCCL's
+32 channels and a context take with room to spare.
+"""
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def limit_bytes(limit: MemoryLimit, device_bytes: int | None) -> int | None:
+    """The limit in bytes a device; None for none.
+
+    Args:
+      limit: what the user asked for.
+      device_bytes: the device's memory, None where it has no own (virtual CPU devices).
+
+    Raises:
+      MemoryLimitError: ``limit`` is not understood, or a fraction of an unknown memory.
+    """
+    if limit is None:
+        return None if device_bytes is None else int(device_bytes * (1 - RESERVE_FRACTION))
+    if isinstance(limit, bool):
+        raise errors.MemoryLimitError(limit)
+    if isinstance(limit, str):
+        return _parse(limit)
+    if isinstance(limit, float) and 0 < limit <= 1:
+        if device_bytes is None:
+            raise errors.MemoryLimitError(limit)
+        return int(device_bytes * limit)
+    if limit < 1:
+        raise errors.MemoryLimitError(limit)
+    return int(limit)
+
+
+def _parse(text: str) -> int:
+    found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
+    try:
+        number, unit = float(found[1]), _UNITS[found[2].upper()]  # type: ignore[index]
+    except (TypeError, KeyError, ValueError):
+        raise errors.MemoryLimitError(text) from None
+    if number <= 0:
+        raise errors.MemoryLimitError(text)
+    return int(number * unit)

@@ -1,0 +1,165 @@
+"""Proposals tried one after the other: rewritten, compiled, simulated, kept or taken back. Knows no pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from jax_deepcompile import errors
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.simulator import Simulation, simulate
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.lowering.compile import compile_options
+from jax_deepcompile.lowering.emit import lower
+from jax_deepcompile.lowering.hlo import parse_module
+from jax_deepcompile.planning.apply import apply_plan
+from jax_deepcompile.planning.plan import Plan, Prediction, Record
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a program is planned for.
+
+    Attributes:
+      mesh: the devices.
+      platform: ``cuda`` or ``cpu``.
+      costs: what things take on it.
+      limit_bytes: device memory a step may take; None for no limit.
+    """
+
+    mesh: AnyMesh
+    platform: str
+    costs: CostModel
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan carried out and compiled.
+
+    Attributes:
+      plan: the decisions.
+      program: the base program rewritten by them.
+      simulation: of the compiled module.
+      prediction: its figures.
+      argument_bytes: state and batch, of ``prediction.peak_bytes``.
+    """
+
+    plan: Plan
+    program: Program
+    simulation: Simulation
+    prediction: Prediction
+    argument_bytes: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan that a pass would rather have, and why in words."""
+
+    plan: Plan
+    decision: str
+
+
+class Pass(Protocol):
+    """Proposes changes to a plan; all of them legal, none of them tried."""
+
+    @property
+    def name(self) -> str: ...
+
+    def propose(self, base: Program, now: Trial, machine: Machine) -> Iterable[Proposal]:
+        """Plans that may be better than ``now``'s, the most promising first.
+
+        Args:
+          base: the fully sharded program that plans are carried out on.
+          now: the best so far.
+          machine: what it is for.
+        """
+        ...
+
+
+def run_passes(base: Program, machine: Machine, passes: Sequence[Pass], start: Plan) -> Trial:
+    """The best plan found: each pass's proposals are tried in turn, and the best that fits and gains is kept.
+
+    Raises:
+      MemoryExceededError: not even ``start`` fits the limit.
+    """
+    now = attempt(base, start, machine)
+    records: list[Record] = []
+    for step in passes:
+        best = now
+        for proposal in step.propose(base, now, machine):
+            began = time.perf_counter()
+            trial = attempt(base, proposal.plan, machine)
+            reason = _objection(trial, best, machine)
+            records.append(
+                Record(
+                    step.name,
+                    proposal.decision,
+                    now.prediction,
+                    trial.prediction,
+                    not reason,
+                    reason or _gain(now, trial),
+                    time.perf_counter() - began,
+                )
+            )
+            best = best if reason else trial
+        records = _only_last_taken(records, step.name)
+        now = best
+    if machine.limit_bytes is not None and now.prediction.peak_bytes > machine.limit_bytes:
+        raise errors.MemoryExceededError(base.name, now.prediction.peak_bytes, machine.limit_bytes, now.argument_bytes)
+    plan = now.plan.replace(prediction=now.prediction, records=tuple(records))
+    return Trial(plan, now.program, now.simulation, now.prediction, now.argument_bytes)
+
+
+def attempt(base: Program, plan: Plan, machine: Machine) -> Trial:
+    """Rewrites, compiles and simulates."""
+    program = apply_plan(base, machine.mesh, plan)
+    options = compile_options(machine.platform) | dict(plan.options)
+    compiled = lower(program, machine.mesh, machine.platform).compile(compiler_options=options or None)
+    memory = compiled.memory_analysis()
+    arguments = memory.argument_size_in_bytes
+    peak = arguments + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    simulation = simulate(parse_module(compiled.as_text() or ""), machine.costs)
+    prediction = Prediction(
+        simulation.step_s,
+        simulation.compute_s,
+        simulation.communication_s,
+        simulation.exposed_communication_s,
+        peak,
+    )
+    return Trial(plan, program, simulation, prediction, arguments)
+
+
+def _objection(trial: Trial, best: Trial, machine: Machine) -> str:
+    """Why ``trial`` does not replace ``best``; empty if it does."""
+    peak, limit = trial.prediction.peak_bytes, machine.limit_bytes
+    fits = limit is None or peak <= limit
+    best_fits = limit is None or best.prediction.peak_bytes <= limit
+    if not fits and (best_fits or peak >= best.prediction.peak_bytes):
+        return f"takes {peak / 2**30:.1f} GiB of {(limit or 0) / 2**30:.1f}"
+    if fits and not best_fits:
+        return ""
+    if trial.prediction.step_s >= best.prediction.step_s:
+        return f"no faster: {trial.prediction.step_s:.4g} s against {best.prediction.step_s:.4g}"
+    return ""
+
+
+def _gain(before: Trial, after: Trial) -> str:
+    return f"{before.prediction.step_s:.4g} s to {after.prediction.step_s:.4g}"
+
+
+def _only_last_taken(records: list[Record], name: str) -> list[Record]:
+    """Of one pass's proposals only the last that was an improvement is part of the plan."""
+    taken = [index for index, record in enumerate(records) if record.pass_name == name and record.taken]
+    return [
+        _outdone(record) if record.taken and record.pass_name == name and index != taken[-1] else record
+        for index, record in enumerate(records)
+    ]
+
+
+def _outdone(record: Record) -> Record:
+    return dataclasses.replace(record, taken=False, reason="a later proposal was better")

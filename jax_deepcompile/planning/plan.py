@@ -1,0 +1,159 @@
+"""A plan: every decision of every pass, as plain data.
+
+Plans are JSON, compare and print readably, can be edited by hand with ``plan.replace`` and given back to ``shard(plan=...)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax_deepcompile import errors
+from jax_deepcompile.passes.pipeline_loops import LoopSchedule
+
+FORMAT = 1
+"""Of the JSON; a plan of another format is replanned."""
+
+
+@dataclass(frozen=True)
+class KeptGathers:
+    """What one loop gathers once, before it starts, instead of in every iteration.
+
+    Attributes:
+      loop: the loop's name.
+      gathers: positions among the gathers in it that are the same every iteration.
+    """
+
+    loop: str
+    gathers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a compiled program is expected to take on one device.
+
+    Attributes:
+      step_s: simulated seconds a step.
+      compute_s: of them, kernels.
+      communication_s: seconds the network is busy.
+      exposed_s: seconds spent waiting for the network.
+      peak_bytes: XLA's figure: arguments and temporaries.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What became of one pass's proposal.
+
+    Attributes:
+      pass_name: the pass.
+      decision: in words.
+      before, after: the program without and with it; ``after`` is None where it could not be compiled.
+      taken: whether it is part of the plan.
+      reason: why, or why not.
+      wall_s: seconds deciding, rewriting, compiling and simulating took.
+    """
+
+    pass_name: str
+    decision: str
+    before: Prediction
+    after: Prediction | None
+    taken: bool
+    reason: str
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions for one program on one mesh.
+
+    Attributes:
+      fingerprint: of the program, the mesh, the device kind and the versions it was made for.
+      loops: how layer loops are pipelined.
+      kept: what stays gathered over a loop.
+      unsharded: positions, among the straight-line gathers that repeat an earlier one, of those that reuse it.
+      options: XLA options, by name.
+      prediction: for the planned program; None for a plan written by hand.
+      records: what was proposed on the way.
+    """
+
+    fingerprint: str
+    loops: tuple[LoopSchedule, ...] = ()
+    kept: tuple[KeptGathers, ...] = ()
+    unsharded: tuple[int, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    prediction: Prediction | None = None
+    records: tuple[Record, ...] = ()
+
+    def replace(self, **changes) -> Plan:
+        """A copy with some decisions changed; ``options`` may be given as a mapping."""
+        if isinstance(changes.get("options"), Mapping):
+            changes["options"] = tuple(sorted(changes["options"].items()))
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, where: str = "the plan") -> Plan:
+        """Reads what ``to_json`` wrote.
+
+        Raises:
+          PlanError: ``text`` is not a plan, or one of another format.
+        """
+        try:
+            fields = json.loads(text)
+            version = fields.pop("format")
+            if version != FORMAT:
+                raise errors.PlanError(where, f"it has format {version}, this version reads {FORMAT}")
+            return _read(cls, fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise errors.PlanError(where, f"it cannot be read ({error})") from error
+
+    def diff(self, other: Plan) -> str:
+        """The decisions that differ, one a line."""
+        mine, theirs = _decisions(self), _decisions(other)
+        lines = [f"- {line}" for line in mine if line not in theirs] + [
+            f"+ {line}" for line in theirs if line not in mine
+        ]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join(_decisions(self)) or "fully sharded, nothing more"
+
+
+def _decisions(plan: Plan) -> list[str]:
+    lines = [
+        f"loop {loop.loop}: gathers {loop.prefetch_layers} layer ahead, reduces {loop.delay_layers} behind, "
+        f"first {loop.first_layers} and last {loop.last_layers} layers apart"
+        for loop in plan.loops
+    ]
+    lines += [f"loop {kept.loop}: gathers {', '.join(map(str, kept.gathers))} once" for kept in plan.kept]
+    lines += [f"repeated gather {position}: reuses the first" for position in plan.unsharded]
+    return lines + [f"option {name} = {value}" for name, value in plan.options]
+
+
+def _read(cls: type, fields: Mapping) -> Any:
+    nested = {"loops": LoopSchedule, "kept": KeptGathers, "records": Record}
+    values = dict(fields)
+    for name, inner in nested.items():
+        if cls is Plan and name in values:
+            values[name] = tuple(_read(inner, item) for item in values[name])
+    for name in ("prediction", "before", "after"):
+        if isinstance(values.get(name), Mapping):
+            values[name] = Prediction(**values[name])
+    for name in ("gathers", "unsharded"):
+        if name in values:
+            values[name] = tuple(values[name])
+    if "options" in values:
+        values["options"] = tuple((str(name), value) for name, value in values["options"])
+    return cls(**values)

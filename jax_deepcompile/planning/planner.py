@@ -1,0 +1,26 @@
+"""From a fully sharded program to the best plan that fits."""
+
+from __future__ import annotations
+
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.planning.pass_manager import Machine, Pass, Trial, run_passes
+from jax_deepcompile.planning.plan import Plan
+from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops, Unshard
+
+DEFAULT_PASSES: tuple[Pass, ...] = (PipelineLoops(), BucketCollectives(), Unshard())
+"""In order: hide communication in loops, join what is left, spend the remaining memory on communicating less."""
+
+
+def make_plan(program: Program, machine: Machine, fingerprint: str, passes: tuple[Pass, ...] = DEFAULT_PASSES) -> Trial:
+    """The best plan for ``program`` on ``machine``, by simulated step time under its memory limit.
+
+    Args:
+      program: fully sharded, local view.
+      machine: what it is for.
+      fingerprint: of the program on the machine; stands in the plan.
+      passes: what to try, in order.
+
+    Raises:
+      MemoryExceededError: the program does not fit, whatever is tried.
+    """
+    return run_passes(program, machine, passes, Plan(fingerprint))

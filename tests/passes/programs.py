@@ -1,0 +1,72 @@
+"""Fully sharded programs to rewrite, and running one on given values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.lowering.emit import emit, sharding_of
+from tests.partition.steps import shapes, training_step
+
+LAYERS, WIDTH, BATCH = 5, 16, 16
+
+
+def layer(x, params):
+    h = jnp.tanh(x @ params["up"] + params["bias"])
+    return x + h @ params["down"]
+
+
+def stack_shapes(layers: int = LAYERS) -> dict:
+    return {"up": (layers, WIDTH, 2 * WIDTH), "down": (layers, 2 * WIDTH, WIDTH), "bias": (layers, 2 * WIDTH)}
+
+
+def run_stack(stack, x, remat: bool = True, reverse: bool = False):
+    body = jax.checkpoint(layer) if remat else layer
+    return lax.scan(lambda x, params: (body(x, params), None), x, stack, reverse=reverse)[0]
+
+
+def stack_loss(params, batch):
+    return jnp.mean(run_stack(params["stack"], batch) ** 2)
+
+
+def sharded(loss: Callable, params, batch=(BATCH, WIDTH), mesh: Mapping[str, int] | None = None, optimizer=None):
+    """The fully sharded training step of ``loss``: the program and its mesh."""
+    optimizer = optimizer or optax.sgd(0.1, momentum=0.9)
+    params = shapes(params)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    step = deepcompile.shard(training_step(loss, optimizer), mesh or {"fsdp": 8})
+    return step.trace(state, shapes(batch)).sharded, step.mesh
+
+
+def run(program: Program, mesh, seed: int = 0) -> list[np.ndarray]:
+    """Every output of ``program`` for random inputs, each equation computed by itself: fused ones round differently."""
+    random = np.random.default_rng(seed)
+    inputs = [
+        jax.device_put(random.normal(size=port.shape).astype(port.dtype) * 0.3, sharding_of(port, program, mesh))
+        for port in program.inputs
+    ]
+    unfused = jax.jit(emit(program, mesh), compiler_options={"xla_disable_hlo_passes": "fusion,cpu-instruction-fusion"})
+    return [np.asarray(value) for value in unfused(*inputs)]
+
+
+def count(program: Program, primitive: str, executed: bool = True) -> int:
+    """How often a step runs ``primitive``; or, if not ``executed``, how many equations of it there are."""
+
+    def of(jaxpr) -> int:
+        total = 0
+        for eqn in jaxpr.eqns:
+            total += eqn.primitive.name == primitive
+            for name in ("jaxpr", "body_jaxpr"):
+                if name in eqn.params:
+                    trips = eqn.params.get("length", 1) if executed else 1
+                    total += trips * of(eqn.params[name].jaxpr)
+        return total
+
+    return of(program.jaxpr.jaxpr if hasattr(program.jaxpr, "jaxpr") else program.jaxpr)

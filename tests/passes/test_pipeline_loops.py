@@ -1,0 +1,158 @@
+"""Pipelined loops compute the same bits, and communicate as often, an iteration earlier or later."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jax_deepcompile.analysis.loops import find_loops, split_body
+from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules, pipeline_loops
+from tests.passes.programs import WIDTH, count, layer, run, run_stack, sharded, stack_loss, stack_shapes
+
+STACK = {"stack": stack_shapes()}
+
+
+def assert_same(program, mesh, schedules):
+    planned = pipeline_loops(program, mesh, schedules)
+    verify(planned)
+    for got, expected in zip(run(planned, mesh), run(program, mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    return planned
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("ahead, behind", [(1, 1), (2, 1), (1, 2), (3, 3), (1, 0), (0, 1)])
+def test_values_and_counts_stay_the_same_at_every_depth(ahead, behind):
+    program, mesh = sharded(stack_loss, STACK)
+    planned = assert_same(program, mesh, choose_schedules(program, ahead, behind))
+    for primitive in ("all_gather", "reduce_scatter", "psum"):
+        assert count(planned, primitive) == count(program, primitive)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_short_loops(layers):
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes(layers)})
+    schedules = choose_schedules(program)
+    assert bool(schedules) == (layers > 1)
+    assert_same(program, mesh, schedules)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("first, last", [(0, 3), (2, 2), (5, 5), (1, 9)])
+def test_peeled_iterations(first, last):
+    program, mesh = sharded(stack_loss, STACK)
+    schedules = [
+        dataclasses.replace(schedule, first_layers=first, last_layers=last) for schedule in choose_schedules(program)
+    ]
+    assert_same(program, mesh, schedules)
+
+
+def no_remat(params, batch):
+    return jnp.mean(run_stack(params["stack"], batch, remat=False) ** 2)
+
+
+def backwards(params, batch):
+    return jnp.mean(run_stack(params["stack"], batch, reverse=True) ** 2)
+
+
+def two_stacks(params, batch):
+    return jnp.mean(run_stack(params["other"], run_stack(params["stack"], batch)) ** 2)
+
+
+def nested(params, batch):
+    def group(x, stack):
+        return run_stack(stack, x), jnp.sum(x, axis=-1).mean()
+
+    x, means = lax.scan(group, batch, params["groups"])
+    return jnp.mean(x**2) + means.sum()
+
+
+def shared_layer(params, batch):
+    def body(x, stack):
+        return layer(layer(x, stack), params["shared"]), None
+
+    return jnp.mean(lax.scan(jax.checkpoint(body), batch, params["stack"])[0] ** 2)
+
+
+ONE = jax.tree.map(lambda shape: shape[1:], stack_shapes(), is_leaf=lambda leaf: isinstance(leaf, tuple))
+CASES = {
+    "no remat": (no_remat, STACK),
+    "backwards": (backwards, STACK),
+    "two stacks": (two_stacks, STACK | {"other": stack_shapes(3)}),
+    "nested": (
+        nested,
+        {"groups": jax.tree.map(lambda shape: (2, *shape), stack_shapes(), is_leaf=lambda s: isinstance(s, tuple))},
+    ),
+    "shared layer": (shared_layer, STACK | {"shared": ONE}),
+}
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 4}], ids=["8", "2x4"])
+@pytest.mark.parametrize("case", CASES)
+def test_loops_of_every_kind(case, mesh):
+    loss, params = CASES[case]
+    program, mesh = sharded(loss, params, mesh=mesh)
+    schedules = choose_schedules(program)
+    assert schedules
+    assert_same(program, mesh, schedules)
+
+
+@pytest.mark.pure
+def test_a_body_is_split_into_what_comes_early_and_what_comes_late():
+    program, _ = sharded(stack_loss, STACK)
+    forward, backward = (split_body(loop.eqn) for loop in find_loops(program.jaxpr))
+    names = [eqn.primitive.name for eqn in forward.early.jaxpr.eqns]
+    assert names.count("all_gather") == 3
+    assert not forward.late_outputs
+    assert "all_gather" not in [eqn.primitive.name for eqn in backward.main.jaxpr.eqns]
+    assert [eqn.primitive.name for eqn in backward.late.jaxpr.eqns].count("reduce_scatter") == 3
+    assert len(backward.late_outputs) == 3
+
+
+def activations_only(params, batch):
+    def body(x, _):
+        return jnp.tanh(x) * 2.0, None
+
+    return jnp.mean((lax.scan(body, batch, length=4)[0] @ params["w"]) ** 2)
+
+
+@pytest.mark.pure
+def test_loops_that_communicate_nothing_are_left_alone():
+    program, mesh = sharded(activations_only, {"w": (WIDTH, WIDTH)})
+    assert choose_schedules(program) == ()
+    assert pipeline_loops(program, mesh, ()) is program
+
+
+def gathers_what_the_layer_made(params, batch):
+    def body(carry, params):
+        x, scale = carry
+        return (layer(x * scale.mean(), params), scale * params["bias"][:WIDTH]), None
+
+    (x, scale), _ = lax.scan(body, (batch, jnp.ones(WIDTH)), params["stack"])
+    return jnp.mean(x**2) + scale.sum()
+
+
+@pytest.mark.cpu_mesh
+def test_what_depends_on_the_carry_is_not_done_ahead():
+    program, mesh = sharded(gathers_what_the_layer_made, STACK)
+    assert_same(program, mesh, choose_schedules(program))
+
+
+@pytest.mark.pure
+def test_a_schedule_reads_in_words():
+    schedule = LoopSchedule("scan.0", 1, 0, 0, 1)
+    assert dataclasses.asdict(schedule) == {
+        "loop": "scan.0",
+        "prefetch_layers": 1,
+        "delay_layers": 0,
+        "first_layers": 0,
+        "last_layers": 1,
+    }
