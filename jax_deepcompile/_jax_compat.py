@@ -22,6 +22,10 @@ def new_var(aval) -> jex.Var:
     return _core.Var(aval)
 
 
+def abstract_array(shape: tuple[int, ...], dtype) -> Any:
+    return _core.ShapedArray(shape, dtype)
+
+
 def open_jaxpr(jaxpr) -> Any:
     """The jaxpr inside a closed one; jaxprs that are open already come back unchanged."""
     # 2026-06, jax 0.11: Jaxpr and ClosedJaxpr are one class, whose `.jaxpr` is itself.

@@ -153,6 +153,19 @@ class PlanError(DeepCompileError, ValueError):
         super().__init__(f"{where} cannot be used: {why}. Drop it, and the step is planned anew.")
 
 
+class PlanCacheWarning(UserWarning):
+    """A cached plan could not be read or kept; the step is planned anew, and nothing else changes."""
+
+
+class PlanMismatchError(DeepCompileError, RuntimeError):
+    def __init__(self, function: str, fingerprints: dict[int, str]) -> None:
+        listed = ", ".join(f"process {process}: {value}" for process, value in fingerprints.items())
+        super().__init__(
+            f"The processes of this run do not agree on what {function} is ({listed}). Collectives of different programs "
+            f"would wait for each other forever. Give every process the same code, shapes, configuration and versions."
+        )
+
+
 class InvariantError(DeepCompileError, AssertionError):
     """A compiler pass broke an invariant of ``ir/verifier.py``: a bug of this package, not of the user's step."""
 

@@ -25,11 +25,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "partition": BASE | {"ir"},
     "analysis": BASE | {"ir"},
     "passes": BASE | {"ir", "analysis", "costs"},
-    "planning": BASE | {"ir", "analysis", "costs", "passes", "lowering"},
+    "planning": BASE | {"ir", "analysis", "costs", "passes", "lowering", "cache"},
+    "cache": BASE | {"planning"},
     "lowering": BASE | {"ir"},
-    "report": BASE | {"ir", "partition"},
-    "stages": BASE | {"ir", "partition", "lowering", "report"},
-    "api": BASE | {"ir", "tracing", "binding", "meshes", "partition", "lowering", "report", "stages"},
+    "report": BASE | {"ir", "partition", "planning"},
+    "stages": BASE | {"ir", "partition", "planning", "lowering", "report"},
+    "api": BASE
+    | {"ir", "tracing", "binding", "meshes", "partition", "costs", "planning", "lowering", "report", "stages"},
     "__init__": {"api", "errors", "lowering", "partition"},
     "cli": {"experiments", "api", "errors", "report"},
 }

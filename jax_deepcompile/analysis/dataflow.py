@@ -59,7 +59,10 @@ def free_variables(eqns: Sequence, targets: Iterable) -> list:
 
 
 def slim_barriers(eqns: Sequence, targets: Iterable) -> list:
-    """``eqns`` without the operands that barriers guard for nobody, and without what only those needed."""
+    """``eqns`` without the operands that barriers guard for nobody, and without what only those needed.
+
+    A barrier of two is how one value is made to wait for another, and stays whole.
+    """
     targets = list(targets)
     while True:
         read = {atom for eqn in eqns for atom in variables(eqn.invars)} | set(variables(targets))
@@ -71,7 +74,7 @@ def slim_barriers(eqns: Sequence, targets: Iterable) -> list:
 
 
 def _slim(eqn, read: set):
-    if eqn.primitive.name != "optimization_barrier":
+    if eqn.primitive.name != "optimization_barrier" or len(eqn.invars) == 2:
         return eqn
     kept = [index for index, var in enumerate(eqn.outvars) if var in read and not is_drop_var(var)]
     if len(kept) == len(eqn.outvars):

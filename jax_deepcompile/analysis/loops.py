@@ -17,6 +17,7 @@ from jax_deepcompile.analysis.dataflow import (
     variables,
     without_barriers,
 )
+from jax_deepcompile.analysis.leading import collectives_along_leading_dimension
 from jax_deepcompile.ir.traversal import nested_jaxprs
 
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while", "cond"})
@@ -106,7 +107,7 @@ def split_body(eqn) -> SplitBody:
         main(c, x, W): y = dot(c, W); p = dot(x, y) -> y, p
         late(p): g = reduce_scatter(p) -> g
     """
-    body = open_jaxpr(eqn.params["jaxpr"])
+    body = collectives_along_leading_dimension(open_jaxpr(eqn.params["jaxpr"]))
     num_consts, num_carry = scan_counts(eqn)
     carried = set(body.invars[num_consts : num_consts + num_carry])
     gathers, early_eqns = _early(body, carried)

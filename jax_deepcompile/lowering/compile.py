@@ -26,7 +26,12 @@ def double_buffering() -> Options:
 
 
 def combiner_options(gather_bytes: int, reduce_bytes: int) -> Options:
-    """Neighbouring collectives become one, up to so many bytes of whole values."""
+    """Neighbouring collectives become one.
+
+    Args:
+      gather_bytes: up to so many bytes of gathered values.
+      reduce_bytes: up to so many bytes of what a device keeps of the reduced values; XLA counts results.
+    """
     return {
         "xla_gpu_all_gather_combine_threshold_bytes": gather_bytes,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": reduce_bytes,

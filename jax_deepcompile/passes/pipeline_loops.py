@@ -125,15 +125,14 @@ class _Pipeline:
         carried = body.invars[num_consts : num_consts + num_carry]
         work = _Work(self, consts, stacks_in, carried)
         outs = tuple(jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:])
-        state = _State(operands[num_consts : num_consts + num_carry], (), (), outs)
+        gathered = tuple(work.gather(t) for t in range(min(self.schedule.prefetch_layers, self.loop.length)))
+        state = _State(operands[num_consts : num_consts + num_carry], gathered, (), outs)
         return self._iterate(work, state)
 
     def _iterate(self, work: _Work, state: _State) -> Sequence:
         length, ahead, behind = self.loop.length, self.schedule.prefetch_layers, self.schedule.delay_layers
         first = min(max(self.schedule.first_layers, behind), length)
         last = min(max(self.schedule.last_layers, ahead), length - first)
-        if ahead:
-            state = _replace(state, gathered=tuple(work.gather(t) for t in range(min(ahead, length))))
         for t in range(first):
             state = work.iteration(state, t)
         trips = length - first - last
@@ -171,41 +170,47 @@ class _Work:
         return self._run(self.pipeline.split.early, self._reader(t))
 
     def iteration(self, state: _State, t) -> _State:
-        """Iteration ``t``: gathers for a later one, reduces for an earlier one, and computes its own layer."""
+        """Iteration ``t``: gathers for a later one, reduces for an earlier one, and computes its own layer.
+
+        Apart from the loop nothing would keep XLA from putting all gradients and reductions off to the very end, so there
+        the next iteration waits for this one's, as it does in a loop.
+        """
         schedule, split = self.pipeline.schedule, self.pipeline.split
-        gathered = state.gathered
+        gathered, pending, reduced = state.gathered, state.pending, {}
         length = self.pipeline.loop.length
         if not isinstance(t, int) or t + schedule.prefetch_layers < length:
             gathered = (*gathered, self.gather(t + schedule.prefetch_layers))
-        if len(state.pending) == schedule.delay_layers and schedule.delay_layers:
-            state = self.reduce_oldest(state, t - schedule.delay_layers)
+        if schedule.delay_layers and len(pending) == schedule.delay_layers:
+            reduced, pending = self._reduced(pending[0], t - schedule.delay_layers), pending[1:]
         made = dict(zip(self.carried, state.carry, strict=True))
         made |= dict(zip(split.early.outputs, gathered[0], strict=True))
         results = self._run(split.main, self._reader(t, made))
         carry, rest = results[: len(self.carried)], results[len(self.carried) :]
-        count = len(state.stacks) - len(split.late_outputs)
-        state = self._store(state, t, dict(zip(self._now_outputs(state), rest[:count], strict=True)))
-        state = _State(carry, gathered[1:], (*state.pending, tuple(rest[count:])), state.stacks)
+        if isinstance(t, int) and reduced:
+            carry, rest, reduced = lax.optimization_barrier((carry, rest, reduced))
+        now = [index for index in range(len(state.stacks)) if index not in split.late_outputs]
+        stacks = self._stored(state.stacks, t - schedule.delay_layers, reduced)
+        stacks = self._stored(stacks, t, dict(zip(now, rest[: len(now)], strict=True)))
+        state = _State(carry, gathered[1:], (*pending, tuple(rest[len(now) :])), stacks)
         return state if schedule.delay_layers else self.reduce_oldest(state, t)
 
     def reduce_oldest(self, state: _State, t) -> _State:
         """Finishes the outputs of iteration ``t``, the oldest that is pending."""
+        stacks = self._stored(state.stacks, t, self._reduced(state.pending[0], t))
+        return _State(state.carry, state.gathered, state.pending[1:], stacks)
+
+    def _reduced(self, pending: tuple, t) -> dict[int, Any]:
+        """The outputs, by position, that iteration ``t`` left to finish."""
         split = self.pipeline.split
-        pending_vars = split.main.outputs[len(split.main.outputs) - len(state.pending[0]) :]
-        made = dict(zip(pending_vars, state.pending[0], strict=True))
-        results = self._run(split.late, self._reader(t, made))
-        state = self._store(state, t, dict(zip(split.late_outputs, results, strict=True)))
-        return _replace(state, pending=state.pending[1:])
+        made = dict(zip(split.main.outputs[len(split.main.outputs) - len(pending) :], pending, strict=True))
+        return dict(zip(split.late_outputs, self._run(split.late, self._reader(t, made)), strict=True))
 
-    def _now_outputs(self, state: _State) -> list[int]:
-        late = self.pipeline.split.late_outputs
-        return [index for index in range(len(state.stacks)) if index not in late]
-
-    def _store(self, state: _State, t, values: dict[int, Any]) -> _State:
-        stacks = list(state.stacks)
-        for index, value in values.items():
-            stacks[index] = lax.dynamic_update_index_in_dim(stacks[index], value, self._layer(t), 0)
-        return _replace(state, stacks=tuple(stacks))
+    def _stored(self, stacks: tuple, t, values: dict[int, Any]) -> tuple:
+        layer = self._layer(t)
+        return tuple(
+            lax.dynamic_update_index_in_dim(stack, values[index], layer, 0) if index in values else stack
+            for index, stack in enumerate(stacks)
+        )
 
     def _layer(self, t):
         loop = self.pipeline.loop
@@ -228,8 +233,3 @@ class _Work:
 
     def _run(self, part: Part, read: Callable) -> list:
         return eval_local(part.jaxpr, [read(var) for var in part.inputs])
-
-
-def _replace(state: _State, **changes) -> _State:
-    fields = {"carry": state.carry, "gathered": state.gathered, "pending": state.pending, "stacks": state.stacks}
-    return _State(**(fields | changes))

@@ -24,6 +24,10 @@ def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
         if schedule.loop not in known:
             raise errors.PlanError("the plan", f"it pipelines {schedule.loop}, which the program does not have")
     planned = pipeline_loops(program, mesh, plan.loops)
+    known = {loop.name for loop in find_loops(planned.jaxpr)}
+    for kept in plan.kept:
+        if kept.loop not in known:
+            raise errors.PlanError("the plan", f"it keeps gathers over {kept.loop}, which the program does not have")
     planned = keep_over_microbatches(planned, mesh, {kept.loop: kept.gathers for kept in plan.kept})
     if plan.unsharded:
         planned = _unshard(planned, plan)

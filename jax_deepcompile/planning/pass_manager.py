@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.lowering.hlo import parse_module
+from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.plan import Plan, Prediction, Record
 
 
 @dataclass(frozen=True)
-class Machine:
+class Environment:
     """What a program is planned for.
 
     Attributes:
@@ -70,60 +69,68 @@ class Pass(Protocol):
     @property
     def name(self) -> str: ...
 
-    def propose(self, base: Program, now: Trial, machine: Machine) -> Iterable[Proposal]:
+    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterable[Proposal]:
         """Plans that may be better than ``now``'s, the most promising first.
 
         Args:
           base: the fully sharded program that plans are carried out on.
           now: the best so far.
-          machine: what it is for.
+          environment: what it is for.
         """
         ...
 
 
-def run_passes(base: Program, machine: Machine, passes: Sequence[Pass], start: Plan) -> Trial:
+def run_passes(base: Program, environment: Environment, passes: Sequence[Pass], start: Plan) -> Trial:
     """The best plan found: each pass's proposals are tried in turn, and the best that fits and gains is kept.
 
     Raises:
       MemoryExceededError: not even ``start`` fits the limit.
     """
-    now = attempt(base, start, machine)
+    now = attempt(base, start, environment)
     records: list[Record] = []
     for step in passes:
-        best = now
-        for proposal in step.propose(base, now, machine):
-            began = time.perf_counter()
-            trial = attempt(base, proposal.plan, machine)
-            reason = _objection(trial, best, machine)
-            records.append(
-                Record(
-                    step.name,
-                    proposal.decision,
-                    now.prediction,
-                    trial.prediction,
-                    not reason,
-                    reason or _gain(now, trial),
-                    time.perf_counter() - began,
-                )
-            )
-            best = best if reason else trial
-        records = _only_last_taken(records, step.name)
-        now = best
-    if machine.limit_bytes is not None and now.prediction.peak_bytes > machine.limit_bytes:
-        raise errors.MemoryExceededError(base.name, now.prediction.peak_bytes, machine.limit_bytes, now.argument_bytes)
+        for _ in range(_ROUNDS):
+            best, tried = _best_proposal(step, base, now, environment)
+            records += tried
+            if best is now:
+                break
+            now = best
+    if environment.limit_bytes is not None and now.prediction.peak_bytes > environment.limit_bytes:
+        raise errors.MemoryExceededError(
+            base.name, now.prediction.peak_bytes, environment.limit_bytes, now.argument_bytes
+        )
     plan = now.plan.replace(prediction=now.prediction, records=tuple(records))
     return Trial(plan, now.program, now.simulation, now.prediction, now.argument_bytes)
 
 
-def attempt(base: Program, plan: Plan, machine: Machine) -> Trial:
+_ROUNDS = 3
+"""How often a pass that gained is asked again, now that the truth about its last proposal is known."""
+
+
+def _best_proposal(step: Pass, base: Program, now: Trial, environment: Environment) -> tuple[Trial, list[Record]]:
+    best, records = now, []
+    for proposal in step.propose(base, now, environment):
+        began = time.perf_counter()
+        trial = attempt(base, proposal.plan, environment)
+        reason = _objection(trial, best, environment)
+        wall_s = time.perf_counter() - began
+        change = reason or f"{best.prediction.step_s:.4g} s to {trial.prediction.step_s:.4g}"
+        records.append(
+            Record(step.name, proposal.decision, best.prediction, trial.prediction, not reason, change, wall_s)
+        )
+        best = best if reason else trial
+    return best, records
+
+
+def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
     """Rewrites, compiles and simulates."""
-    program = apply_plan(base, machine.mesh, plan)
-    options = compile_options(machine.platform) | dict(plan.options)
-    compiled = lower(program, machine.mesh, machine.platform).compile(compiler_options=options or None)
+    program = apply_plan(base, environment.mesh, plan)
+    options = compile_options(environment.platform) | dict(plan.options)
+    compiled = lower(program, environment.mesh, environment.platform).compile(compiler_options=options or None)
     memory = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
     peak = arguments + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-    simulation = simulate(parse_module(compiled.as_text() or ""), machine.costs)
+    simulation = simulate(read(compiled.as_text() or ""), environment.costs)
     prediction = Prediction(
         simulation.step_s,
         simulation.compute_s,
@@ -134,9 +141,9 @@ def attempt(base: Program, plan: Plan, machine: Machine) -> Trial:
     return Trial(plan, program, simulation, prediction, arguments)
 
 
-def _objection(trial: Trial, best: Trial, machine: Machine) -> str:
+def _objection(trial: Trial, best: Trial, environment: Environment) -> str:
     """Why ``trial`` does not replace ``best``; empty if it does."""
-    peak, limit = trial.prediction.peak_bytes, machine.limit_bytes
+    peak, limit = trial.prediction.peak_bytes, environment.limit_bytes
     fits = limit is None or peak <= limit
     best_fits = limit is None or best.prediction.peak_bytes <= limit
     if not fits and (best_fits or peak >= best.prediction.peak_bytes):
@@ -146,20 +153,3 @@ def _objection(trial: Trial, best: Trial, machine: Machine) -> str:
     if trial.prediction.step_s >= best.prediction.step_s:
         return f"no faster: {trial.prediction.step_s:.4g} s against {best.prediction.step_s:.4g}"
     return ""
-
-
-def _gain(before: Trial, after: Trial) -> str:
-    return f"{before.prediction.step_s:.4g} s to {after.prediction.step_s:.4g}"
-
-
-def _only_last_taken(records: list[Record], name: str) -> list[Record]:
-    """Of one pass's proposals only the last that was an improvement is part of the plan."""
-    taken = [index for index, record in enumerate(records) if record.pass_name == name and record.taken]
-    return [
-        _outdone(record) if record.taken and record.pass_name == name and index != taken[-1] else record
-        for index, record in enumerate(records)
-    ]
-
-
-def _outdone(record: Record) -> Record:
-    return dataclasses.replace(record, taken=False, reason="a later proposal was better")

@@ -6,12 +6,11 @@ Plans are JSON, compare and print readably, can be edited by hand with ``plan.re
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jax_deepcompile import errors
+from jax_deepcompile.costs import frozen_json
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 
 FORMAT = 1
@@ -90,7 +89,7 @@ class Plan:
     loops: tuple[LoopSchedule, ...] = ()
     kept: tuple[KeptGathers, ...] = ()
     unsharded: tuple[int, ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, bool | int | str], ...] = ()
     prediction: Prediction | None = None
     records: tuple[Record, ...] = ()
 
@@ -101,7 +100,7 @@ class Plan:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1)
+        return frozen_json.dump(_Document(FORMAT, self))
 
     @classmethod
     def from_json(cls, text: str, where: str = "the plan") -> Plan:
@@ -111,11 +110,10 @@ class Plan:
           PlanError: ``text`` is not a plan, or one of another format.
         """
         try:
-            fields = json.loads(text)
-            version = fields.pop("format")
-            if version != FORMAT:
-                raise errors.PlanError(where, f"it has format {version}, this version reads {FORMAT}")
-            return _read(cls, fields)
+            data = frozen_json.parse(text)
+            if not isinstance(data, dict) or data.get("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+            return frozen_json.read(_Document, data).plan
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise errors.PlanError(where, f"it cannot be read ({error})") from error
 
@@ -142,18 +140,7 @@ def _decisions(plan: Plan) -> list[str]:
     return lines + [f"option {name} = {value}" for name, value in plan.options]
 
 
-def _read(cls: type, fields: Mapping) -> Any:
-    nested = {"loops": LoopSchedule, "kept": KeptGathers, "records": Record}
-    values = dict(fields)
-    for name, inner in nested.items():
-        if cls is Plan and name in values:
-            values[name] = tuple(_read(inner, item) for item in values[name])
-    for name in ("prediction", "before", "after"):
-        if isinstance(values.get(name), Mapping):
-            values[name] = Prediction(**values[name])
-    for name in ("gathers", "unsharded"):
-        if name in values:
-            values[name] = tuple(values[name])
-    if "options" in values:
-        values["options"] = tuple((str(name), value) for name, value in values["options"])
-    return cls(**values)
+@dataclass(frozen=True)
+class _Document:
+    format: int
+    plan: Plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planning.pass_manager import Machine, Pass, Trial, run_passes
+from jax_deepcompile.planning.pass_manager import Environment, Pass, Trial, run_passes
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops, Unshard
 
@@ -11,16 +11,18 @@ DEFAULT_PASSES: tuple[Pass, ...] = (PipelineLoops(), BucketCollectives(), Unshar
 """In order: hide communication in loops, join what is left, spend the remaining memory on communicating less."""
 
 
-def make_plan(program: Program, machine: Machine, fingerprint: str, passes: tuple[Pass, ...] = DEFAULT_PASSES) -> Trial:
-    """The best plan for ``program`` on ``machine``, by simulated step time under its memory limit.
+def make_plan(
+    program: Program, environment: Environment, fingerprint: str, passes: tuple[Pass, ...] = DEFAULT_PASSES
+) -> Trial:
+    """The best plan for ``program`` on ``environment``, by simulated step time under its memory limit.
 
     Args:
       program: fully sharded, local view.
-      machine: what it is for.
-      fingerprint: of the program on the machine; stands in the plan.
+      environment: what it is for.
+      fingerprint: of the program on the environment; stands in the plan.
       passes: what to try, in order.
 
     Raises:
       MemoryExceededError: the program does not fit, whatever is tried.
     """
-    return run_passes(program, machine, passes, Plan(fingerprint))
+    return run_passes(program, environment, passes, Plan(fingerprint))

@@ -9,11 +9,12 @@ from typing import Any
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import hoistable_gathers, size_bytes
 from jax_deepcompile.analysis.loops import Loop, find_loops, split_body
+from jax_deepcompile.costs.program_time import ranks_per_node
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import combiner_options, double_buffering
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules, pipeline_loops
 from jax_deepcompile.passes.unshard import regathers
-from jax_deepcompile.planning.pass_manager import Machine, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import KeptGathers, Plan
 
 
@@ -23,7 +24,7 @@ class PipelineLoops:
 
     name: str = "pipeline_loops"
 
-    def propose(self, base: Program, now: Trial, machine: Machine) -> Iterator[Proposal]:
+    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
         schedules = choose_schedules(base)
         if not schedules:
             return
@@ -40,11 +41,11 @@ class BucketCollectives:
 
     name: str = "bucket_collectives"
 
-    def propose(self, base: Program, now: Trial, machine: Machine) -> Iterator[Proposal]:
-        size = machine.costs.bandwidth_bound_bytes()
+    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
+        size = _bandwidth_bound_bytes(base, environment)
         if now.plan.loops:
             return
-        options = dict(now.plan.options) | combiner_options(size, size)
+        options = dict(now.plan.options) | combiner_options(size, size // base.mesh.size)
         yield Proposal(now.plan.replace(options=options), f"buckets of {size / 2**20:.0f} MiB")
 
 
@@ -54,24 +55,46 @@ class Unshard:
 
     name: str = "unshard"
 
-    def propose(self, base: Program, now: Trial, machine: Machine) -> Iterator[Proposal]:
-        if machine.limit_bytes is None:
+    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
+        expected = now.prediction
+        if environment.limit_bytes is None or expected.exposed_s < _WORTH_IT * expected.step_s:
             return
-        free_bytes = machine.limit_bytes - now.prediction.peak_bytes
         pairs = layer_stacks(base, now.plan)
         if not pairs:
             return
         per_layer = sum(gathered_bytes(forward) for forward, _ in pairs)
-        fits = int(free_bytes // per_layer)
+        more = int((environment.limit_bytes - expected.peak_bytes) // per_layer)
         longest = max(forward.length for forward, _ in pairs)
-        for layers in _candidates(min(fits, longest - 1)):
-            plan = keep_layers(now.plan, pairs, layers)
-            plan = keep_over_loops(base, plan, machine)
-            yield Proposal(plan, f"{layers} of {longest} layers stay gathered ({layers * per_layer / 2**30:.1f} GiB)")
+        already = kept_layers(now.plan, pairs)
+        layers = min(already + more, longest - 1)
+        if layers > already:
+            plan = keep_over_loops(base, keep_layers(now.plan, pairs, layers), environment)
+            yield Proposal(plan, f"{layers} of {longest} layers stay gathered, {per_layer / 2**30:.2f} GiB each")
+
+
+_WORTH_IT = 0.01
+"""The share of a step that must be exposed communication before memory is spent on it."""
+
+_LATENCY_SHARE = 0.05
+"""Of a bucket's time: beyond that, joining more saves less than it delays."""
+
+
+def _bandwidth_bound_bytes(program: Program, environment: Environment) -> int:
+    """The smallest power of two of bytes whose gather spends no more than ``_LATENCY_SHARE`` on latency."""
+    costs, names = environment.costs, list(program.mesh.names)
+    ranks = ranks_per_node(names, program.mesh, costs)
+
+    def seconds(size: int) -> float:
+        return costs.collective_s("all-gather", size, program.mesh.size, ranks)
+
+    size = 1 << 20
+    while seconds(1) > _LATENCY_SHARE * seconds(size) and size < 1 << 32:
+        size *= 2
+    return size
 
 
 def layer_bytes(program: Program) -> tuple[int, int]:
-    """The most bytes that one iteration of a layer loop gathers, and reduces."""
+    """The most bytes that one iteration of a layer loop gathers, and keeps of what it reduces."""
     splits = [split_body(loop.eqn) for loop in find_loops(program.jaxpr)]
     gathered = max(sum(map(size_bytes, split.early.outputs)) for split in splits)
     reduced = max(sum(_reduced_bytes(eqn) for eqn in split.late.jaxpr.eqns) for split in splits)
@@ -79,7 +102,7 @@ def layer_bytes(program: Program) -> tuple[int, int]:
 
 
 def _reduced_bytes(eqn: Any) -> int:
-    return sum(size_bytes(atom) for atom in eqn.invars) if eqn.primitive.name in ("reduce_scatter", "psum") else 0
+    return sum(map(size_bytes, eqn.outvars)) if eqn.primitive.name == "reduce_scatter" else 0
 
 
 def gathered_bytes(loop: Loop) -> int:
@@ -126,9 +149,21 @@ def keep_layers(plan: Plan, pairs: list[tuple[Loop, Loop]], layers: int) -> Plan
     return plan.replace(loops=tuple(schedules[schedule.loop] for schedule in plan.loops))
 
 
-def keep_over_loops(base: Program, plan: Plan, machine: Machine) -> Plan:
+def kept_layers(plan: Plan, pairs: list[tuple[Loop, Loop]]) -> int:
+    """How many layers ``plan`` already runs apart at the turn from forward to backward, and so keeps gathered."""
+    schedules = {schedule.loop: schedule for schedule in plan.loops}
+    return min(
+        min(
+            schedules[forward.name].last_layers - schedules[forward.name].prefetch_layers,
+            schedules[backward.name].first_layers,
+        )
+        for forward, backward in pairs
+    )
+
+
+def keep_over_loops(base: Program, plan: Plan, environment: Environment) -> Plan:
     """Everything that the loops around the layer loops gather alike in every iteration is gathered once."""
-    program = pipeline_loops(base, machine.mesh, plan.loops)
+    program = pipeline_loops(base, environment.mesh, plan.loops)
     kept = [
         KeptGathers(loop.name, tuple(range(len(hoistable_gathers(loop.eqn)))))
         for loop in find_loops(program.jaxpr)
@@ -141,7 +176,3 @@ def repeated(program: Program) -> int:
     """How many straight-line gathers repeat an earlier one."""
     jaxpr = open_jaxpr(program.jaxpr)
     return len(regathers(jaxpr, jaxpr.invars))
-
-
-def _candidates(most: int) -> list[int]:
-    return [count for count in dict.fromkeys((most, most * 3 // 4, most // 2)) if count > 0]

@@ -1,0 +1,44 @@
+"""Memory limits as users write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from jax_deepcompile import errors
+from jax_deepcompile.planning.limits import RESERVE_FRACTION, limit_bytes
+
+pytestmark = pytest.mark.pure
+
+DEVICE_BYTES = 80 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (72 * 2**30, 72 * 2**30),
+        ("72GiB", 72 * 2**30),
+        ("72 gib", 72 * 2**30),
+        ("1.5GB", 1_500_000_000),
+        ("4096", 4096),
+        (0.5, DEVICE_BYTES // 2),
+        (1.0, DEVICE_BYTES),
+        (None, int(DEVICE_BYTES * (1 - RESERVE_FRACTION))),
+    ],
+)
+def test_limits_are_bytes_a_device(limit, expected):
+    assert limit_bytes(limit, DEVICE_BYTES) == expected
+
+
+def test_devices_without_memory_of_their_own_have_no_limit():
+    assert limit_bytes(None, None) is None
+
+
+@pytest.mark.parametrize("limit", ["lots", "", "72 parsecs", "-1GiB", "0", 0, -5, 1.5e-9 - 1, True])
+def test_other_limits_are_refused(limit):
+    with pytest.raises(errors.MemoryLimitError, match="is not understood. Give bytes"):
+        limit_bytes(limit, DEVICE_BYTES)
+
+
+def test_a_fraction_of_an_unknown_memory_is_refused():
+    with pytest.raises(errors.MemoryLimitError, match="memory_limit=0.9"):
+        limit_bytes(0.9, None)

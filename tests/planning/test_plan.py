@@ -1,0 +1,119 @@
+"""Plans are values: they survive JSON, say how they differ, and are refused when they make no sense."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jax_deepcompile import errors
+from jax_deepcompile.cache import PlanCache
+from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
+from jax_deepcompile.planning.apply import apply_plan
+from jax_deepcompile.planning.plan import KeptGathers, Plan, Prediction, Record
+from tests.passes.programs import sharded, stack_loss, stack_shapes
+
+pytestmark = pytest.mark.pure
+
+EXPECTED = Prediction(1.25, 1.0, 0.5, 0.25, 10**9)
+PLAN = Plan(
+    "0123",
+    loops=(LoopSchedule("scan.0", 1, 0, 0, 3), LoopSchedule("scan.1", 1, 1, 3, 1)),
+    kept=(KeptGathers("scan.2", (0, 4)),),
+    unsharded=(1,),
+    options=(("xla_gpu_enable_while_loop_double_buffering", True), ("xla_gpu_threshold", 1 << 20)),
+    prediction=EXPECTED,
+    records=(Record("pipeline_loops", "two loops", EXPECTED, None, False, "does not compile", 0.5),),
+)
+
+
+def test_json_gives_the_same_plan_back():
+    assert Plan.from_json(PLAN.to_json()) == PLAN
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "null",
+        PLAN.to_json()[:-20],
+        PLAN.to_json().replace('"format": 1', '"format": 99'),
+        PLAN.to_json().replace("prefetch_layers", "prefetch_players"),
+        PLAN.to_json().replace('"scan.0"', "7"),
+    ],
+    ids=["empty", "no fields", "a list", "null", "cut off", "another format", "unknown key", "wrong type"],
+)
+def test_what_is_no_plan_is_refused(text):
+    with pytest.raises(errors.PlanError, match="somewhere.json cannot be used: it cannot be read .*planned anew"):
+        Plan.from_json(text, "somewhere.json")
+
+
+def test_a_plan_can_be_edited_by_hand():
+    edited = PLAN.replace(options={"xla_b": 1, "xla_a": False}, unsharded=())
+    assert edited.options == (("xla_a", False), ("xla_b", 1))
+    assert "- repeated gather 1: reuses the first" in PLAN.diff(edited).splitlines()
+    assert "+ option xla_a = False" in PLAN.diff(edited).splitlines()
+    assert PLAN.diff(PLAN) == ""
+
+
+def test_a_plan_reads_in_words():
+    assert str(Plan("0")) == "fully sharded, nothing more"
+    assert str(PLAN).splitlines()[0] == (
+        "loop scan.0: gathers 1 layer ahead, reduces 0 behind, first 0 and last 3 layers apart"
+    )
+
+
+def test_a_plan_that_says_nothing_changes_nothing():
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
+    assert apply_plan(program, mesh, Plan("0")) is program
+    assert apply_plan(program, mesh, Plan("0", loops=choose_schedules(program))) is not program
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (Plan("0", loops=(LoopSchedule("scan.9"),)), "it pipelines scan.9, which the program does not have"),
+        (Plan("0", unsharded=(7,)), "it keeps repeated gather 7 of 0"),
+        (
+            Plan("0", kept=(KeptGathers("scan.9", (0,)),)),
+            "it keeps gathers over scan.9, which the program does not have",
+        ),
+    ],
+)
+def test_a_plan_for_another_program_is_refused(plan, why):
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
+    with pytest.raises(errors.PlanError, match=why):
+        apply_plan(program, mesh, plan)
+
+
+def test_the_cache_gives_back_what_it_was_given(tmp_path):
+    cache = PlanCache(tmp_path)
+    assert cache.load(PLAN.fingerprint) is None
+    cache.store(PLAN)
+    assert cache.load(PLAN.fingerprint) == PLAN
+    assert [path.name for path in (tmp_path / "plans").iterdir()] == ["0123.json"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", json.dumps({"format": 0}).encode()])
+def test_a_corrupt_entry_is_reported_and_left_out(tmp_path, content):
+    cache = PlanCache(tmp_path)
+    cache.store(PLAN)
+    (tmp_path / "plans" / "0123.json").write_bytes(content)
+    with pytest.warns(errors.PlanCacheWarning, match="is not used: .*planned anew"):
+        assert cache.load("0123") is None
+
+
+def test_a_foreign_entry_is_reported_and_left_out(tmp_path):
+    cache = PlanCache(tmp_path)
+    cache.store(PLAN)
+    (tmp_path / "plans" / "0123.json").rename(tmp_path / "plans" / "4567.json")
+    with pytest.warns(errors.PlanCacheWarning, match="it was made for another program"):
+        assert cache.load("4567") is None
+
+
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path):
+    (tmp_path / "plans").write_text("a file where the folder should be")
+    with pytest.warns(errors.PlanCacheWarning, match="the plan was not kept"):
+        PlanCache(tmp_path).store(PLAN)
