@@ -65,6 +65,22 @@ class TargetUnavailableError(DeepCompileError, RuntimeError):
         )
 
 
+class ProfileFormatError(DeepCompileError, ValueError):
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(
+            f"{name} is not a profile: {problem}. Take the profile again (deepcompile profile); profiles are not meant "
+            f"to be edited, and not kept from one format to the next."
+        )
+
+
+class ProfileMismatchError(DeepCompileError, ValueError):
+    def __init__(self, what: str, expected: str, found: str) -> None:
+        super().__init__(
+            f"the profile is of another {what}: expected {expected}, found {found}. Take a profile of this {what}; "
+            f"without one, costs come from the analytical model."
+        )
+
+
 class LeafTypeError(DeepCompileError, TypeError):
     def __init__(self, path: str, leaf: object) -> None:
         super().__init__(

@@ -1,0 +1,109 @@
+"""Frozen dataclasses as JSON, read back strictly.
+
+Fields may be ``str``, ``int``, ``float``, ``bool``, string enums, frozen dataclasses, tuples of these, and any of them
+or None. Nothing is guessed: an unknown key, a missing one or a value of another type is an error that says where it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from enum import StrEnum
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def dump(value: Any) -> str:
+    """The dataclass ``value`` as JSON text; infinities and NaN are refused."""
+    return json.dumps(dataclasses.asdict(value), allow_nan=False, indent=1)
+
+
+def parse(text: str) -> Any:
+    """The JSON value that ``text`` is.
+
+    Raises:
+      ValueError: it is none, or holds a number that JSON does not have.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+
+
+def read(kind: type[T], data: Any) -> T:
+    """The value of the dataclass ``kind`` that ``dump`` made JSON of.
+
+    Args:
+      kind: a frozen dataclass.
+      data: what ``parse`` made of the text.
+
+    Raises:
+      ValueError: it is another; says which field, what was expected and what was found.
+    """
+    return _read(kind, data, "")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number that JSON has")
+
+
+def _read(kind: Any, data: Any, path: str) -> Any:
+    """``data`` as a value of the type ``kind``; ``path`` says where it stands."""
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        inner = next(arg for arg in get_args(kind) if arg is not type(None))
+        return None if data is None else _read(inner, data, path)
+    if origin is tuple:
+        return _read_tuple(get_args(kind), data, path)
+    if dataclasses.is_dataclass(kind):
+        return _read_fields(kind, data, path)
+    if issubclass(kind, StrEnum):
+        known = [member.value for member in kind]
+        return kind(data) if data in known else _refuse(path, f"one of {', '.join(known)}", data)
+    if kind is float and type(data) is int:
+        return float(data)
+    return data if type(data) is kind else _refuse(path, kind.__name__, data)
+
+
+def _read_fields(kind: Any, data: Any, path: str) -> Any:
+    hints = {field.name: hint for field, hint in zip(dataclasses.fields(kind), _field_types(kind), strict=True)}
+    if not isinstance(data, dict):
+        _refuse(path, f"an object with {', '.join(hints)}", data)
+    for name in data:
+        if name not in hints:
+            raise ValueError(f"{_join(path, name)}: an unknown key; there are {', '.join(hints)}")
+    for name in hints:
+        if name not in data:
+            raise ValueError(f"{_join(path, name)}: missing")
+    values = {name: _read(hint, data[name], _join(path, name)) for name, hint in hints.items()}
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{path or kind.__name__}: {error}") from error
+
+
+def _field_types(kind: Any) -> list[Any]:
+    hints = get_type_hints(kind)
+    return [hints[field.name] for field in dataclasses.fields(kind)]
+
+
+def _read_tuple(kinds: tuple, data: Any, path: str) -> tuple:
+    if not isinstance(data, list):
+        _refuse(path, "a list", data)
+    each = [kinds[0]] * len(data) if kinds[-1] is Ellipsis else kinds
+    if len(each) != len(data):
+        _refuse(path, f"{len(each)} values", data)
+    return tuple(
+        _read(kind, item, f"{path}[{index}]") for index, (kind, item) in enumerate(zip(each, data, strict=True))
+    )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _refuse(path: str, expected: str, found: Any) -> Any:
+    shown = repr(found)
+    raise ValueError(f"{path or 'the whole'}: expected {expected}, found {shown[:60]}")
