@@ -50,6 +50,12 @@ class Profile:
     step: StepTime | None = None
     memory: MemoryFigures | None = None
 
+    def __post_init__(self) -> None:
+        for entries in (self.ops, self.collectives, self.copies):
+            keys = [entry.key for entry in entries]
+            if len(set(keys)) < len(keys):
+                raise ValueError(f"two entries for {next(key for key in keys if keys.count(key) > 1)}")
+
     def collective_s(self, kind: CollectiveKind, axes: Sequence[str], size_bytes: float) -> float | None:
         """Seconds of one collective over ``axes``, in mesh order; None if that was not measured."""
         entry = self._collectives.get((kind, tuple(axes)))
