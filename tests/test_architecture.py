@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": BASE | {"ir", "analysis", "costs", "passes", "lowering", "cache"},
     "cache": BASE | {"planning"},
     "lowering": BASE | {"ir"},
-    "costs": BASE | {"ir"},
+    "costs": BASE | {"ir", "analysis", "lowering"},
     "profilers": BASE | {"ir", "meshes", "lowering", "costs"},
     "report": BASE | {"ir", "partition", "planning"},
     "stages": BASE | {"ir", "partition", "planning", "lowering", "report"},
