@@ -189,6 +189,31 @@ class InvariantError(DeepCompileError, AssertionError):
         super().__init__(f"invariant {number} does not hold ({invariant}): {found}. Please report this as a bug.")
 
 
+class MalformedHloError(DeepCompileError, ValueError):
+    def __init__(self, line: int, found: str) -> None:
+        where = f"line {line}" if line else "the text"
+        super().__init__(
+            f"this is not the text of a whole compiled program: {where}: {found}. Pass what Compiled.as_text() "
+            f"returns, unabridged."
+        )
+
+
+class UnscheduledHloError(DeepCompileError, ValueError):
+    def __init__(self, module: str) -> None:
+        super().__init__(
+            f"module {module} is not scheduled, so nothing says in which order its operations run. Pass the text of a "
+            f"compiled program, lowered.compile().as_text(), not of a lowered one."
+        )
+
+
+class UnknownOperationError(DeepCompileError, NotImplementedError):
+    def __init__(self, opcode: str, name: str) -> None:
+        super().__init__(
+            f"the compiled program has the operation {opcode} (%{name}), which this version of jax_deepcompile cannot "
+            f"time: it may be newer than XLA's of JAX 0.12. Add it to jax_deepcompile/lowering/opcodes.py."
+        )
+
+
 def _shortened(value: object, limit: int = 60) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,109 @@
+"""Which stream an operation of a compiled program runs on, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from jax_deepcompile.costs.cost_model import CostModel, Direction
+from jax_deepcompile.costs.work import work_of
+from jax_deepcompile.lowering import opcodes, replica_groups
+from jax_deepcompile.lowering.hlo import Array, Computation, Instruction, Module, bytes_of, leaves
+
+
+class Stream(StrEnum):
+    """What runs operations one after another."""
+
+    COMPUTE = "compute"
+    NETWORK = "network"
+    PEERS = "peers"
+    TO_HOST = "to host"
+    FROM_HOST = "from host"
+
+    @property
+    def is_copy(self) -> bool:
+        return self in (Stream.TO_HOST, Stream.FROM_HOST)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How one operation runs.
+
+    Attributes:
+      stream: where.
+      seconds: how long.
+      kind: its opcode, without ``-start``.
+      bytes: of a collective or copy, as ``CostModel`` counts them; 0 for kernels.
+      is_sync: whether XLA runs it on the compute stream although it is written as asynchronous.
+    """
+
+    stream: Stream
+    seconds: float
+    kind: str
+    bytes: int = 0
+    is_sync: bool = False
+
+
+def timing_of(module: Module, computation: Computation, instruction: Instruction, costs: CostModel) -> Timing:
+    """How ``instruction`` of ``computation`` runs.
+
+    An asynchronous fusion counts on the compute stream: it would share the memory's bandwidth with what runs beside it.
+    """
+    home, runs = _unwrapped(module, computation, instruction)
+    kind, _ = opcodes.split(runs.opcode)
+    operands = [computation.by_name[name] for name in instruction.operands]
+    if kind in opcodes.COLLECTIVES:
+        return _collective(module, kind, runs, instruction, operands, costs)
+    direction = _direction(runs, [home.by_name[name] for name in runs.operands])
+    if direction is not None:
+        return _copy(direction, kind, runs, [home.by_name[name] for name in runs.operands], costs)
+    work = work_of(module, home, runs)
+    if work.matmul_flops:
+        seconds = costs.matmul_s(work.matmul_flops, work.dtype, work.bytes)
+    else:
+        seconds = costs.vector_s(work.vector_flops, work.bytes)
+    return Timing(Stream.COMPUTE, seconds, kind)
+
+
+def _unwrapped(module: Module, computation: Computation, instruction: Instruction) -> tuple[Computation, Instruction]:
+    """What an ``async-start`` runs, and the computation that is in; other operations as they are."""
+    if instruction.opcode != "async-start":
+        return computation, instruction
+    body = module.body(instruction)
+    return body, body.root
+
+
+def _collective(
+    module: Module, kind: str, runs: Instruction, issued: Instruction, operands: list[Instruction], costs: CostModel
+) -> Timing:
+    groups = replica_groups.of(module, runs)
+    size_bytes = sum(bytes_of(operand.shape) for operand in operands)
+    if kind == "all-gather":
+        size_bytes *= groups.size
+    ranks = groups.ranks_per_node(costs.network.gpus_per_node)
+    seconds = costs.collective_s(kind, size_bytes, groups.size, ranks)
+    settings = issued.config.get("collective_backend_config") or runs.config.get("collective_backend_config") or {}
+    stream = Stream.PEERS if kind == "collective-permute" else Stream.NETWORK
+    return Timing(stream, seconds, kind, size_bytes, is_sync=bool(settings.get("is_sync", False)))
+
+
+def _direction(instruction: Instruction, operands: list[Instruction]) -> Direction | None:
+    """Which way an operation moves data between device and host; None if it does not."""
+    if opcodes.split(instruction.opcode)[0] not in ("copy", "dynamic-slice", "dynamic-update-slice", "slice", "fusion"):
+        return None
+    source = any(array.is_on_host for operand in operands for _, array in leaves(operand.shape))
+    results = instruction.shape
+    if instruction.opcode.endswith("-start") and not isinstance(results, Array):
+        results = results[0] if instruction.opcode == "copy-start" else results[1]
+    target = any(array.is_on_host for _, array in leaves(results))
+    if target:
+        return Direction.TO_HOST
+    return Direction.FROM_HOST if source else None
+
+
+def _copy(direction: Direction, kind: str, runs: Instruction, operands: list[Instruction], costs: CostModel) -> Timing:
+    moved = operands[1] if kind == "dynamic-update-slice" else operands[0]
+    results = runs.shape if isinstance(runs.shape, Array) else runs.shape[0 if kind == "copy" else 1]
+    size_bytes = bytes_of(moved.shape) if direction is Direction.TO_HOST else bytes_of(results)
+    stream = Stream.TO_HOST if direction is Direction.TO_HOST else Stream.FROM_HOST
+    return Timing(stream, costs.copy_s(size_bytes, direction), kind, size_bytes)

@@ -1,0 +1,210 @@
+"""What an operation of a compiled program does: arithmetic, and bytes to and from device memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax_deepcompile.lowering import opcodes
+from jax_deepcompile.lowering.hlo import Array, Computation, Instruction, Module, Shape, bytes_of, leaves
+
+_SLICES = frozenset({"dynamic-slice", "slice", "gather"})
+_VIEWS = frozenset({"bitcast", "get-tuple-element"})
+_TRANSCENDENTAL_FLOPS = 8
+"""Instructions of the special function unit run at an eighth to a quarter of the rate of a multiplication
+(CUDA C++ programming guide, table of arithmetic throughput), and most need a few multiplications besides."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one operation does.
+
+    Attributes:
+      matmul_flops: multiplications and additions in matrix products.
+      dtype: element type of their factors.
+      vector_flops: other arithmetic.
+      bytes: read from and written to device memory.
+    """
+
+    matmul_flops: float = 0.0
+    dtype: str = ""
+    vector_flops: float = 0.0
+    bytes: int = 0
+
+
+def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
+    """What ``instruction`` of ``computation`` does, alone."""
+    operands = [computation.by_name[name] for name in instruction.operands]
+    opcode, _ = opcodes.split(instruction.opcode)
+    if opcode == "fusion":
+        return _fusion(module, module.body(instruction))
+    if opcode == "custom-call":
+        return _custom_call(instruction, operands)
+    matmul_flops, dtype = _matmul(instruction, operands)
+    read = sum(_read(instruction, number, operand.shape) for number, operand in enumerate(operands))
+    return Work(matmul_flops, dtype, _vector_flops(instruction, operands), read + _written(instruction, operands))
+
+
+def _fusion(module: Module, body: Computation) -> Work:
+    """Parameters are read once, or only where they are sliced; the rest stays in registers."""
+    read = sum(_parameter_bytes(body, parameter) for parameter in body.parameters)
+    results = [body.operand(body.root, at) for at in range(len(body.root.operands))]
+    results = results if body.root.opcode == "tuple" else [body.root]
+    written = sum(_result_bytes(body, result) for result in results)
+    matmul_flops, dtype, vector_flops = 0.0, "", 0.0
+    for step in body.instructions:
+        operands = [body.by_name[name] for name in step.operands]
+        flops, factor = _matmul(step, operands)
+        matmul_flops, dtype = matmul_flops + flops, factor or dtype
+        vector_flops += _vector_flops(step, operands)
+        if step.opcode in ("fusion", "call"):
+            inner = _fusion(module, module.body(step))
+            matmul_flops, dtype = matmul_flops + inner.matmul_flops, inner.dtype or dtype
+            vector_flops += inner.vector_flops
+    return Work(matmul_flops, dtype, vector_flops, read + written)
+
+
+def _parameter_bytes(body: Computation, parameter: Instruction) -> int:
+    """Bytes of a fusion's parameter that it reads: the slices, where it only slices; what it overwrites is not read."""
+    reads, names = 0, [parameter.name]
+    while names:
+        name = names.pop()
+        for user in body.users.get(name, ()):
+            if user.opcode in _VIEWS:
+                names.append(user.name)
+                continue
+            places = [place for place, operand in enumerate(user.operands) if operand == name]
+            reads += sum(_read(user, place, body.by_name[name].shape) for place in places)
+    return min(reads, bytes_of(parameter.shape))
+
+
+def _read(user: Instruction, place: int, shape: Shape) -> int:
+    """Bytes that ``user`` reads of its operand number ``place``."""
+    opcode, _ = opcodes.split(user.opcode)
+    if opcode in _SLICES:
+        return min(bytes_of(user.shape), bytes_of(shape)) if place == 0 else bytes_of(shape)
+    if opcode == "dynamic-update-slice":
+        return bytes_of(shape) if place == 1 else 0
+    if opcode == "scatter" and place == 0:
+        return 0
+    return bytes_of(shape)
+
+
+def _result_bytes(body: Computation, result: Instruction) -> int:
+    """Bytes that a fusion writes for one of its results: a part, if it updates a parameter in place."""
+    result = _through_views(body, result)
+    operands = [body.by_name[name] for name in result.operands]
+    updates = opcodes.split(result.opcode)[0] in ("dynamic-update-slice", "scatter")
+    if updates and _through_views(body, operands[0]).opcode != "parameter":
+        return bytes_of(result.shape)
+    return _written(result, operands)
+
+
+def _through_views(body: Computation, instruction: Instruction) -> Instruction:
+    while instruction.opcode in _VIEWS:
+        instruction = body.operand(instruction, 0)
+    return instruction
+
+
+def _written(instruction: Instruction, operands: Sequence[Instruction]) -> int:
+    """Bytes an operation writes: in place, where it overwrites a part of its first operand."""
+    opcode, _ = opcodes.split(instruction.opcode)
+    if opcode == "dynamic-update-slice":
+        return bytes_of(operands[1].shape)
+    if opcode == "scatter":
+        return 2 * bytes_of(operands[-1].shape)
+    return bytes_of(instruction.shape)
+
+
+def _vector_flops(instruction: Instruction, operands: Sequence[Instruction]) -> float:
+    if instruction.opcode in opcodes.ELEMENTWISE:
+        return _elements(instruction)
+    if instruction.opcode in opcodes.TRANSCENDENTAL:
+        return _TRANSCENDENTAL_FLOPS * _elements(instruction)
+    return _elements(operands[0]) if instruction.opcode in ("reduce", "reduce-window") else 0.0
+
+
+def _elements(instruction: Instruction) -> int:
+    return sum(math.prod(array.dims) for _, array in leaves(instruction.shape))
+
+
+def _matmul(instruction: Instruction, operands: Sequence[Instruction]) -> tuple[float, str]:
+    """FLOPs of a ``dot`` or ``convolution`` and the type of its factors; nothing for other operations."""
+    if instruction.opcode == "convolution":
+        return _convolution_flops(instruction, _array(operands[1]), _array(instruction)), _factor(instruction, operands)
+    if instruction.opcode not in ("dot", "ragged-dot", "scaled-dot"):
+        return 0.0, ""
+    contracted = _numbers(instruction.attribute("lhs_contracting_dims"))
+    return _dot_flops(instruction, operands, contracted), _factor(instruction, operands)
+
+
+def _dot_flops(result: Instruction, operands: Sequence[Instruction], contracted: Sequence[int]) -> float:
+    """Two for each element of the result and each element along the contracted dimensions of the left factor."""
+    left = _array(operands[0])
+    return 2.0 * math.prod(_array(result).dims) * math.prod(left.dims[dim] for dim in contracted)
+
+
+def _factor(instruction: Instruction, operands: Sequence[Instruction], highest: bool = False) -> str:
+    """The type that a matrix product multiplies: float32 at highest precision is not the default, TF32."""
+    dtype = _array(operands[0]).dtype
+    highest = highest or "highest" in (instruction.attribute("operand_precision") or "")
+    return f"{dtype}-highest" if highest and dtype == "f32" else dtype
+
+
+def _custom_call(instruction: Instruction, operands: Sequence[Instruction]) -> Work:
+    """A library's kernel: cuBLAS and cuDNN by their FLOPs, others by their bytes."""
+    moved = sum(bytes_of(operand.shape) for operand in operands) + bytes_of(_without_workspace(instruction))
+    config = instruction.config
+    for key in ("gemm_backend_config", "cudnn_fmha_backend_config"):
+        if key in config and operands:
+            return _library_matmul(key, config[key], instruction, operands, moved)
+    if instruction.target.startswith("__cudnn$conv"):
+        backward_filter = instruction.target.endswith("BackwardFilter")
+        backward_input = instruction.target.endswith("BackwardInput")
+        kernel = _array(instruction) if backward_filter else _array(operands[1])
+        output = _array(operands[1 if backward_filter else 0]) if backward_filter or backward_input else None
+        flops = _convolution_flops(instruction, kernel, output or _array(instruction))
+        return Work(flops, _factor(instruction, operands), 0.0, moved)
+    return Work(bytes=moved)
+
+
+def _library_matmul(
+    key: str, config: Mapping[str, Any], instruction: Instruction, operands: Sequence[Instruction], moved: int
+) -> Work:
+    if key == "gemm_backend_config":
+        contracted = [int(dim) for dim in config["dot_dimension_numbers"].get("lhs_contracting_dimensions", [])]
+        precision = config.get("precision_config", {}).get("operand_precision", [])
+        factor = _factor(instruction, operands, highest="HIGHEST" in precision)
+        return Work(_dot_flops(instruction, operands, contracted), factor, 0.0, moved)
+    products = 5 if "Backward" in instruction.target else 2
+    scores = math.prod(int(size) for size in config["intermediate_tensor_shape"]["dimensions"])
+    causal = "CAUSAL" in config.get("mask_type", "")
+    flops = 2.0 * products * scores * _array(operands[0]).dims[-1] * (0.5 if causal else 1.0)
+    return Work(flops, _factor(instruction, operands), 0.0, moved)
+
+
+def _without_workspace(instruction: Instruction) -> Shape:
+    """The shape of a library call's results, without the scratch memory that is the last element of its tuple."""
+    shape = instruction.shape
+    if isinstance(shape, Array) or len(shape) < 2 or not instruction.target.startswith("__cu"):
+        return shape
+    last = shape[-1]
+    return shape[:-1] if isinstance(last, Array) and last.dtype in ("s8", "u8") else shape
+
+
+def _convolution_flops(instruction: Instruction, kernel: Array, output: Array) -> float:
+    """Two for each element of the output and each element of the kernel that one output channel has."""
+    kernel_labels = re.split(r"_|->", instruction.attribute("dim_labels") or "")[1]
+    return 2.0 * math.prod(output.dims) * math.prod(kernel.dims) / kernel.dims[kernel_labels.index("o")]
+
+
+def _array(instruction: Instruction) -> Array:
+    """The (first) array of an instruction's result."""
+    return next(array for _, array in leaves(instruction.shape))
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(number) for number in (text or "").strip("{}").split(",") if number]

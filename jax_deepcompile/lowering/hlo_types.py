@@ -1,0 +1,299 @@
+"""A scheduled HLO module: its types, and the questions one asks of them. ``hlo.read`` makes one from text.
+
+Nothing here knows what an operation costs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from jax_deepcompile import errors
+
+BITS: Mapping[str, int] = {
+    **dict.fromkeys(("s1", "u1"), 1),
+    **dict.fromkeys(("s2", "u2"), 2),
+    **dict.fromkeys(("s4", "u4", "f4e2m1fn"), 4),
+    **dict.fromkeys(("pred", "s8", "u8", "f8e4m3", "f8e3m4", "f8e8m0fnu"), 8),
+    **dict.fromkeys(("f8e5m2", "f8e4m3fn", "f8e4m3b11fnuz", "f8e5m2fnuz", "f8e4m3fnuz"), 8),
+    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 16),
+    **dict.fromkeys(("s32", "u32", "f32"), 32),
+    **dict.fromkeys(("s64", "u64", "f64", "c64"), 64),
+    "c128": 128,
+    "token": 0,
+    "opaque": 0,
+}
+"""Bits of one element (https://openxla.org/xla/shapes)."""
+
+HOST_MEMORY_SPACE = 5
+"""The memory space of host memory in a layout, ``S(5)`` (``xla::Layout::kHostMemorySpace``)."""
+
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED_LIST = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_NAME = re.compile(r"%([\w.\-]+)")
+
+
+@dataclass(frozen=True)
+class Array:
+    """The type of one array.
+
+    Attributes:
+      dtype: XLA's name of the element type, such as ``bf16``.
+      dims: size of each dimension.
+      memory_space: the ``S(n)`` of its layout; 0 is the device's memory, 5 the host's.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    memory_space: int = 0
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes it occupies."""
+        return (math.prod(self.dims) * BITS[self.dtype] + 7) // 8
+
+    @property
+    def is_on_host(self) -> bool:
+        return self.memory_space == HOST_MEMORY_SPACE
+
+
+Shape: TypeAlias = "Array | tuple[Shape, ...]"
+Index: TypeAlias = tuple[int, ...]
+
+
+def leaves(shape: Shape, index: Index = ()) -> Iterator[tuple[Index, Array]]:
+    """Each array of a shape, and where in the tuple it is."""
+    if isinstance(shape, Array):
+        yield index, shape
+    else:
+        for number, element in enumerate(shape):
+            yield from leaves(element, (*index, number))
+
+
+def at(shape: Shape, index: Index) -> Shape:
+    """The part of ``shape`` at ``index``."""
+    for number in index:
+        assert not isinstance(shape, Array), (shape, index)
+        shape = shape[number]
+    return shape
+
+
+def bytes_of(shape: Shape) -> int:
+    """Bytes of all arrays of a shape together."""
+    return shape.bytes if isinstance(shape, Array) else sum(bytes_of(element) for element in shape)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: without the leading ``%``; unique within a module.
+      opcode: as printed, such as ``fusion`` or ``all-gather-start``.
+      shape: of its result.
+      operands: names of the instructions it reads, in order.
+      argument: the text between the parentheses, for what is no operand: a constant's value, a parameter's number.
+      attributes: the text after the parentheses, without the backend's configuration.
+      backend: the text of the backend's configuration; empty if it has none.
+    """
+
+    name: str
+    opcode: str
+    shape: Shape
+    operands: tuple[str, ...]
+    argument: str = ""
+    attributes: str = ""
+    backend: str = ""
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations it calls, in the order printed."""
+        if "=%" not in self.attributes and "omputations={" not in self.attributes:
+            return ()
+        listed = [name for group in _CALLED_LIST.findall(self.attributes) for name in _NAME.findall(group)]
+        return (*_CALLED.findall(self.attributes), *listed)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The backend's configuration."""
+        if not self.backend:
+            return {}
+        try:
+            parsed = json.loads(self.backend)
+            return json.loads(parsed) if isinstance(parsed, str) else parsed
+        except json.JSONDecodeError:
+            return {}
+
+    def attribute(self, key: str) -> str | None:
+        """What is printed for ``key``, such as ``{0,1}`` for ``dimensions``; None if it is not there."""
+        found = re.search(rf"(?:^|, ){key}=", self.attributes)
+        return value_at(self.attributes, found.end()) if found else None
+
+    @property
+    def called_body(self) -> str:
+        """The body of a while, or the computation that a fusion, call or wrapped asynchronous operation runs."""
+        key = "body" if self.opcode == "while" else "to_apply" if self.opcode == "call" else "calls"
+        return (self.attribute(key) or self.called[0]).removeprefix("%")
+
+    @property
+    def number(self) -> int:
+        """Which parameter a ``parameter`` is, or which element a ``get-tuple-element`` takes."""
+        return int(self.argument) if self.opcode == "parameter" else int(self.attribute("index") or 0)
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls; empty for other operations."""
+        return (self.attribute("custom_call_target") or "").strip('"')
+
+    @cached_property
+    def op_name(self) -> str:
+        """The path of JAX transformations, modules and primitives that it came from; empty if unknown."""
+        found = re.search(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found.group(1) if found else ""
+
+    @property
+    def control_predecessors(self) -> tuple[str, ...]:
+        """Instructions that must have run before, though it does not read them."""
+        return tuple(_NAME.findall(self.attribute("control-predecessors") or ""))
+
+    @cached_property
+    def aliased_operands(self) -> Mapping[Index, tuple[int, Index]]:
+        """For a part of the result, the operand (and part of it) whose buffer it must take."""
+        text = self.attribute("output_to_operand_aliasing") or ""
+        pairs = re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", text)
+        return {parse_index(output): (int(operand), parse_index(part)) for output, operand, part in pairs}
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A function: instructions in the order in which they run.
+
+    Attributes:
+      name: without the leading ``%``.
+      instructions: in schedule order.
+      root: name of the instruction whose result it returns.
+    """
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    root_name: str
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @property
+    def root(self) -> Instruction:
+        return self.by_name[self.root_name]
+
+    @cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """Its parameters, by number."""
+        found = [instruction for instruction in self.instructions if instruction.opcode == "parameter"]
+        return tuple(sorted(found, key=lambda instruction: instruction.number))
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """Who reads each instruction, in schedule order."""
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                users.setdefault(operand, []).append(instruction)
+        return {name: tuple(readers) for name, readers in users.items()}
+
+    def operand(self, instruction: Instruction, number: int) -> Instruction:
+        return self.by_name[instruction.operands[number]]
+
+
+@dataclass(frozen=True)
+class Alias:
+    """An output of the module that takes the buffer of a parameter."""
+
+    output: Index
+    parameter: int
+    part: Index
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program.
+
+    Attributes:
+      name: of the module.
+      computations: by name.
+      entry_name: the computation that runs.
+      is_scheduled: whether the order of instructions is that in which they run.
+      aliases: which outputs take the buffers of which parameters.
+      device_count: devices that run it together.
+      frames: for each stack frame id of the metadata, the user's ``file:line``.
+    """
+
+    name: str
+    computations: Mapping[str, Computation]
+    entry_name: str
+    is_scheduled: bool
+    aliases: tuple[Alias, ...] = ()
+    device_count: int = 1
+    frames: Mapping[int, str] | None = None
+
+    @property
+    def entry(self) -> Computation:
+        return self.computations[self.entry_name]
+
+    def body(self, instruction: Instruction) -> Computation:
+        """The computation that a fusion, call, while or wrapped asynchronous operation runs."""
+        return self.computations[instruction.called_body]
+
+    def source(self, instruction: Instruction) -> str:
+        """The user's ``file:line`` that ``instruction`` came from; empty if unknown."""
+        found = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
+        if found:
+            return f"{found.group(1)}:{found.group(2)}"
+        found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        return (self.frames or {}).get(int(found.group(1)), "") if found else ""
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often a while runs its body; None if its condition does not tell."""
+        known = loop.config.get("known_trip_count", {}).get("n")
+        return int(known) if known is not None else self._compared_constant(loop)
+
+    def _compared_constant(self, loop: Instruction) -> int | None:
+        """The bound of ``counter < bound``, for a counter that starts at 0 and goes up by 1."""
+        names = [(loop.attribute("condition") or "").removeprefix("%")]
+        names += [name for step in self.computations[names[0]].instructions for name in step.called]
+        steps = [step for name in names for step in self.computations[name].instructions]
+        directions = [step.attribute("direction") for step in steps if step.opcode == "compare"]
+        bounds = [step.argument for step in steps if step.opcode == "constant" and step.argument.isdigit()]
+        if len(bounds) != 1 or directions not in (["LT"], ["LE"]):
+            return None
+        return int(bounds[0]) + (directions == ["LE"])
+
+
+def parse_index(text: str) -> Index:
+    """The place in a tuple that ``text`` names, such as ``0, 1``."""
+    return tuple(int(number) for number in text.replace(" ", "").split(",") if number)
+
+
+def value_at(text: str, start: int) -> str:
+    """The attribute's value that starts at ``start``: up to the next comma outside brackets and quotes."""
+    depth, quoted = 0, False
+    for position in range(start, len(text)):
+        character = text[position]
+        if character == '"' and text[position - 1] != "\\":
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif character in "{[(":
+            depth += 1
+        elif character in "}])":
+            depth -= 1
+        elif character == "," and depth == 0:
+            return text[start:position]
+    if depth:
+        raise errors.MalformedHloError(0, f"attribute without an end: {text[start : start + 60]}")
+    return text[start:]

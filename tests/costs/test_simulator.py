@@ -1,0 +1,216 @@
+"""Streams, by hand: device memory 1 MB/s, collectives 100 kB/s, copies 100 kB/s to the host and 50 kB/s from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from jax_deepcompile import errors
+from jax_deepcompile.costs.operation import Stream
+from jax_deepcompile.costs.simulator import simulate
+from jax_deepcompile.lowering import hlo
+from tests.costs.snippets import ADDER, COSTS, GROUPS, module
+
+pytestmark = pytest.mark.pure
+
+# Gathers 100 kB, 0.75 s; copies 0.25 MB of device memory, 0.5 s.
+GATHER = """
+%w = f32[6250]{0} parameter(0)
+%x = f32[62500]{0} parameter(1)
+"""
+START = f"%start = (f32[6250]{{0}}, f32[25000]{{0}}) all-gather-start(%w), {GROUPS}, dimensions={{0}}"
+DONE = "%done = f32[25000]{0} all-gather-done(%start)"
+WORK = "%copy = f32[62500]{0} copy(%x)"
+
+
+def test_an_exposed_gather():
+    run = simulate(module(f"{GATHER}{START}\n{DONE}\n{WORK}"), COSTS)
+    assert (run.step_s, run.compute_s) == pytest.approx((1.25, 0.5))
+    assert (run.communication_s, run.exposed_communication_s) == pytest.approx((0.75, 0.75))
+    assert (run.gathered_bytes, run.reduced_bytes) == (100_000, 0)
+    assert run.bound_s == pytest.approx(0.75)
+
+
+def test_a_gather_half_hidden():
+    run = simulate(module(f"{GATHER}{START}\n{WORK}\n{DONE}"), COSTS)
+    assert (run.step_s, run.exposed_communication_s) == pytest.approx((0.75, 0.25))
+    assert [(event.stream, event.name, event.start_s) for event in run.timeline] == [
+        (Stream.NETWORK, "start", 0.0),
+        (Stream.COMPUTE, "copy", 0.0),
+    ]
+
+
+def test_a_synchronous_gather_is_exposed():
+    gather = f"%done = f32[25000]{{0}} all-gather(%w), {GROUPS}, dimensions={{0}}"
+    run = simulate(module(f"{GATHER}{gather}\n{WORK}"), COSTS)
+    assert (run.step_s, run.exposed_communication_s) == pytest.approx((1.25, 0.75))
+
+
+def test_a_start_that_xla_runs_synchronously_is_exposed():
+    sync = f'{START}, backend_config={{"collective_backend_config":{{"is_sync":true}}}}'
+    run = simulate(module(f"{GATHER}{sync}\n{WORK}\n{DONE}"), COSTS)
+    assert (run.step_s, run.exposed_communication_s) == pytest.approx((1.25, 0.75))
+
+
+def test_collectives_follow_one_another_on_one_stream():
+    second = "%b = ((f32[6250]{0}), (f32[25000]{0})) all-gather-start(%w), replica_groups=[1,4]<=[4], dimensions={0}"
+    run = simulate(module(f"{GATHER}{START}\n{second}\n{DONE}\n%d = f32[25000]{{0}} all-gather-done(%b)"), COSTS)
+    assert (run.step_s, run.exposed_communication_s) == pytest.approx((1.5, 1.5))
+
+
+def test_a_wrapped_reduce_scatter_is_a_reduce_scatter():
+    wrapped = f"""%wrapped (p: f32[25000]) -> f32[6250] {{
+  %p = f32[25000]{{0}} parameter(0)
+  ROOT %scatter = f32[6250]{{0}} reduce-scatter(%p), {GROUPS}, dimensions={{0}}, to_apply=%adder
+}}
+"""
+    entry = """
+%g = f32[25000]{0} parameter(0)
+%s = ((f32[25000]{0}), f32[6250]{0}) async-start(%g), calls=%wrapped
+%u = ((f32[25000]{0}), f32[6250]{0}) async-update(%s)
+%d = f32[6250]{0} async-done(%u)
+"""
+    run = simulate(module(entry, ADDER, wrapped), COSTS)
+    assert (run.step_s, run.reduced_bytes) == (pytest.approx(0.75), 100_000)
+
+
+def test_copies_to_and_from_the_host_have_streams_of_their_own():
+    entry = """
+%x = f32[12500]{0} parameter(0)
+%y = f32[12500]{0:S(5)} parameter(1)
+%out = (f32[12500]{0:S(5)}, f32[12500]{0}, u32[]) copy-start(%x)
+%in = (f32[12500]{0}, f32[12500]{0:S(5)}, u32[]) copy-start(%y)
+%out-done = f32[12500]{0:S(5)} copy-done(%out)
+%in-done = f32[12500]{0} copy-done(%in)
+"""
+    run = simulate(module(entry), COSTS)
+    assert (run.step_s, run.copy_s, run.exposed_copy_s) == pytest.approx((1.0, 1.5, 1.0))
+    assert {event.stream for event in run.timeline} == {Stream.TO_HOST, Stream.FROM_HOST}
+
+
+BODY = f"""%body (s: (s32[], f32[6250], f32[62500])) -> (s32[], f32[6250], f32[62500]) {{
+  %s = (s32[], f32[6250]{{0}}, f32[62500]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %w = f32[6250]{{0}} get-tuple-element(%s), index=1
+  %x = f32[62500]{{0}} get-tuple-element(%s), index=2
+  {START}
+  {WORK}
+  {DONE}
+  ROOT %r = (s32[], f32[6250]{{0}}, f32[62500]{{0}}) tuple(%i, %w, %copy)
+}}
+
+%cond (c: (s32[], f32[6250], f32[62500])) -> pred[] {{
+  %c = (s32[], f32[6250]{{0}}, f32[62500]{{0}}) parameter(0)
+  %j = s32[] get-tuple-element(%c), index=0
+  %bound = s32[] constant(10)
+  ROOT %lt = pred[] compare(%j, %bound), direction=LT
+}}
+"""
+WHILE = """
+%init = (s32[], f32[6250]{0}, f32[62500]{0}) parameter(0)
+ROOT %loop = (s32[], f32[6250]{0}, f32[62500]{0}) while(%init), condition=%cond, body=%body
+"""
+
+
+def test_a_loop_is_its_trip_times_its_count():
+    run = simulate(module(WHILE, BODY), COSTS)
+    assert (run.step_s, run.compute_s, run.exposed_communication_s) == pytest.approx((7.5, 5.0, 2.5))
+    (loop,) = run.loops
+    assert (loop.trip_count, loop.is_counted) == (10, True)
+    assert (loop.trip_s, loop.trip.compute_s, loop.trip.exposed_communication_s) == pytest.approx((0.75, 0.5, 0.25))
+    assert {event.trips for event in run.timeline} == {10}
+    assert run.gathered_bytes == 1_000_000
+
+
+def test_a_loop_without_a_count_runs_once_and_says_so():
+    run = simulate(module(WHILE, BODY.replace("direction=LT", "direction=NE")), COSTS)
+    assert (run.loops[0].trip_count, run.loops[0].is_counted) == (1, False)
+
+
+def test_a_gather_that_a_trip_leaves_for_the_next():
+    """Three trips: 0.5 s of work each beside a gather of 0.75 s begun one trip (or, the first, the loop) earlier."""
+    handle = "(f32[6250]{0}, f32[25000]{0})"
+    body = f"""%body (s: (f32[6250], f32[62500], {handle})) -> (f32[6250], f32[62500], {handle}) {{
+  %s = (f32[6250]{{0}}, f32[62500]{{0}}, {handle}) parameter(0)
+  %w = f32[6250]{{0}} get-tuple-element(%s), index=0
+  %x = f32[62500]{{0}} get-tuple-element(%s), index=1
+  %begun = {handle} get-tuple-element(%s), index=2
+  {DONE.replace("%start", "%begun")}
+  {START}
+  {WORK}
+  ROOT %r = (f32[6250]{{0}}, f32[62500]{{0}}, {handle}) tuple(%w, %copy, %start)
+}}
+"""
+    condition = """%cond (c: s32[]) -> pred[] {
+  ROOT %true = pred[] constant(true)
+}
+"""
+    entry = f"""{GATHER}{START}
+%init = (f32[6250]{{0}}, f32[62500]{{0}}, {handle}) tuple(%w, %x, %start)
+%loop = (f32[6250]{{0}}, f32[62500]{{0}}, {handle}) while(%init), condition=%cond, body=%body, \
+backend_config={{"known_trip_count":{{"n":"3"}}}}
+%last = {handle} get-tuple-element(%loop), index=2
+{DONE.replace("%start", "%last")}
+"""
+    run = simulate(module(entry, body, condition), COSTS)
+    assert run.loops[0].trip_s == pytest.approx(0.75)
+    assert (run.step_s, run.compute_s, run.communication_s) == pytest.approx((3.0, 1.5, 3.0))
+    assert run.exposed_communication_s == pytest.approx(1.5)
+
+
+def test_a_conditional_costs_its_dearer_branch():
+    branch = """%{name} (p: f32[62500]) -> f32[62500] {{
+  %p_{name} = f32[62500]{{0}} parameter(0)
+  ROOT %r_{name} = f32[{size}]{{0}} copy(%p_{name})
+}}
+"""
+    entry = """
+%x = f32[62500]{0} parameter(0)
+%which = pred[] parameter(1)
+%c = f32[62500]{0} conditional(%which, %x, %x), true_computation=%dear, false_computation=%cheap
+"""
+    dear, cheap = branch.format(name="dear", size=62500), branch.format(name="cheap", size=2)
+    for order in ((dear, cheap), (cheap, dear)):
+        run = simulate(module(entry, *order), COSTS)
+        assert (run.step_s, run.compute_s) == pytest.approx((0.5, 0.5))
+        assert [event.name for event in run.timeline] == ["r_dear"]
+
+
+def test_a_call_is_what_it_calls():
+    called = """%called (p: f32[62500]) -> f32[62500] {
+  %p = f32[62500]{0} parameter(0)
+  ROOT %inner = f32[62500]{0} copy(%p)
+}
+"""
+    run = simulate(
+        module("%x = f32[62500]{0} parameter(0)\n%c = f32[62500]{0} call(%x), to_apply=%called", called), COSTS
+    )
+    assert (run.step_s, [event.name for event in run.timeline]) == (pytest.approx(0.5), ["inner"])
+
+
+def test_views_are_free():
+    entry = """
+%x = f32[62500]{0} parameter(0)
+%b = f32[250,250]{1,0} bitcast(%x)
+%t = (f32[250,250]{1,0}) tuple(%b)
+%g = f32[250,250]{1,0} get-tuple-element(%t), index=0
+"""
+    run = simulate(module(entry), COSTS)
+    assert (run.step_s, run.timeline) == (0.0, ())
+
+
+def test_an_unknown_operation_is_named():
+    with pytest.raises(errors.UnknownOperationError) as raised:
+        simulate(module("%x = f32[] parameter(0)\n%q = f32[] quantum-leap(%x)"), COSTS)
+    assert str(raised.value) == (
+        "the compiled program has the operation quantum-leap (%q), which this version of jax_deepcompile cannot time: "
+        "it may be newer than XLA's of JAX 0.12. Add it to jax_deepcompile/lowering/opcodes.py."
+    )
+
+
+def test_a_program_without_a_schedule_is_refused():
+    with pytest.raises(errors.UnscheduledHloError) as raised:
+        simulate(hlo.read("HloModule early\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n"), COSTS)
+    assert str(raised.value) == (
+        "module early is not scheduled, so nothing says in which order its operations run. Pass the text of a compiled "
+        "program, lowered.compile().as_text(), not of a lowered one."
+    )
