@@ -31,10 +31,18 @@ class MeshAxes:
     Attributes:
       names: one name an axis.
       sizes: devices along each axis.
+      virtual: the axes, last in order, along which there are no more devices but the same ones again, later: iterations
+        of a loop over parts of the batch.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    virtual: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> MeshAxes:
+        """The axes along which there are devices."""
+        return self.keep(axis for axis in range(len(self.names)) if not self.is_virtual(axis))
 
     @property
     def size(self) -> int:
@@ -42,6 +50,24 @@ class MeshAxes:
 
     def size_of(self, names: Iterable[str]) -> int:
         return math.prod(self.sizes[self.names.index(name)] for name in names)
+
+    def is_virtual(self, axis: int) -> bool:
+        return self.names[axis] in self.virtual
+
+    def keep(self, axes: Iterable[int]) -> MeshAxes:
+        """Only the axes with the indices ``axes``."""
+        names = tuple(self.names[axis] for axis in axes)
+        sizes = tuple(self.sizes[self.names.index(name)] for name in names)
+        return MeshAxes(names, sizes, tuple(name for name in self.virtual if name in names))
+
+    def with_loop(self, name: str, length: int) -> MeshAxes:
+        """These axes and, behind them, a virtual one."""
+        return MeshAxes((*self.names, name), (*self.sizes, length), (*self.virtual, name))
+
+    def with_virtual_of(self, placement: Placement, other: Placement) -> Placement:
+        """``placement`` along the axes with devices, ``other`` along virtual ones."""
+        pairs = enumerate(zip(placement.axes, other.axes, strict=True))
+        return Placement(tuple(theirs if self.is_virtual(axis) else ours for axis, (ours, theirs) in pairs))
 
     def replicated(self) -> Placement:
         return Placement((REPLICATE,) * len(self.names))
@@ -102,19 +128,24 @@ class Placement:
                 parts[axis] = parts.get(axis, 1) * size
         return all(dim < len(shape) and shape[dim] % count == 0 for dim, count in parts.items())
 
+    def on_devices(self, mesh: MeshAxes) -> Placement:
+        """The placement over the axes that have devices: what a device holds, of which it may use a part at a time."""
+        return Placement(tuple(state for axis, state in enumerate(self.axes) if not mesh.is_virtual(axis)))
+
     def local_shape(self, shape: Sequence[int], mesh: MeshAxes) -> tuple[int, ...]:
+        """The shape of what a device holds."""
         local = list(shape)
-        for axis, size in zip(self.axes, mesh.sizes, strict=True):
-            if axis >= 0:
-                local[axis] //= size
+        for dim, size in zip(self.on_devices(mesh).axes, mesh.devices.sizes, strict=True):
+            if dim >= 0:
+                local[dim] //= size
         return tuple(local)
 
     def spec(self, mesh: MeshAxes) -> PartitionSpec:
-        """The ``PartitionSpec`` of a value that is not partial."""
+        """The ``PartitionSpec`` of a value that is not partial; there are no devices along virtual axes."""
         rank = max(self.axes, default=-1) + 1
         entries = []
         for dim in range(rank):
-            names = tuple(mesh.names[index] for index in self.axes_of(dim))
+            names = tuple(mesh.names[index] for index in self.axes_of(dim) if not mesh.is_virtual(index))
             entries.append(None if not names else names[0] if len(names) == 1 else names)
         return PartitionSpec(*entries)
 

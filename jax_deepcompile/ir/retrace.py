@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import bind, closed_consts, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import bind, closed_consts, open_jaxpr, provenance, scan_counts
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs
@@ -24,7 +24,7 @@ def trace_blocks(body: Callable[..., Sequence], program: Program, mesh: AnyMesh)
     Args:
       body: computes one device's blocks of the outputs from ``program``'s constants and blocks of its inputs.
       program: names the inputs' and outputs' placements, and holds the constants.
-      mesh: the axes ``body`` may communicate over.
+      mesh: the axes ``body`` may communicate over; to those of ``program.mesh`` that are virtual it may refer too.
     """
     consts = closed_consts(program.jaxpr)
     mapped = jax.shard_map(
@@ -32,12 +32,13 @@ def trace_blocks(body: Callable[..., Sequence], program: Program, mesh: AnyMesh)
         mesh=mesh,
         in_specs=(jax.sharding.PartitionSpec(), *(port.where.spec(program.mesh) for port in program.inputs)),
         out_specs=[port.where.spec(program.mesh) for port in program.outputs],
-        axis_names=frozenset(program.mesh.names),
+        axis_names=frozenset(program.mesh.devices.names),
         check_vma=False,
     )
+    loops = [(name, program.mesh.size_of((name,))) for name in program.mesh.virtual]
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in open_jaxpr(program.jaxpr).constvars]
     blocks = [jax.ShapeDtypeStruct(port.shape, port.dtype) for port in program.inputs]
-    return _close_over(jax.make_jaxpr(mapped)(tuple(shapes), *blocks), consts)
+    return _close_over(jax.make_jaxpr(mapped, axis_env=loops)(tuple(shapes), *blocks), consts)
 
 
 def _close_over(traced: jex.ClosedJaxpr, consts: Sequence) -> jex.ClosedJaxpr:
@@ -55,50 +56,55 @@ def _close_over(traced: jex.ClosedJaxpr, consts: Sequence) -> jex.ClosedJaxpr:
 
 
 def replace_equations(program: Program, mesh: AnyMesh, replacements: Mapping[int, Replacement]) -> Program:
-    """``program`` with some equations computed differently, those inside scans too.
+    """``program`` with some equations computed differently, those inside loops and branches too.
 
     Args:
       program: in the local view.
       mesh: its mesh.
       replacements: by ``id`` of the equation.
     """
-    jaxpr = open_jaxpr(program.jaxpr)
 
     def body(consts, *blocks):
-        return _evaluate(jaxpr, consts, blocks, replacements)
+        return _evaluate(program.jaxpr, blocks, replacements, consts)
 
     return program.replace(jaxpr=trace_blocks(body, program, mesh))
 
 
-def _evaluate(jaxpr: Any, consts: Sequence, values: Sequence, replacements: Mapping[int, Replacement]) -> list:
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-
-    def read(atom):
-        return atom.val if isinstance(atom, jex.Literal) else known[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        if id(eqn) in replacements:
-            results = replacements[id(eqn)](eqn, operands)
-        elif eqn.primitive.name == "scan" and _holds(eqn, replacements):
-            results = _rescan(eqn, operands, replacements)
-        else:
-            results = bind(eqn, operands)
+def compute(eqns: Sequence, known: Mapping[Any, Any], replacements: Mapping[int, Replacement] | None = None) -> dict:
+    """``known``, the values of some variables, and with them what ``eqns`` define, traced here and now."""
+    known = dict(known)
+    for eqn in eqns:
+        results = _recompute(eqn, [read(atom, known) for atom in eqn.invars], replacements or {})
         known.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return known
 
 
-def _holds(eqn, replacements: Mapping[int, Replacement]) -> bool:
-    return any(id(inner) in replacements for body in nested_jaxprs(eqn) for inner in equations(body))
+def read(atom: Any, known: Mapping[Any, Any]) -> Any:
+    return atom.val if isinstance(atom, jex.Literal) else known[atom]
+
+
+def _recompute(eqn, operands: list, replacements: Mapping[int, Replacement]) -> Sequence:
+    if id(eqn) in replacements:
+        return replacements[id(eqn)](eqn, operands)
+    if not any(id(inner) in replacements for body in nested_jaxprs(eqn) for inner in equations(body)):
+        return bind(eqn, operands)
+    with provenance(eqn):
+        return _REGIONS[eqn.primitive.name](eqn, operands, replacements)
+
+
+def _evaluate(jaxpr: Any, values: Sequence, replacements: Mapping[int, Replacement], consts: Sequence = ()) -> list:
+    variables = open_jaxpr(jaxpr)
+    consts = consts or closed_consts(jaxpr)
+    known = dict(zip((*variables.constvars, *variables.invars), (*consts, *values), strict=True))
+    known = compute(variables.eqns, known, replacements)
+    return [read(atom, known) for atom in variables.outvars]
 
 
 def _rescan(eqn, operands: list, replacements: Mapping[int, Replacement]) -> list:
     num_consts, num_carry = scan_counts(eqn)
-    closed = eqn.params["jaxpr"]
 
     def body(carry, slices):
-        arguments = (*operands[:num_consts], *carry, *slices)
-        results = _evaluate(open_jaxpr(closed), closed_consts(closed), arguments, replacements)
+        results = _evaluate(eqn.params["jaxpr"], (*operands[:num_consts], *carry, *slices), replacements)
         return results[:num_carry], results[num_carry:]
 
     carry, stacked = lax.scan(
@@ -110,3 +116,24 @@ def _rescan(eqn, operands: list, replacements: Mapping[int, Replacement]) -> lis
         unroll=eqn.params["unroll"],
     )
     return [*carry, *stacked]
+
+
+def _rewhile(eqn, operands: list, replacements: Mapping[int, Replacement]) -> list:
+    conds, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond_consts, body_consts = operands[:conds], operands[conds : conds + bodies]
+    return lax.while_loop(
+        lambda carry: _evaluate(eqn.params["cond_jaxpr"], (*cond_consts, *carry), replacements)[0],
+        lambda carry: _evaluate(eqn.params["body_jaxpr"], (*body_consts, *carry), replacements),
+        operands[conds + bodies :],
+    )
+
+
+def _recond(eqn, operands: list, replacements: Mapping[int, Replacement]) -> list:
+    index, *rest = operands
+    branches = [
+        lambda *values, branch=branch: _evaluate(branch, values, replacements) for branch in eqn.params["branches"]
+    ]
+    return lax.switch(index, branches, *rest)
+
+
+_REGIONS = {"scan": _rescan, "while": _rewhile, "cond": _recond}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, AxisPlacement, MeshAxes, Placement
 from jax_deepcompile.partition.layout import Decision, Split
-from jax_deepcompile.partition.reshard import axis_bytes, full_bytes
+from jax_deepcompile.partition.reshard import Size, axis_cost, size_of
 from jax_deepcompile.partition.rules.base import Dims, Kind, OpRule
 
 
@@ -30,13 +30,13 @@ class Operand:
       held: the placements it can be had in without communication.
       expected: placements other equations will bring it to; free for partial sums, which must be summed once anyway.
       batch: whether it depends on the batch.
-      bytes: its whole size.
+      size: its whole size.
     """
 
     held: tuple[Placement, ...]
     expected: tuple[Placement, ...]
     batch: bool
-    bytes: float
+    size: Size
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _Question:
       rule: the equation's rule.
       operands: what is known of its operands.
       demands: for each result the placements its consumers ask for.
-      result_bytes: whole size of each result.
+      result_sizes: whole size of each result.
       mesh: the mesh axes.
       lazy: leave partial sums unsummed where it costs nothing, as who needs them is not known yet.
     """
@@ -69,7 +69,7 @@ class _Question:
     rule: OpRule
     operands: tuple[Operand, ...]
     demands: tuple[tuple[Placement, ...], ...]
-    result_bytes: tuple[float, ...]
+    result_sizes: tuple[Size, ...]
     mesh: MeshAxes
     lazy: bool
 
@@ -83,8 +83,8 @@ def choose_split(
     lazy: bool = False,
 ) -> Decision:
     """The cheapest legal split of ``eqn``, axis by axis."""
-    result_bytes = tuple(full_bytes(var.aval) for var in eqn.outvars)
-    question = _Question(rule, tuple(operands), tuple(map(tuple, demands)), result_bytes, mesh, lazy)
+    sizes = tuple(size_of(var.aval) for var in eqn.outvars)
+    question = _Question(rule, tuple(operands), tuple(map(tuple, demands)), sizes, mesh, lazy)
     splits, operand_placements, computed, kept = _answer(question)
     return Decision(Split(rule, splits), operand_placements, computed, kept)
 
@@ -98,8 +98,8 @@ def _answer(question: _Question):
     ways: list[_Way] = []
     kept: list[list[AxisPlacement]] = [[] for _ in rule.results]
     for axis, (name, size) in enumerate(zip(mesh.names, mesh.sizes, strict=True)):
-        candidates = _ways(rule, axis, size, remaining, question.operands, question.demands)
-        price = functools.partial(_price, axis=axis, size=size, question=question)
+        candidates = _ways(rule, axis, remaining, question)
+        price = functools.partial(_price, axis=axis, question=question)
         way = min(candidates, key=price) if len(candidates) > 1 else candidates[0]
         ways.append(way)
         lost = _gathers_the_batch(way, axis, question)
@@ -141,7 +141,8 @@ def _split_again(
     return None
 
 
-def _ways(rule, axis, size, remaining, operands, demands) -> list[_Way]:
+def _ways(rule: OpRule, axis: int, remaining: Sequence[int], question: _Question) -> list[_Way]:
+    size, operands, demands = question.mesh.sizes[axis], question.operands, question.demands
     whole = _Way(None, (REPLICATE,) * len(rule.operands), (REPLICATE,) * len(rule.results))
     if size == 1:
         return [whole]
@@ -151,10 +152,17 @@ def _ways(rule, axis, size, remaining, operands, demands) -> list[_Way]:
     states = [{held.axes[axis] for held in operand.held} for operand in operands]
     partial_wanted = any(demand.axes[axis] == PARTIAL for wanted in demands for demand in wanted)
     for group in rule.linear:
+        if question.mesh.is_virtual(axis) and _waits_for_a_sum(group, states):
+            continue
         if partial_wanted or any(PARTIAL in states[index] for index in group):
             placed = tuple(PARTIAL if index in group else REPLICATE for index in range(len(operands)))
             ways.append(_Way(None, placed, (PARTIAL,) * len(rule.results)))
     return ways
+
+
+def _waits_for_a_sum(group: frozenset[int], states: Sequence[set[AxisPlacement]]) -> bool:
+    """Whether the operands that must be whole while those of ``group`` are added up are sums of a loop themselves."""
+    return any(held == {PARTIAL} for index, held in enumerate(states) if index not in group)
 
 
 def _touched_factors(rule, axis, size, remaining, operands, demands) -> set[int]:
@@ -202,23 +210,24 @@ def _factor_way(rule: OpRule, factor: int, remaining: Sequence[int]) -> _Way:
     return _Way(factor, operands, results, combined=kind in (Kind.MAX, Kind.MIN))
 
 
-def _price(way: _Way, axis: int, size: int, question: _Question) -> tuple[float, float, int, float]:
+def _price(way: _Way, axis: int, question: _Question) -> tuple[float, float, int, float]:
     activation = moved = computed = 0.0
     launched = 0
+    parts = question.mesh.sizes[axis]
     batch = any(operand.batch for operand in question.operands)
     for operand, wanted in zip(question.operands, way.operands, strict=True):
-        bytes_sent, of_activation = min(_operand_price(operand, axis, size, wanted, question.lazy))
+        bytes_sent, of_activation = min(_operand_price(operand, axis, wanted, question))
         moved += bytes_sent
         activation += of_activation
         launched += bytes_sent > 0
-        computed += operand.bytes / (size if wanted >= 0 else 1)
-    for yielded, wanted, whole in zip(way.results, question.demands, question.result_bytes, strict=True):
-        computed += whole / (size if yielded >= 0 else 1)
+        computed += operand.size.bytes / (parts if wanted >= 0 else 1)
+    for yielded, wanted, whole in zip(way.results, question.demands, question.result_sizes, strict=True):
+        computed += whole.bytes / (parts if yielded >= 0 else 1)
         if way.combined:
-            moved += axis_bytes(PARTIAL, REPLICATE, whole, size)
+            moved += axis_cost(PARTIAL, REPLICATE, whole, axis, question.mesh)
             launched += 1
         for state in {placement.axes[axis] for placement in wanted}:
-            bytes_sent = axis_bytes(yielded, state, whole, size)
+            bytes_sent = axis_cost(yielded, state, whole, axis, question.mesh)
             moved += bytes_sent
             launched += bytes_sent > 0
             activation += bytes_sent if batch and yielded >= 0 else 0
@@ -226,13 +235,13 @@ def _price(way: _Way, axis: int, size: int, question: _Question) -> tuple[float,
 
 
 def _operand_price(
-    operand: Operand, axis: int, size: int, wanted: AxisPlacement, lazy: bool
+    operand: Operand, axis: int, wanted: AxisPlacement, question: _Question
 ) -> list[tuple[float, float]]:
     prices = []
     partial = any(held.axes[axis] == PARTIAL for held in operand.held)
-    sources = (*operand.held, *operand.expected) if partial and not lazy else operand.held
+    sources = (*operand.held, *operand.expected) if partial and not question.lazy else operand.held
     for placement in sources:
         state = placement.axes[axis]
-        sent = axis_bytes(state, wanted, operand.bytes, size)
+        sent = axis_cost(state, wanted, operand.size, axis, question.mesh)
         prices.append((sent, sent if operand.batch and state >= 0 and not partial else 0.0))
     return prices

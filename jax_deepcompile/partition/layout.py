@@ -177,6 +177,11 @@ class Decision:
 class Propagate(Protocol):
     """Decides a nested jaxpr from the placements of its inputs and the demands on its outputs."""
 
+    @property
+    def mesh(self) -> MeshAxes:
+        """The axes to partition over."""
+        ...
+
     def within(self, mesh: MeshAxes) -> Propagate:
         """The same over fewer axes."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 from jax.extend import core as jex
 
 from jax_deepcompile import errors
@@ -15,6 +16,7 @@ from jax_deepcompile.ir.retrace import trace_blocks
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.partition.layout import Layout
 from jax_deepcompile.partition.propagate import Propagator
+from jax_deepcompile.partition.reshard import Move, MoveKind, apply_move
 from jax_deepcompile.partition.rewrite import run_layout
 from jax_deepcompile.partition.rules.families import REGISTRY
 from jax_deepcompile.partition.state import LeafChoice, choose_state_placements
@@ -35,8 +37,14 @@ class Partitioned:
     leaves: tuple[LeafChoice, ...]
 
 
-def partition_step(program: Program, mesh: AnyMesh, state_axes, batch_axes) -> Partitioned:
-    """Shards a step's state over ``state_axes`` and its batch over ``batch_axes``."""
+def partition_step(program: Program, mesh: AnyMesh, state_axes, batch_axes, microbatches: int = 1) -> Partitioned:
+    """Shards a step's state over ``state_axes`` and its batch over ``batch_axes``.
+
+    With several microbatches each device's part of the batch is split further, along a virtual axis: the program that
+    comes out says what is done with one microbatch, and sums over that axis are sums over all of them.
+    """
+    if microbatches > 1:
+        program = program.replace(mesh=program.mesh.with_loop(_loop_name(mesh), microbatches))
     leaves = choose_state_placements(program, state_axes, program.inputs)
     inputs = tuple(
         port.placed(_batch_placement(port, batch_axes, program.mesh) if port.role is Role.BATCH else leaf.placement)
@@ -49,6 +57,10 @@ def partition_step(program: Program, mesh: AnyMesh, state_axes, batch_axes) -> P
     return _partition(program.replace(inputs=inputs, outputs=outputs), mesh, state_leaves)
 
 
+def _loop_name(mesh: AnyMesh) -> str:
+    return "microbatch" if "microbatch" not in mesh.axis_names else "deepcompile_microbatch"
+
+
 def partition_init(program: Program, mesh: AnyMesh, state_axes) -> Partitioned:
     """Shards the state a function creates, so that each device computes its own part only."""
     leaves = choose_state_placements(program, state_axes, program.outputs)
@@ -59,12 +71,14 @@ def partition_init(program: Program, mesh: AnyMesh, state_axes) -> Partitioned:
 
 
 def _batch_placement(port: Port, axes: Sequence[str], mesh: MeshAxes) -> Placement:
-    parts = mesh.size_of(axes)
+    parts, loops = mesh.size_of(axes), mesh.size_of(mesh.virtual)
     if not port.shape:
         raise errors.BatchScalarError(port.path)
     if port.shape[0] % parts:
         raise errors.BatchNotDivisibleError(port.path, port.shape, parts, axes)
-    return mesh.place({0: axes})
+    if port.shape[0] // parts % loops:
+        raise errors.MicrobatchNotDivisibleError(port.path, port.shape, parts, loops)
+    return mesh.place({0: (*axes, *mesh.virtual)})
 
 
 def _partition(program: Program, mesh: AnyMesh, leaves: tuple[LeafChoice, ...]) -> Partitioned:
@@ -84,4 +98,17 @@ def _partition(program: Program, mesh: AnyMesh, leaves: tuple[LeafChoice, ...]) 
 
 def trace_local(layout: Layout, program: Program, mesh: AnyMesh) -> jex.ClosedJaxpr:
     """The jaxpr one device runs, with explicit collectives over the mesh's axes."""
-    return trace_blocks(lambda consts, *blocks: run_layout(layout, blocks, consts), program, mesh)
+
+    def body(consts, *blocks):
+        parts = [_part_in_turn(block, port, program.mesh) for block, port in zip(blocks, program.inputs, strict=True)]
+        return run_layout(layout, parts, consts)
+
+    return trace_blocks(body, program, mesh)
+
+
+def _part_in_turn(block: jax.Array, port: Port, mesh: MeshAxes) -> jax.Array:
+    """The part of a device's block of an input that it works on in one iteration of the loops."""
+    for name in mesh.virtual:
+        dim = port.where.axes[mesh.names.index(name)]
+        block = apply_move(block, Move(MoveKind.SLICE, (name,), dim), mesh) if dim >= 0 else block
+    return block

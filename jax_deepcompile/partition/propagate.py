@@ -24,7 +24,7 @@ from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import PARTIAL, MeshAxes, Placement
 from jax_deepcompile.partition.choice import Operand, choose_split
 from jax_deepcompile.partition.layout import Decision, Fetch, Layout, Nested, RegionRule, Request, Step
-from jax_deepcompile.partition.reshard import axis_bytes, collectives, full_bytes
+from jax_deepcompile.partition.reshard import Size, axis_cost, collectives, full_bytes, size_of
 from jax_deepcompile.partition.rules.base import Dims, OpRule
 
 FindRule = Callable[[Equation], "OpRule | RegionRule"]
@@ -189,7 +189,7 @@ class _Sweeps:
             copies.hold_what_follows(eqn)
         outputs = []
         for atom, wanted in zip(self.jaxpr.outvars, self.output_demands, strict=True):
-            outputs.append(copies.fetch(atom, wanted[0] if wanted else self._natural(atom)))
+            outputs.append(copies.fetch(atom, self._delivered(atom, wanted)))
         return Layout(
             self.jaxpr,
             self.inputs,
@@ -200,6 +200,14 @@ class _Sweeps:
             tuple(var in copies.regathered for var in self.jaxpr.invars),
             tuple(not isinstance(atom, jex.Literal) and self.batch.get(atom, False) for atom in self.jaxpr.outvars),
         )
+
+    def _delivered(self, atom, wanted: Sequence[Placement]) -> Placement:
+        """The first placement wanted, or one that differs from it in leaving a sum over a loop for later."""
+        natural = self._natural(atom)
+        if not wanted:
+            return natural
+        later = self.mesh.with_virtual_of(wanted[0], natural)
+        return later if later in wanted else wanted[0]
 
     def _remark_batch(self, eqn: jex.JaxprEqn, decision: Decision) -> None:
         """What is summed over the batch (a gradient, a statistic) depends on it no more than a parameter does."""
@@ -232,8 +240,8 @@ class _Sweeps:
 
     def _known(self, atom, held: tuple[Placement, ...]) -> Operand:
         if isinstance(atom, jex.Literal):
-            return Operand((self.mesh.replicated(),), (), False, full_bytes(atom.aval))
-        return Operand(held, tuple(self.demands.get(atom, ())), self.batch.get(atom, False), full_bytes(atom.aval))
+            return Operand((self.mesh.replicated(),), (), False, size_of(atom.aval))
+        return Operand(held, tuple(self.demands.get(atom, ())), self.batch.get(atom, False), size_of(atom.aval))
 
     def _natural(self, atom) -> Placement:
         return self.mesh.replicated() if isinstance(atom, jex.Literal) else self.natural[atom]
@@ -288,7 +296,7 @@ class _Copies:
         if target == natural:
             return Fetch(natural, target, batch=batch)
         made = self.made.setdefault(atom, {})
-        whole = full_bytes(atom.aval)
+        whole = size_of(atom.aval)
         fresh = False
         if target in made:
             if not self._released(atom, made[target]):
@@ -300,7 +308,7 @@ class _Copies:
         source = min(sources, key=lambda placement: _price(placement, target, whole, mesh))
         gathered = not batch and not source.is_partial and collectives(source, target, mesh) > 0
         if gathered:
-            self.gathered_bytes += whole
+            self.gathered_bytes += whole.bytes
         made[target] = _Copy(gathered, self.gathered_bytes)
         return Fetch(source, target, fresh, batch)
 
@@ -324,9 +332,6 @@ def _transposed(wanted: Placement, result: Dims, operand: Dims) -> Placement:
     return Placement(tuple(operand.index(result[axis]) if axis >= 0 else axis for axis in wanted.axes))
 
 
-def _price(source: Placement, target: Placement, whole: float, mesh: MeshAxes) -> tuple[float, int]:
-    sent = sum(
-        axis_bytes(have, want, whole, size)
-        for have, want, size in zip(source.axes, target.axes, mesh.sizes, strict=True)
-    )
-    return sent, target.axes.count(PARTIAL)
+def _price(source: Placement, target: Placement, whole: Size, mesh: MeshAxes) -> tuple[float, int]:
+    pairs = enumerate(zip(source.axes, target.axes, strict=True))
+    return sum(axis_cost(have, want, whole, axis, mesh) for axis, (have, want) in pairs), target.axes.count(PARTIAL)

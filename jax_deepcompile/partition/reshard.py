@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,35 @@ def axis_bytes(source: AxisPlacement, target: AxisPlacement, full_bytes: float, 
     if target in (REPLICATE, PARTIAL):
         return full_bytes * ring
     return full_bytes / size * ring
+
+
+class Size(NamedTuple):
+    """How large a value is, whole.
+
+    Attributes:
+      bytes: in memory.
+      carried: what adding it up in a loop takes: half-precision floats are added in 32 bits and rounded at the end.
+    """
+
+    bytes: float
+    carried: float
+
+
+_OUT_OF_THE_LOOP = 1e3
+"""How much dearer than sending a byte it is to need one of another iteration, as that ends the loop."""
+
+
+def axis_cost(source: AxisPlacement, target: AxisPlacement, size: Size, axis: int, mesh: MeshAxes) -> float:
+    """Bytes a device sends to change the placement along ``axis``, or what stands for them along a virtual one.
+
+    There nothing is sent. A sum is carried through the loop, which takes the less the smaller it is; to split costs
+    nothing; all else needs the parts of several iterations at once.
+    """
+    if not mesh.is_virtual(axis):
+        return axis_bytes(source, target, size.bytes, mesh.sizes[axis])
+    if target == source or (source == REPLICATE and target >= 0):
+        return 0.0
+    return size.carried * (_OUT_OF_THE_LOOP if source >= 0 or target >= 0 else 1)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -170,6 +200,11 @@ def axis_position(names: Sequence[str], mesh: MeshAxes) -> jax.Array:
     for name in names:
         position = position * mesh.size_of((name,)) + lax.axis_index(name)
     return position
+
+
+def size_of(aval) -> Size:
+    half = jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4
+    return Size(full_bytes(aval), full_bytes(aval) + 4.0 * math.prod(aval.shape) * half)
 
 
 def full_bytes(aval) -> float:

@@ -57,7 +57,7 @@ def settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands, 
         yielded = free.output_placements[: len(carry)]
         uses = free.wanted[len(fixed) : len(fixed) + len(carry)]
         settled = [
-            _meet(now, after, used, wanted, allowed)
+            _meet(now, after, used, wanted, allowed, propagate.mesh)
             for now, after, used, wanted, allowed in zip(carry, yielded, uses, final_demands, keep_partial, strict=True)
         ]
         if settled == carry:
@@ -73,16 +73,26 @@ def settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands, 
     return tuple(carry), propagate(jaxpr, [*fixed, *carry, *rest], batch, demands, held)
 
 
+def sums_later(wanted: Sequence[Placement], mesh: MeshAxes) -> tuple[Placement, ...]:
+    """``wanted`` and, as a loop's sums need not be known before its end, the same as partial sums along virtual axes."""
+    partial = Placement((PARTIAL,) * len(mesh.names))
+    both = (asked for placement in wanted for asked in (placement, mesh.with_virtual_of(placement, partial)))
+    return tuple(dict.fromkeys(both))
+
+
 def held_in_body(kept: int, stacked: int) -> list[bool]:
     """One slice of a stack of layers is used in one iteration only, so its gathered copy serves all of it."""
     return [False] * kept + [True] * stacked
 
 
-def _meet(now: Placement, after: Placement, used, wanted, allowed: bool) -> Placement:
-    """The next guess for a carried value that enters as ``now`` and leaves as ``after``."""
+def _meet(now: Placement, after: Placement, used, wanted, allowed: bool, mesh: MeshAxes) -> Placement:
+    """The next guess for a carried value that enters as ``now`` and leaves as ``after``.
+
+    Along virtual axes it may always stay a partial sum: that one is only summed at the end of another loop.
+    """
     axes = []
     for axis, (enters, leaves) in enumerate(zip(now.axes, after.axes, strict=True)):
-        if leaves == PARTIAL and not allowed:
+        if leaves == PARTIAL and not allowed and not mesh.is_virtual(axis):
             leaves = next((demand.axes[axis] for demand in wanted if demand.axes[axis] != PARTIAL), REPLICATE)
         whole_inside = any(placement.axes[axis] == REPLICATE for placement in used)
         keeps = enters >= 0 and leaves == REPLICATE and not whole_inside
@@ -171,10 +181,12 @@ class CondRule(RegionRule):
             _summed_outside(placement, [layout.wanted[index] for layout in layouts])
             for index, placement in enumerate(operands)
         )
-        layouts = [propagate(branch, operands, batch, request.demands) for branch in branches]
+        demands = [sums_later(wanted, request.mesh) for wanted in request.demands]
+        layouts = [propagate(branch, operands, batch, demands) for branch in branches]
+        natural = zip(*(layout.output_placements for layout in layouts), strict=True)
         results = tuple(
-            wanted[0] if wanted else _join(outs)
-            for wanted, *outs in zip(request.demands, *(layout.output_placements for layout in layouts), strict=True)
+            request.mesh.with_virtual_of(wanted[0], joined) if wanted else joined
+            for wanted, joined in zip(request.demands, map(_join, natural), strict=True)
         )
         layouts = [propagate(branch, operands, batch, [(placement,) for placement in results]) for branch in branches]
         whole = request.mesh.replicated()

@@ -141,7 +141,7 @@ class PrintRule(_SingleTrip):
         def call(*values):
             eqn.primitive.bind(*values, **params)
 
-        lax.cond(axis_position(mesh.names, mesh) == 0, call, lambda *values: None, *operands)
+        lax.cond(axis_position(mesh.devices.names, mesh) == 0, call, lambda *values: None, *operands)
         return []
 
 

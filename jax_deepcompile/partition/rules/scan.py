@@ -24,7 +24,7 @@ from jax_deepcompile._jax_compat import closed_consts, open_jaxpr, scan_counts
 from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
 from jax_deepcompile.partition.layout import Decision, Layout, Nested, Propagate, RegionRule, Request, Run, Split, Step
 from jax_deepcompile.partition.rules.base import Kind
-from jax_deepcompile.partition.rules.control_flow import held_in_body, settle_carry, settled_batch
+from jax_deepcompile.partition.rules.control_flow import held_in_body, settle_carry, settled_batch, sums_later
 from jax_deepcompile.partition.rules.registry import REGISTRY
 
 
@@ -101,7 +101,7 @@ def _settle(eqn, request: Request, propagate: Propagate, consts, carry, xs):
     jaxpr = open_jaxpr(eqn.params["jaxpr"])
     num_carry = len(carry)
     final_demands = request.demands[:num_carry]
-    ys_demands = [_body_demands(wanted) for wanted in request.demands[num_carry:]]
+    ys_demands = [sums_later(_body_demands(wanted), request.mesh) for wanted in request.demands[num_carry:]]
     const_batch, carry_batch, xs_batch = _split(eqn, request.batch)
     carry_batch, _ = settled_batch(jaxpr, const_batch, carry_batch, xs_batch)
     batch = [*const_batch, *carry_batch, *xs_batch]
@@ -253,7 +253,7 @@ def _sums_over_features(layout: Layout) -> bool:
 def _decide_shared(eqn, request: Request, propagate: Propagate, axes: tuple[int, ...]) -> Decision:
     """Each device runs the iterations of its own examples: over ``axes`` the body is one device's business."""
     rest = [axis for axis in range(len(request.mesh.names)) if axis not in axes]
-    mesh = MeshAxes(tuple(request.mesh.names[axis] for axis in rest), tuple(request.mesh.sizes[axis] for axis in rest))
+    mesh = request.mesh.keep(rest)
 
     def inside(placement: Placement) -> Placement:
         return Placement(tuple(placement.axes[axis] for axis in rest))

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from jax_deepcompile import _jax_compat
 from jax_deepcompile.ir.placement import PARTIAL, MeshAxes, Placement
 from jax_deepcompile.partition.choice import Operand, choose_split
-from jax_deepcompile.partition.reshard import full_bytes
+from jax_deepcompile.partition.reshard import size_of
 from jax_deepcompile.partition.rules.base import Kind, LocalEquation, OpRule
 from jax_deepcompile.partition.rules.families import REGISTRY
 from tests.partition.rules.ways import MESHES, Way, legal_ways
@@ -155,7 +155,7 @@ def _check_choice(eqn: jex.JaxprEqn, rule: OpRule) -> None:
         for _ in range(4):
             held = [_random_placement(var.aval, mesh, draw) for var in eqn.invars]
             operands = [
-                Operand((placement,), (), draw.random() < 0.5, full_bytes(var.aval))
+                Operand((placement,), (), draw.random() < 0.5, size_of(var.aval))
                 for placement, var in zip(held, eqn.invars, strict=True)
             ]
             decision = choose_split(eqn, rule, operands, [()] * len(eqn.outvars), mesh)
