@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax_deepcompile.ir.program import Role
 from jax_deepcompile.lowering.emit import emit, sharding_of
 from jax_deepcompile.meshes import AxisNames, MeshUse, attached, resolve_mesh
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
+from jax_deepcompile.passes.microbatch import accumulate
 from jax_deepcompile.report.text import explain
 from jax_deepcompile.stages import LoweredStep, TracedStep
 from jax_deepcompile.tracing import (
@@ -42,6 +43,7 @@ def shard(
     batch_argnums: int | Sequence[int] | None = None,
     fsdp_axes: AxisNames = "fsdp",
     data_axes: AxisNames = "data",
+    microbatches: int = 1,
     donate: bool = True,
 ) -> Any:
     """Trains an ordinary single-device step fully sharded.
@@ -71,13 +73,15 @@ def shard(
       fsdp_axes: mesh axes that divide the state.
       data_axes: mesh axes that divide the batch and replicate the state, where the mesh has them. Axes that are in
         neither are left to XLA and to the step's own sharding constraints.
+      microbatches: into how many parts each device divides its examples, to work on one after the other and update the
+        state once, with the gradients of all of them: a step takes the memory of a smaller batch and computes the same.
       donate: reuse the memory of the state passed in for the one returned.
 
     Returns:
       A ``ShardedStep``, or a decorator that makes one.
 
     Raises:
-      MeshAxisError, MeshTooLargeError, PmappedStepError: see ``jax_deepcompile.errors``.
+      MeshAxisError, MeshTooLargeError, MicrobatchCountError, PmappedStepError: see ``jax_deepcompile.errors``.
     """
     if isinstance(fun, (Mesh, AbstractMesh, Mapping)):
         fun, mesh = None, fun
@@ -88,15 +92,19 @@ def shard(
         batch_argnums=_positions(batch_argnums),
         fsdp_axes=fsdp_axes,
         data_axes=data_axes,
+        microbatches=microbatches,
         donate=donate,
     )
     return options if fun is None else options(fun)
 
 
-def _make_step(fun, *, mesh, state_argnums, batch_argnums, fsdp_axes, data_axes, donate) -> ShardedStep:
+def _make_step(fun, *, mesh, state_argnums, batch_argnums, fsdp_axes, data_axes, microbatches, donate) -> ShardedStep:
     if _is_pmapped(fun):
         raise errors.PmappedStepError(function_name(fun))
-    return ShardedStep(fun, resolve_mesh(mesh, fsdp_axes, data_axes), state_argnums, batch_argnums, donate)
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise errors.MicrobatchCountError(microbatches)
+    use = resolve_mesh(mesh, fsdp_axes, data_axes)
+    return ShardedStep(fun, use, state_argnums, batch_argnums, microbatches, donate)
 
 
 def _is_pmapped(fun: Callable) -> bool:
@@ -137,6 +145,7 @@ class ShardedStep:
         use: MeshUse,
         state_argnums: tuple[int, ...] | None,
         batch_argnums: tuple[int, ...] | None,
+        microbatches: int,
         donate: bool,
     ) -> None:
         functools.update_wrapper(self, fun)
@@ -145,6 +154,7 @@ class ShardedStep:
         self._use = use
         self._state_argnums = state_argnums
         self._batch_argnums = batch_argnums
+        self._microbatches = microbatches
         self._donate = donate
         self._stages: dict[Any, _Stage] = {}
         self._partitions: dict[Any, tuple[Traced, Partitioned]] = {}
@@ -270,7 +280,10 @@ class ShardedStep:
         key = (call.structure, abstract_key(args, kwargs, signature))
         if key not in self._partitions:
             traced = trace_step(call.fun, args, kwargs, signature, self._use.axes)
-            partitioned = partition_step(traced.program, self._use.mesh, self._use.state, self._use.batch)
+            partitioned = partition_step(
+                traced.program, self._use.mesh, self._use.state, self._use.batch, self._microbatches
+            )
+            partitioned = replace(partitioned, program=accumulate(partitioned.program, self._use.mesh))
             self._partitions[key] = (traced, partitioned)
         return self._partitions[key]
 

@@ -32,31 +32,28 @@ class BatchScalarError(DeepCompileError, ValueError):
 class MicrobatchCountError(DeepCompileError, ValueError):
     def __init__(self, microbatches: object) -> None:
         super().__init__(
-            f"microbatches is {microbatches!r}: it must be a positive whole number, the number of parts into which each "
-            f"device's examples are divided to be worked on one after the other. Use 1 for the whole batch at once."
+            f"microbatches is {microbatches!r}: it must be a positive whole number, the number of parts in which each "
+            f"device works on its examples, one after the other. Use 1 for all examples at once."
         )
 
 
 class MicrobatchNotDivisibleError(DeepCompileError, ValueError):
     def __init__(self, path: str, shape: Sequence[int], devices: int, microbatches: int) -> None:
-        size, together = shape[0], devices * microbatches
-        held = size // devices
-        divisors = [count for count in range(1, held + 1) if held % count == 0]
-        fitting = ", ".join(map(str, divisors[-12:])) if divisors else "1"
+        held, together = shape[0] // devices, devices * microbatches
+        divisors = ", ".join(str(count) for count in range(1, held + 1) if held % count == 0)
         super().__init__(
-            f"batch leaf {path} has shape {tuple(shape)}: of its {size} examples each of {devices} devices holds {held}, "
-            f"which {microbatches} microbatches do not divide evenly. Use a batch of {-(-size // together) * together} "
-            f"examples, or microbatches={fitting}."
+            f"batch leaf {path} has shape {tuple(shape)}: each of {devices} devices holds {held} of its {shape[0]} "
+            f"examples, and {held} do not divide into {microbatches} microbatches. Use microbatches={divisors}, or a "
+            f"batch of {-(-shape[0] // together) * together} examples."
         )
 
 
 class WholeBatchNeededError(DeepCompileError, NotImplementedError):
     def __init__(self, primitive: str, where: str, microbatches: int, reason: str) -> None:
         super().__init__(
-            f"{primitive} at {where} needs all examples of the batch at once, and with microbatches={microbatches} they "
-            f"are worked on one part after the other: {reason}. Compute it for each example or over other dimensions "
-            f"(LayerNorm or GroupNorm in the place of BatchNorm, running statistics), compute it outside the step and "
-            f"pass it in, or use microbatches=1."
+            f"{primitive} at {where} needs the whole batch in the middle of the step, and with "
+            f"microbatches={microbatches} only a part of it is there at a time: {reason}. Compute it for each example "
+            f"alone (LayerNorm or GroupNorm in the place of BatchNorm), or outside of the step, or use microbatches=1."
         )
 
 

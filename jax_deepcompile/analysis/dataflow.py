@@ -40,12 +40,12 @@ def reached_from(eqns: Sequence, sources: Collection) -> set:
     return reached
 
 
-def needed_for(eqns: Sequence, targets: Iterable) -> list:
-    """The equations that ``targets`` depend on, in order; those with effects always."""
+def needed_for(eqns: Sequence, targets: Iterable, effects: bool = True) -> list:
+    """The equations that ``targets`` depend on, in order; and those with ``effects``."""
     wanted = set(variables(targets))
     needed = []
     for eqn in reversed(eqns):
-        if has_side_effects(eqn) or any(var in wanted for var in eqn.outvars):
+        if (effects and has_side_effects(eqn)) or any(var in wanted for var in eqn.outvars):
             needed.append(eqn)
             wanted.update(variables(eqn.invars))
     return needed[::-1]

@@ -36,8 +36,11 @@ def trace_blocks(body: Callable[..., Sequence], program: Program, mesh: AnyMesh)
         check_vma=False,
     )
     loops = [(name, program.mesh.size_of((name,))) for name in program.mesh.virtual]
-    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in open_jaxpr(program.jaxpr).constvars]
-    blocks = [jax.ShapeDtypeStruct(port.shape, port.dtype) for port in program.inputs]
+    jaxpr = open_jaxpr(program.jaxpr)
+    shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.constvars]
+    blocks = [
+        jax.ShapeDtypeStruct(port.shape, var.aval.dtype) for port, var in zip(program.inputs, jaxpr.invars, strict=True)
+    ]
     return _close_over(jax.make_jaxpr(mapped, axis_env=loops)(tuple(shapes), *blocks), consts)
 
 

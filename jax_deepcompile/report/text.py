@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
 
-from jax_deepcompile._jax_compat import user_line
-from jax_deepcompile.ir.program import Program
+from jax_deepcompile._jax_compat import open_jaxpr, user_line
+from jax_deepcompile.ir.program import Program, Role
+from jax_deepcompile.ir.traversal import nested_jaxprs
 from jax_deepcompile.partition.layout import Split
 from jax_deepcompile.partition.partition import Partitioned
-from jax_deepcompile.partition.reshard import full_bytes, plan_moves
+from jax_deepcompile.partition.reshard import MoveKind, full_bytes, plan_moves
 
 _LINES = 8
 """How many lines a list may take before it is cut."""
+
+_COLLECTIVES = {
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ppermute": "permute",
+    "psum": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+}
+"""Our names of JAX's collectives."""
 
 
 def explain(program: Program, partitioned: Partitioned) -> str:
@@ -20,7 +34,7 @@ def explain(program: Program, partitioned: Partitioned) -> str:
     shape = " x ".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
     lines = [f"{program.name} on {shape}: {len(partitioned.layout.steps)} equations", ""]
     lines += _state(partitioned)
-    lines += ["", *_collectives(partitioned)]
+    lines += ["", *_microbatches(partitioned), *_collectives(partitioned.program)]
     lines += ["", *_moved_activations(partitioned)]
     lines += ["", *_replicated(partitioned)]
     return "\n".join(lines)
@@ -40,27 +54,42 @@ def _state(partitioned: Partitioned) -> list[str]:
     return lines + _cut([f"  {leaf.path}: {leaf.reason}" for leaf in notable])
 
 
-def _collectives(partitioned: Partitioned) -> list[str]:
-    """Collectives a step launches, and the bytes of the whole values they assemble or reduce."""
-    mesh = partitioned.program.mesh
+def _microbatches(partitioned: Partitioned) -> list[str]:
+    """How the batch is worked on in parts."""
+    mesh, layout = partitioned.layout.mesh, partitioned.layout
+    if not mesh.virtual:
+        return []
+    length = mesh.size_of(mesh.virtual)
+    batch = next(port for port in partitioned.program.inputs if port.role is Role.BATCH)
+    examples = batch.where.local_shape(batch.shape, partitioned.program.mesh)[0] // length
+    fetches = [*(fetch for step, _ in layout.walk() for fetch in step.fetches), *layout.outputs]
+    moves = [move for fetch in fetches for move in plan_moves(fetch.source, fetch.target, mesh)]
+    sums = sum(move.kind is MoveKind.ALL_REDUCE and not set(mesh.virtual).isdisjoint(move.axes) for move in moves)
+    of = f"{examples} example{'s' if examples > 1 else ''}"
+    return [f"gradient accumulation: {length} microbatches of {of} a device; {sums} sums over the loop", ""]
+
+
+def _collectives(program: Program) -> list[str]:
+    """Collectives a step launches, and the bytes each device gathers, or has reduced or exchanged."""
     count: Counter = Counter()
     size: dict[str, float] = defaultdict(float)
-
-    def add(aval, fetch, trips: int) -> None:
-        for move in plan_moves(fetch.source, fetch.target, mesh):
-            if move.kind.communicates:
-                key = f"{move.kind} over {', '.join(move.axes)}"
-                count[key] += trips
-                size[key] += trips * full_bytes(aval)
-
-    for step, trips in partitioned.layout.walk():
-        for atom, fetch in zip(step.eqn.invars, step.fetches, strict=True):
-            add(atom.aval, fetch, trips)
-    for layout, trips in partitioned.layout.nested_layouts():
-        for atom, fetch in zip(layout.jaxpr.outvars, layout.outputs, strict=True):
-            add(atom.aval, fetch, trips)
+    for eqn, trips in _executions(program.jaxpr, 1):
+        if name := _COLLECTIVES.get(eqn.primitive.name):
+            axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+            key = f"{name} over {', '.join(axes if isinstance(axes, tuple) else (axes,))}"
+            atoms = eqn.outvars if name == "all_gather" else eqn.invars
+            count[key] += trips
+            size[key] += trips * sum(full_bytes(atom.aval) for atom in atoms)
     lines = [f"  {key}: {count[key]} a step, {_size(size[key])}" for key in sorted(count)]
     return ["collectives:", *(lines or ["  none"])]
+
+
+def _executions(jaxpr: Any, trips: int) -> Iterator[tuple[Any, int]]:
+    """Every equation with how often a step runs it; loops of unknown length count once."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield eqn, trips
+        for body in nested_jaxprs(eqn):
+            yield from _executions(body, trips * eqn.params.get("length", 1))
 
 
 def _moved_activations(partitioned: Partitioned) -> list[str]:

@@ -74,7 +74,7 @@ def settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands, 
 
 
 def sums_later(wanted: Sequence[Placement], mesh: MeshAxes) -> tuple[Placement, ...]:
-    """``wanted`` and, as a loop's sums need not be known before its end, the same as partial sums along virtual axes."""
+    """``wanted`` and the same as partial sums along virtual axes, which need be known only when their loop ends."""
     partial = Placement((PARTIAL,) * len(mesh.names))
     both = (asked for placement in wanted for asked in (placement, mesh.with_virtual_of(placement, partial)))
     return tuple(dict.fromkeys(both))

@@ -1,0 +1,146 @@
+"""Gradient accumulation: the virtual axis along which a batch was split into microbatches becomes a loop.
+
+Before, on one device::
+
+    i = axis_index("microbatch"); x = dynamic_slice(batch, i * 2)
+    W = all_gather(w); g = reduce_scatter(backward(W, x)); total = psum(g, "microbatch"); w' = update(w, total)
+
+After::
+
+    scan(i, carry sum = 0): x = dynamic_slice(batch, i * 2)
+        W = all_gather(w); g = reduce_scatter(backward(W, x)); -> sum + g
+    w' = update(w, sum)
+
+Guarantees: the same numbers up to the order of the sums; nothing moves between devices that did not before; what is
+carried is as large as what is summed, a gradient's shard, and has 32 bits; what does not depend on a microbatch is
+computed once, but parameters are gathered in every iteration. A sum over devices and microbatches is done over
+devices once, at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_deepcompile._jax_compat import open_jaxpr, provenance
+from jax_deepcompile.analysis.microbatches import Round, Rounds, Total, choose_rounds
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Port, Program
+from jax_deepcompile.ir.retrace import compute, read, trace_blocks
+
+
+def accumulate(program: Program, mesh: AnyMesh) -> Program:
+    """``program``, in the local view, with loops in the place of its virtual axis; itself if it has none."""
+    if not program.mesh.virtual:
+        return program
+    (axis,) = program.mesh.virtual
+    length = program.mesh.size_of((axis,))
+    jaxpr = open_jaxpr(program.jaxpr)
+    rounds = choose_rounds(jaxpr, axis, length)
+    once = {id(eqn): lambda eqn, values: _repeat(eqn, values, axis, length) for eqn in rounds.repeated}
+
+    def body(consts, *blocks):
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *blocks), strict=True))
+        for loop in rounds.loops:
+            known = _run(loop, compute(loop.before, known, once), rounds, axis, length)
+        known = compute(rounds.after, known, once)
+        return [read(atom, known) for atom in jaxpr.outvars]
+
+    on_devices = program.replace(
+        inputs=tuple(_on_devices(port, program) for port in program.inputs),
+        outputs=tuple(_on_devices(port, program) for port in program.outputs),
+        mesh=program.mesh.devices,
+    )
+    return on_devices.replace(jaxpr=trace_blocks(body, on_devices, mesh))
+
+
+def _on_devices(port: Port, program: Program) -> Port:
+    return port.placed(port.where.on_devices(program.mesh))
+
+
+def _run(loop: Round, known: dict, rounds: Rounds, axis: str, length: int) -> dict:
+    """``known`` and what comes out of ``loop``."""
+    summed = [total for total in loop.totals if total.how != "all_gather"]
+    stacked = [total for total in loop.totals if total.how == "all_gather"]
+
+    def body(carry, index):
+        inside = compute(loop.body, known, {id(eqn): lambda *_: [index] for eqn in rounds.indices})
+        sums = [_join(total.how, old, read(total.source, inside)) for total, old in zip(summed, carry, strict=True)]
+        return sums, [read(total.source, inside) for total in stacked]
+
+    carry, pieces = lax.scan(body, [_start(total) for total in summed], jnp.arange(length, dtype=jnp.int32))
+    found = {total.result: _finish(total, value, axis) for total, value in zip(summed, carry, strict=True)}
+    found |= {total.result: _assemble(total, piece, axis) for total, piece in zip(stacked, pieces, strict=True)}
+    return known | found
+
+
+def _start(total: Total) -> jax.Array:
+    """The value that changes nothing when combined with another; for sums in at least 32 bits."""
+    shape, dtype = total.source.aval.shape, total.source.aval.dtype
+    if total.how == "psum":
+        return jnp.zeros(shape, _summed_in(dtype))
+    if total.how == "last":
+        return jnp.zeros(shape, dtype)
+    limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
+    infinite = jnp.inf if jnp.issubdtype(dtype, jnp.floating) else None
+    lowest, highest = (-infinite, infinite) if infinite else (limits.min, limits.max)
+    return jnp.full(shape, lowest if total.how == "pmax" else highest, dtype)
+
+
+def _summed_in(dtype) -> Any:
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+
+
+def _join(how: str, old: jax.Array, new: jax.Array) -> jax.Array:
+    match how:
+        case "psum":
+            return old + new.astype(old.dtype)
+        case "pmax":
+            return jnp.maximum(old, new)
+        case "pmin":
+            return jnp.minimum(old, new)
+    return new
+
+
+def _finish(total: Total, value: jax.Array, axis: str) -> jax.Array:
+    """The total over all iterations of all devices that the collective is over."""
+    if total.eqn is None:
+        return value
+    others = _others(total.eqn.params["axes"], axis)
+    with provenance(total.eqn):
+        if others:
+            value = {"psum": lax.psum, "pmax": lax.pmax, "pmin": lax.pmin}[total.how](value, others)
+        return value.astype(total.result.aval.dtype)
+
+
+def _assemble(total: Total, pieces: jax.Array, axis: str) -> jax.Array:
+    """The pieces of all iterations, stacked along a new first dimension, put in their places along their own."""
+    params = total.eqn.params
+    dim, others = params["all_gather_dimension"], _others(params["axis_name"], axis)
+    with provenance(total.eqn):
+        pieces = jnp.moveaxis(pieces, 0, dim)
+        whole = pieces.reshape(*pieces.shape[:dim], math.prod(pieces.shape[dim : dim + 2]), *pieces.shape[dim + 2 :])
+        return lax.all_gather(whole, others, axis=dim, tiled=True) if others else whole
+
+
+def _others(names: str | Sequence[str], axis: str) -> tuple[str, ...]:
+    return tuple(name for name in ((names,) if isinstance(names, str) else names) if name != axis)
+
+
+def _repeat(eqn, values: Sequence[jax.Array], axis: str, length: int) -> list[jax.Array]:
+    """A collective over ``length`` iterations that all have the same ``values``."""
+    results = []
+    for value, source, result in zip(values, eqn.invars, eqn.outvars, strict=True):
+        total = Total(eqn.primitive.name, source, result, eqn)
+        value = jnp.asarray(value)
+        if total.how == "all_gather":
+            results.append(_assemble(total, jnp.broadcast_to(value, (length, *value.shape)), axis))
+        else:
+            times = length if total.how == "psum" else 1
+            results.append(_finish(total, value * jnp.asarray(times, value.dtype), axis))
+    return results
