@@ -98,7 +98,7 @@ def choose_rounds(jaxpr: jex.Jaxpr, axis: str, length: int) -> Rounds:
     totals += [Total("last", var, var) for var in dict.fromkeys(variables(jaxpr.outvars)) if var in varying]
     still = [eqn for eqn in eqns if eqn not in reductions]
     loops = _loops(still, totals, _depths(eqns, totals), varying)
-    _refuse_repetition(loops, _depths(eqns, totals), still, length)
+    _refuse_repetition(loops, still, length)
     done = {id(eqn) for loop in loops for eqn in loop.before}
     outside = [eqn for eqn in still if id(eqn) not in done and not any(var in varying for var in eqn.outvars)]
     repeated = tuple(eqn for eqn in combining if eqn not in reductions)
@@ -184,21 +184,26 @@ def _refuse_exchanges(jaxpr: jex.Jaxpr, axis: str, length: int) -> None:
         raise errors.WholeBatchNeededError(name, user_line(eqn), length, reason)
 
 
-def _refuse_repetition(loops: Sequence[Round], depths: Sequence[int], eqns: Sequence, length: int) -> None:
+def _refuse_repetition(loops: Sequence[Round], eqns: Sequence, length: int) -> None:
     """A total that is read in a later loop costs a loop of its own, which must be short and must not keep the batch."""
-    made = {var: eqn for eqn in eqns for var in eqn.outvars}
     for number, loop in enumerate(loops[:-1]):
         later = {id(eqn) for other in loops[number + 1 :] for eqn in other.body if eqn.primitive.name in _HEAVY}
         for total in loop.totals:
-            twice = [eqn for eqn in needed_for(loop.body, [total.source], effects=False) if id(eqn) in later]
-            if twice:
-                reason = f"the step goes on with the result, and {_name(twice[0])} would be computed again for that"
-            elif total.how == "all_gather":
+            behind = needed_for(loop.body, [total.source], effects=False)
+            twice = sorted((eqn for eqn in behind if id(eqn) in later), key=_communicates)
+            if total.how == "all_gather":
+                named = next(eqn for eqn in eqns if total.result in variables(eqn.invars))
                 reason = "the step goes on with examples of other microbatches"
+            elif twice:
+                named = next((eqn for eqn in eqns if total.source in eqn.outvars), total.eqn)
+                reason = f"the step goes on with the result, and {_name(twice[0])} would be computed again for that"
             else:
                 continue
-            maker = made.get(total.source, total.eqn)
-            raise errors.WholeBatchNeededError(maker.primitive.name, user_line(maker), length, reason)
+            raise errors.WholeBatchNeededError(named.primitive.name, user_line(named), length, reason)
+
+
+def _communicates(eqn) -> bool:
+    return eqn.primitive.name in _COMMUNICATION
 
 
 def _name(eqn) -> str:

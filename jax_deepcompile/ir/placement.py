@@ -64,11 +64,6 @@ class MeshAxes:
         """These axes and, behind them, a virtual one."""
         return MeshAxes((*self.names, name), (*self.sizes, length), (*self.virtual, name))
 
-    def with_virtual_of(self, placement: Placement, other: Placement) -> Placement:
-        """``placement`` along the axes with devices, ``other`` along virtual ones."""
-        pairs = enumerate(zip(placement.axes, other.axes, strict=True))
-        return Placement(tuple(theirs if self.is_virtual(axis) else ours for axis, (ours, theirs) in pairs))
-
     def replicated(self) -> Placement:
         return Placement((REPLICATE,) * len(self.names))
 
@@ -119,6 +114,11 @@ class Placement:
 
     def without_partial(self) -> Placement:
         return Placement(tuple(REPLICATE if axis == PARTIAL else axis for axis in self.axes))
+
+    def deferring(self, sums: Placement) -> Placement:
+        """This placement, but still a partial sum where ``sums`` is one that this would have summed."""
+        pairs = zip(self.axes, sums.axes, strict=True)
+        return Placement(tuple(PARTIAL if pair == (REPLICATE, PARTIAL) else pair[0] for pair in pairs))
 
     def fits(self, shape: Sequence[int], mesh: MeshAxes) -> bool:
         """Whether every split dimension exists and divides evenly."""

@@ -202,11 +202,11 @@ class _Sweeps:
         )
 
     def _delivered(self, atom, wanted: Sequence[Placement]) -> Placement:
-        """The first placement wanted, or one that differs from it in leaving a sum over a loop for later."""
+        """The first placement wanted, or the same with the sums left for later, if that is wanted too."""
         natural = self._natural(atom)
         if not wanted:
             return natural
-        later = self.mesh.with_virtual_of(wanted[0], natural)
+        later = wanted[0].deferring(natural)
         return later if later in wanted else wanted[0]
 
     def _remark_batch(self, eqn: jex.JaxprEqn, decision: Decision) -> None:

@@ -78,13 +78,14 @@ def axis_cost(source: AxisPlacement, target: AxisPlacement, size: Size, axis: in
     """Bytes a device sends to change the placement along ``axis``, or what stands for them along a virtual one.
 
     There nothing is sent. A sum is carried through the loop, which takes the less the smaller it is; to split costs
-    nothing; all else needs the parts of several iterations at once.
+    nothing; all else needs the parts of several iterations at once. Where there is a loop a sum over devices is best
+    done after it, too, and is weighed alike.
     """
+    if mesh.virtual and {source, target} == {PARTIAL, REPLICATE}:
+        return size.carried
     if not mesh.is_virtual(axis):
         return axis_bytes(source, target, size.bytes, mesh.sizes[axis])
-    if target == source or (source == REPLICATE and target >= 0):
-        return 0.0
-    return size.carried * (_OUT_OF_THE_LOOP if source >= 0 or target >= 0 else 1)
+    return 0.0 if source in (target, REPLICATE) else size.carried * _OUT_OF_THE_LOOP
 
 
 @functools.lru_cache(maxsize=65536)

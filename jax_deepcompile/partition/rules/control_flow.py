@@ -74,10 +74,12 @@ def settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands, 
 
 
 def sums_later(wanted: Sequence[Placement], mesh: MeshAxes) -> tuple[Placement, ...]:
-    """``wanted`` and the same as partial sums along virtual axes, which need be known only when their loop ends."""
+    """``wanted`` and, where a loop over parts of the batch adds up what comes, the same with sums left for its end."""
+    if not mesh.virtual:
+        return tuple(wanted)
     partial = Placement((PARTIAL,) * len(mesh.names))
-    both = (asked for placement in wanted for asked in (placement, mesh.with_virtual_of(placement, partial)))
-    return tuple(dict.fromkeys(both))
+    late = (placement.deferring(partial) for placement in wanted)
+    return tuple(dict.fromkeys((*wanted, *late)))
 
 
 def held_in_body(kept: int, stacked: int) -> list[bool]:
@@ -88,12 +90,13 @@ def held_in_body(kept: int, stacked: int) -> list[bool]:
 def _meet(now: Placement, after: Placement, used, wanted, allowed: bool, mesh: MeshAxes) -> Placement:
     """The next guess for a carried value that enters as ``now`` and leaves as ``after``.
 
-    Along virtual axes it may always stay a partial sum: that one is only summed at the end of another loop.
+    What another loop adds up stays a partial sum until that one ends, unless it is to be scattered.
     """
     axes = []
     for axis, (enters, leaves) in enumerate(zip(now.axes, after.axes, strict=True)):
-        if leaves == PARTIAL and not allowed and not mesh.is_virtual(axis):
-            leaves = next((demand.axes[axis] for demand in wanted if demand.axes[axis] != PARTIAL), REPLICATE)
+        if leaves == PARTIAL and not allowed:
+            asked = next((demand.axes[axis] for demand in wanted if demand.axes[axis] != PARTIAL), REPLICATE)
+            leaves = PARTIAL if mesh.virtual and asked == REPLICATE else asked
         whole_inside = any(placement.axes[axis] == REPLICATE for placement in used)
         keeps = enters >= 0 and leaves == REPLICATE and not whole_inside
         axes.append(enters if keeps else leaves)
@@ -185,7 +188,7 @@ class CondRule(RegionRule):
         layouts = [propagate(branch, operands, batch, demands) for branch in branches]
         natural = zip(*(layout.output_placements for layout in layouts), strict=True)
         results = tuple(
-            request.mesh.with_virtual_of(wanted[0], joined) if wanted else joined
+            joined if not wanted else wanted[0].deferring(joined) if request.mesh.virtual else wanted[0]
             for wanted, joined in zip(request.demands, map(_join, natural), strict=True)
         )
         layouts = [propagate(branch, operands, batch, [(placement,) for placement in results]) for branch in branches]

@@ -1,0 +1,287 @@
+"""A step in microbatches computes what it computes with the whole batch at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import jax_deepcompile as deepcompile
+from models import llama, mixtral, vit
+from tests.equality.harness import MESHES, assert_close, assert_same_training
+
+pytestmark = pytest.mark.cpu_mesh
+
+TWO_MESHES = {name: MESHES[name] for name in ("8", "2x4")}
+DESCENT = optax.sgd(0.1, momentum=0.9)
+"""Adds no noise of its own: an adaptive optimizer divides by second moments, which doubles what is lost to rounding."""
+
+
+def examples(seed: int, size: int = 32) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {
+        "x": random.standard_normal((size, 16), np.float32),
+        "y": random.integers(0, 8, size, np.int32),
+        "mask": (random.random(size) < np.linspace(0.1, 0.9, size)).astype(np.float32),
+    }
+
+
+def create_classifier(key, optimizer: optax.GradientTransformation = DESCENT) -> dict[str, Any]:
+    up, down = jax.random.split(key)
+    params = {
+        "up": 0.3 * jax.random.normal(up, (16, 32)),
+        "bias": jnp.zeros(32),
+        "odd": jnp.ones(3),
+        "down": 0.3 * jax.random.normal(down, (32, 8)),
+    }
+    return {"params": params, "opt_state": optimizer.init(params), "key": key, "step": jnp.zeros((), jnp.int32)}
+
+
+def logits_of(params, x):
+    hidden = jnp.tanh(x @ params["up"] + params["bias"]) * params["odd"].prod()
+    return hidden @ params["down"]
+
+
+def example_losses(params, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch["x"]), batch["y"])
+
+
+def training(loss_of: Callable, optimizer: optax.GradientTransformation = DESCENT) -> Callable:
+    """The step for ``loss_of(params, batch, key) -> (loss, metrics)``."""
+
+    def step(state, batch):
+        key = jax.random.fold_in(state["key"], state["step"])
+        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(state["params"], batch, key)
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        changed = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
+        return state | changed, {"loss": loss, "grad_norm": optax.tree.norm(grads), **metrics}
+
+    return step
+
+
+def assert_same_in_microbatches(loss_of: Callable, optimizer=DESCENT, microbatches: int = 4, **kwargs) -> None:
+    def create(key):
+        return create_classifier(key, optimizer)
+
+    step, batches = training(loss_of, optimizer), [examples(seed) for seed in range(3)]
+    assert_same_training(step, create, batches, TWO_MESHES, microbatches=microbatches, **kwargs)
+
+
+def mean(params, batch, key):
+    return example_losses(params, batch).mean(), {}
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_mean(microbatches: int):
+    assert_same_in_microbatches(mean, microbatches=microbatches)
+
+
+def test_mean_over_masked_examples():
+    """The number of examples that count differs between microbatches, so means of means would be wrong."""
+
+    def loss_of(params, batch, key):
+        losses = example_losses(params, batch) * batch["mask"]
+        return losses.sum() / batch["mask"].sum(), {"examples": batch["mask"].sum()}
+
+    assert_same_in_microbatches(loss_of)
+
+
+def test_sum_that_is_normalised_after_differentiation():
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), DESCENT)
+
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(lambda p: (example_losses(p, batch) * batch["mask"]).sum())(state["params"])
+        grads = jax.tree.map(lambda grad: grad / batch["mask"].sum(), grads)
+        updates, opt_state = optimizer.update(grads, state["opt_state"])
+        return state | {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+
+    batches = [examples(seed) for seed in range(2)]
+    assert_same_training(step, lambda key: create_classifier(key, optimizer), batches, TWO_MESHES, microbatches=4)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.clip_by_global_norm(0.1), DESCENT),
+        optax.chain(optax.add_decayed_weights(0.01), DESCENT),
+        optax.MultiSteps(DESCENT, every_k_schedule=2).gradient_transformation(),
+        optax.chain(optax.adaptive_grad_clip(0.01), DESCENT),
+    ],
+    ids=["global norm", "weight decay", "every second step", "adaptive clipping"],
+)
+def test_optimizers_see_the_whole_gradient_once(optimizer):
+    assert_same_in_microbatches(mean, optimizer)
+
+
+def test_weight_decay_in_the_loss():
+    def loss_of(params, batch, key):
+        decay = sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(params))
+        return example_losses(params, batch).mean() + 1e-3 * decay, {"decay": decay}
+
+    assert_same_in_microbatches(loss_of)
+
+
+def test_metrics():
+    def loss_of(params, batch, key):
+        logits, losses = logits_of(params, batch["x"]), example_losses(params, batch)
+        right = (logits.argmax(axis=-1) == batch["y"]).astype(jnp.float32)
+        per_class = jax.ops.segment_sum(right, batch["y"], num_segments=8)
+        seen = jax.ops.segment_sum(jnp.ones_like(right), batch["y"], num_segments=8)
+        return losses.mean(), {
+            "accuracy": right.mean(),
+            "masked accuracy": (right * batch["mask"]).sum() / batch["mask"].sum(),
+            "perplexity": jnp.exp(losses.mean()),
+            "worst": losses.max(),
+            "best": losses.min(),
+            "total": losses.sum(),
+            "balanced accuracy": (per_class / jnp.maximum(seen, 1)).mean(),
+            "confidence of the right": (jax.nn.softmax(logits).max(axis=-1) * right).sum() / right.sum(),
+            "all": losses,
+            "wrong": (logits.argmax(axis=-1) != batch["y"]).sum(),
+        }
+
+    assert_same_in_microbatches(loss_of)
+
+
+def test_dropout_masks_are_those_of_the_whole_batch():
+    def masks(state, batch):
+        return state, jax.random.bernoulli(state["key"], 0.5, batch["x"].shape)
+
+    def loss_of(params, batch, key):
+        x = batch["x"] * jax.random.bernoulli(key, 0.8, batch["x"].shape) / 0.8
+        return example_losses(params, batch | {"x": x}).mean(), {}
+
+    assert_same_in_microbatches(loss_of)
+    assert_same_training(masks, create_classifier, [examples(0)], TWO_MESHES, tolerance=0, microbatches=4)
+
+
+def test_half_precision_compute_with_float32_state():
+    """Bound: what eight partial gradients, each rounded to 8 bits, can differ by."""
+
+    def loss_of(params, batch, key):
+        half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        losses = example_losses(half, batch | {"x": batch["x"].astype(jnp.bfloat16)})
+        return losses.astype(jnp.float32).mean(), {}
+
+    assert_same_in_microbatches(loss_of, tolerance=2e-2)
+
+
+def tokens(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 200, (16, 17), np.int32)
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.nothing_saveable], ids=["saved", "checkpointed"])
+def test_loops_of_layers(policy):
+    model = llama.Llama(dataclasses.replace(llama.LLAMA_TINY, remat_policy=policy))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), DESCENT)
+
+    def create(key):
+        params = model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+    def step(state, batch):
+        def loss_of(params):
+            return llama.next_token_loss(state.apply_fn({"params": params}, batch[:, :-1]), batch[:, 1:])
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+
+    assert_same_training(step, create, [tokens(0), tokens(1)], TWO_MESHES, microbatches=2)
+
+
+def mixtral_loss(model, batch):
+    logits, balance = model(batch[:, :-1])
+    return mixtral.next_token_loss(logits, batch[:, 1:]) + 0.01 * balance
+
+
+def vit_loss(model, batch):
+    return vit.classification_loss(model(batch["image"], train=True), batch["label"])
+
+
+def images(seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {
+        "image": random.standard_normal((16, 16, 16, 3), np.float32),
+        "label": random.integers(0, 10, 16, np.int32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("build", "loss_of", "make_batch"),
+    [
+        (lambda: mixtral.Mixtral(mixtral.MIXTRAL_TINY, rngs=nnx.Rngs(0)), mixtral_loss, tokens),
+        (lambda: vit.ViT(vit.VIT_TINY, rngs=nnx.Rngs(0)), vit_loss, images),
+    ],
+    ids=["mixtral", "vit"],
+)
+def test_nnx_objects(build, loss_of, make_batch):
+    def step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(loss_of)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    def create():
+        model = build()
+        return model, nnx.Optimizer(model, DESCENT, wrt=nnx.Param)
+
+    plain, (model, optimizer) = nnx.jit(step), create()
+    losses, states = [], []
+    for seed in range(2):
+        losses.append(plain(model, optimizer, make_batch(seed)))
+        states.append(jax.tree.map(jnp.copy, nnx.state((model, optimizer))))
+    for mesh in TWO_MESHES.values():
+        sharded = deepcompile.shard(step, mesh, microbatches=2)
+        model, optimizer = sharded.init(create)
+        for seed in range(2):
+            loss = sharded(model, optimizer, make_batch(seed))
+            assert_close(loss, losses[seed], 1e-5, f"loss of step {seed}")
+            assert_close(
+                nnx.state((model, optimizer)), states[seed], 2e-5, f"state after step {seed}", "['key']['bias']"
+            )
+
+
+ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu, "gelu": jax.nn.gelu, "softmax": jax.nn.softmax}
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    activation=st.sampled_from(sorted(ACTIVATIONS)),
+    masked=st.booleans(),
+    scale=st.sampled_from([1.0, 8.0]),
+    tied=st.booleans(),
+    clipped=st.booleans(),
+    decayed=st.booleans(),
+    dropout=st.booleans(),
+    microbatches=st.sampled_from([2, 4]),
+    mesh=st.sampled_from(sorted(TWO_MESHES)),
+)
+def test_random_steps(activation, masked, scale, tied, clipped, decayed, dropout, microbatches, mesh):
+    optimizer = optax.chain(
+        *[optax.clip_by_global_norm(0.1)] * clipped, *[optax.add_decayed_weights(0.1)] * decayed, DESCENT
+    )
+
+    def loss_of(params, batch, key):
+        hidden = ACTIVATIONS[activation](batch["x"] @ params["up"] + params["bias"])
+        hidden = hidden * jax.random.bernoulli(key, 0.5, hidden.shape) if dropout else hidden
+        logits = hidden @ (params["up"].T[:, :8] if tied else params["down"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        loss = (losses * batch["mask"]).sum() / batch["mask"].sum() if masked else losses.mean()
+        return loss * scale, {"hidden": hidden.max(), "logits": logits.mean(axis=0)}
+
+    def create(key):
+        return create_classifier(key, optimizer)
+
+    assert_same_training(
+        training(loss_of, optimizer), create, [examples(0)], {mesh: TWO_MESHES[mesh]}, microbatches=microbatches
+    )
