@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,11 +17,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
 from jax_deepcompile.binding import Creation, PureCall, bind, update_objects
+from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.program import Role
 from jax_deepcompile.lowering.emit import emit, sharding_of
 from jax_deepcompile.meshes import AxisNames, MeshUse, attached, resolve_mesh
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.passes.microbatch import accumulate
+from jax_deepcompile.planning.limits import MemoryLimit
+from jax_deepcompile.planning.pass_manager import Pass
+from jax_deepcompile.planning.plan import Plan
+from jax_deepcompile.planning.session import Planned, Wishes, plan_program
 from jax_deepcompile.report.text import explain
 from jax_deepcompile.stages import LoweredStep, TracedStep
 from jax_deepcompile.tracing import (
@@ -44,6 +51,11 @@ def shard(
     fsdp_axes: AxisNames = "fsdp",
     data_axes: AxisNames = "data",
     microbatches: int = 1,
+    memory_limit: MemoryLimit = None,
+    passes: Sequence[Pass] | None = None,
+    profile: Profile | None = None,
+    plan: Plan | None = None,
+    cache_dir: str | os.PathLike | None = None,
     donate: bool = True,
 ) -> Any:
     """Trains an ordinary single-device step fully sharded.
@@ -75,6 +87,13 @@ def shard(
         neither are left to XLA and to the step's own sharding constraints.
       microbatches: into how many parts each device divides its examples, to work on one after the other and update the
         state once, with the gradients of all of them: a step takes the memory of a smaller batch and computes the same.
+      memory_limit: device memory a step may take: bytes, "72GiB", a fraction of the device's memory such as 0.9, or
+      None
+        for the device's memory less a reserve.
+      passes: what to try to make the step faster, in order; by default everything there is. ``()`` shards and no more.
+      profile: measured times to plan by; by default tables for the device.
+      plan: decisions to carry out as they are, such as another run's ``step.plan(...)``.
+      cache_dir: a folder that keeps plans and executables between runs.
       donate: reuse the memory of the state passed in for the one returned.
 
     Returns:
@@ -93,18 +112,27 @@ def shard(
         fsdp_axes=fsdp_axes,
         data_axes=data_axes,
         microbatches=microbatches,
+        wishes=Wishes(
+            memory_limit,
+            None if passes is None else tuple(passes),
+            profile,
+            plan,
+            None if cache_dir is None else Path(cache_dir),
+        ),
         donate=donate,
     )
     return options if fun is None else options(fun)
 
 
-def _make_step(fun, *, mesh, state_argnums, batch_argnums, fsdp_axes, data_axes, microbatches, donate) -> ShardedStep:
+def _make_step(
+    fun, *, mesh, state_argnums, batch_argnums, fsdp_axes, data_axes, microbatches, wishes, donate
+) -> ShardedStep:
     if _is_pmapped(fun):
         raise errors.PmappedStepError(function_name(fun))
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise errors.MicrobatchCountError(microbatches)
     use = resolve_mesh(mesh, fsdp_axes, data_axes)
-    return ShardedStep(fun, use, state_argnums, batch_argnums, microbatches, donate)
+    return ShardedStep(fun, use, state_argnums, batch_argnums, microbatches, wishes, donate)
 
 
 def _is_pmapped(fun: Callable) -> bool:
@@ -126,14 +154,14 @@ class _Stage:
       traced, partitioned: for the shapes it was made for.
       targets: where every leaf of ``(*args, kwargs)`` goes; None where it may stay.
       roles: the role of every leaf.
-      run: ``jax.jit`` of ``(*args, kwargs) -> out``.
+      call: the pure call it was made for.
     """
 
     traced: Traced
     partitioned: Partitioned
     targets: tuple[NamedSharding | None, ...]
     roles: tuple[Role, ...]
-    run: Callable
+    call: PureCall
 
 
 class ShardedStep:
@@ -146,6 +174,7 @@ class ShardedStep:
         state_argnums: tuple[int, ...] | None,
         batch_argnums: tuple[int, ...] | None,
         microbatches: int,
+        wishes: Wishes,
         donate: bool,
     ) -> None:
         functools.update_wrapper(self, fun)
@@ -155,9 +184,12 @@ class ShardedStep:
         self._state_argnums = state_argnums
         self._batch_argnums = batch_argnums
         self._microbatches = microbatches
+        self._wishes = wishes
         self._donate = donate
         self._stages: dict[Any, _Stage] = {}
         self._partitions: dict[Any, tuple[Traced, Partitioned]] = {}
+        self._plans: dict[int, Planned] = {}
+        self._runs: dict[int, Callable] = {}
         self._last: _Stage | None = None
         self._fast: Callable | None = None
 
@@ -204,17 +236,48 @@ class ShardedStep:
         leaves, tree = jax.tree.flatten((*call.args, kwargs))
         shapes = jax.tree.unflatten(tree, map(_shape_only, leaves, stage.targets))
         traced, partitioned = self._partition(call, shapes[:-1], kwargs)
-        return TracedStep(traced.program, partitioned, stage.run.trace(*shapes), self._platform())
+        return TracedStep(
+            traced.program,
+            partitioned,
+            lambda: self._planned(partitioned),
+            lambda: self._run_of(stage).trace(*shapes),
+            self._platform(),
+        )
 
     def lower(self, *args, **kwargs) -> LoweredStep:
         """Lowers the step; leaves may be ``jax.ShapeDtypeStruct``s."""
         return self.trace(*args, **kwargs).lower()
 
+    def lower_gspmd(self, *args, **kwargs) -> jax.stages.Lowered:
+        """The undecorated step under ``jax.jit`` with the same shardings: what XLA's own partitioner makes of it.
+
+        For comparison; leaves may be ``jax.ShapeDtypeStruct``s.
+        """
+        call, kwargs = self._bind(args, kwargs)
+        stage = self._stage(call, kwargs)
+        program = stage.partitioned.program
+        positional, keywords = jax.tree.unflatten(stage.traced.in_tree, stage.targets)
+        outputs = [self._sharding(port, program) for port in program.outputs]
+        plain = jax.jit(
+            lambda *args: call.fun(*args[:-1], **args[-1]),
+            in_shardings=(*positional, keywords),
+            out_shardings=jax.tree.unflatten(stage.traced.out_tree, outputs),
+            donate_argnums=self._signature(call).state if self._donate else (),
+        )
+        leaves, tree = jax.tree.flatten((*call.args, kwargs))
+        shapes = jax.tree.unflatten(tree, map(_shape_only, leaves, stage.targets))
+        return plain.trace(*shapes).lower(lowering_platforms=(self._platform(),))
+
+    def plan(self, *args, **kwargs) -> Plan:
+        """The decisions of every pass for these arguments; leaves may be ``jax.ShapeDtypeStruct``s."""
+        return self.trace(*args, **kwargs).plan()
+
     def explain(self) -> str:
         """What was decided for the last shapes traced, and why, in a screen."""
         if self._last is None:
             raise errors.NotTracedError(self._name)
-        return explain(self._last.traced.program, self._last.partitioned)
+        last = self._last
+        return explain(last.traced.program, last.partitioned, self._plans.get(id(last.partitioned)))
 
     def _call(self, args: tuple, kwargs: dict):
         self._require_devices()
@@ -222,13 +285,13 @@ class ShardedStep:
         stage = self._stage(call, kwargs)
         placed, moved_inputs = self._place((*call.args, kwargs), stage)
         try:
-            out = stage.run(*placed)
+            out = self._run_of(stage)(*placed)
         except (TypeError, ValueError):
             self._partition(call, call.args, kwargs)
             raise
         if not call.objects:
             if not moved_inputs and not kwargs and jax.process_count() == 1:
-                self._fast = stage.run
+                self._fast = self._run_of(stage)
             return out
         state, result = out
         update_objects(args, call.objects, state)
@@ -256,24 +319,40 @@ class ShardedStep:
         traced, partitioned = self._partition(call, call.args, kwargs)
         program = partitioned.program
         leaves = [self._sharding(port, program) for port in program.inputs]
-        args, kwargs_shardings = jax.tree.unflatten(traced.in_tree, leaves)
-        shardings = (*args, kwargs_shardings)
+        return _Stage(traced, partitioned, tuple(leaves), tuple(port.role for port in program.inputs), call)
+
+    def _run_of(self, stage: _Stage) -> Callable:
+        """``jax.jit`` of ``(*args, kwargs) -> out``, planned."""
+        if id(stage) not in self._runs:
+            self._runs[id(stage)] = self._make_run(stage)
+        return self._runs[id(stage)]
+
+    def _make_run(self, stage: _Stage) -> Callable:
+        traced, program, call = stage.traced, stage.partitioned.program, stage.call
+        args, kwargs_shardings = jax.tree.unflatten(traced.in_tree, stage.targets)
+        planned = self._planned(stage.partitioned)
 
         def staged(*args):
             _, part = self._partition(call, args[:-1], args[-1])
-            outs = emit(part.program, self._use.mesh)(*jax.tree.leaves((args[:-1], args[-1])))
+            outs = emit(self._planned(part).program, self._use.mesh)(*jax.tree.leaves((args[:-1], args[-1])))
             return jax.tree.unflatten(traced.out_tree, outs)
 
         staged.__name__ = staged.__qualname__ = self._name.rsplit(".", 1)[-1]
-        run = jax.jit(
+        return jax.jit(
             staged,
-            in_shardings=shardings,
+            in_shardings=(*args, kwargs_shardings),
             out_shardings=jax.tree.unflatten(
                 traced.out_tree, [self._sharding(port, program) for port in program.outputs]
             ),
             donate_argnums=self._signature(call).state if self._donate else (),
+            compiler_options=dict(planned.plan.options) or None,
         )
-        return _Stage(traced, partitioned, tuple(leaves), tuple(port.role for port in program.inputs), run)
+
+    def _planned(self, partitioned: Partitioned) -> Planned:
+        if id(partitioned) not in self._plans:
+            program = partitioned.program
+            self._plans[id(partitioned)] = plan_program(program, self._use.mesh, self._platform(), self._wishes)
+        return self._plans[id(partitioned)]
 
     def _partition(self, call: PureCall, args: tuple, kwargs: dict) -> tuple[Traced, Partitioned]:
         signature = self._signature(call)

@@ -174,7 +174,8 @@ class MemoryLimitError(DeepCompileError, ValueError):
     def __init__(self, limit: object) -> None:
         super().__init__(
             f"memory_limit={_shortened(limit)} is not understood. Give bytes (an int), a size with its unit such as "
-            f"'72GiB', a fraction of the device's memory such as 0.9 (where the device has a memory of its own), or None "
+            f"'72GiB', a fraction of the device's memory such as 0.9 (where the device has a memory of its own), or "
+            f"None "
             f"for the device's memory less a reserve."
         )
 
@@ -185,9 +186,11 @@ class MemoryExceededError(DeepCompileError, MemoryError):
     def __init__(self, function: str, needed_bytes: int, limit_bytes: int, argument_bytes: int) -> None:
         gib = 1 << 30
         super().__init__(
-            f"{function} takes {needed_bytes / gib:.2f} GiB a device, {(needed_bytes - limit_bytes) / gib:.2f} GiB more than "
+            f"{function} takes {needed_bytes / gib:.2f} GiB a device, {(needed_bytes - limit_bytes) / gib:.2f} GiB "
+            f"more than "
             f"the limit of {limit_bytes / gib:.2f} GiB: {argument_bytes / gib:.2f} GiB are state and batch, "
-            f"{(needed_bytes - argument_bytes) / gib:.2f} GiB temporaries. Use more devices, microbatches=k (a smaller batch "
+            f"{(needed_bytes - argument_bytes) / gib:.2f} GiB temporaries. Use more devices, microbatches=k (a "
+            f"smaller batch "
             f"at a time), jax.checkpoint around the layers, or raise memory_limit."
         )
 
@@ -197,15 +200,12 @@ class PlanError(DeepCompileError, ValueError):
         super().__init__(f"{where} cannot be used: {why}. Drop it, and the step is planned anew.")
 
 
-class PlanCacheWarning(UserWarning):
-    """A cached plan could not be read or kept; the step is planned anew, and nothing else changes."""
-
-
 class PlanMismatchError(DeepCompileError, RuntimeError):
     def __init__(self, function: str, fingerprints: dict[int, str]) -> None:
         listed = ", ".join(f"process {process}: {value}" for process, value in fingerprints.items())
         super().__init__(
-            f"The processes of this run do not agree on what {function} is ({listed}). Collectives of different programs "
+            f"The processes of this run do not agree on what {function} is ({listed}). Collectives of different "
+            f"programs "
             f"would wait for each other forever. Give every process the same code, shapes, configuration and versions."
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import jax
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.partition.partition import Partitioned
+from jax_deepcompile.planning.plan import Plan
+from jax_deepcompile.planning.session import Planned
 from jax_deepcompile.report.text import explain
 
 
@@ -24,7 +27,8 @@ class TracedStep:
 
     program: Program
     partitioned: Partitioned
-    _traced: jax.stages.Traced
+    _plan: Callable[[], Planned]
+    _trace: Callable[[], jax.stages.Traced]
     _platform: str
 
     @property
@@ -33,11 +37,21 @@ class TracedStep:
 
     def explain(self) -> str:
         """What was decided and why, in a screen."""
-        return explain(self.program, self.partitioned)
+        return explain(self.program, self.partitioned, self._plan())
+
+    def plan(self) -> Plan:
+        """The decisions of every pass."""
+        return self._plan().plan
+
+    @property
+    def planned(self) -> Program:
+        """The local view, rewritten by the plan."""
+        return self._plan().program
 
     def lower(self) -> LoweredStep:
-        """Lowers to StableHLO for the platform of the mesh."""
-        return LoweredStep(self._traced.lower(lowering_platforms=(self._platform,)), self._platform)
+        """Plans, and lowers to StableHLO for the platform of the mesh."""
+        lowered = self._trace().lower(lowering_platforms=(self._platform,))
+        return LoweredStep(lowered, self._platform, self._plan().plan)
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,7 @@ class LoweredStep:
 
     _lowered: jax.stages.Lowered
     _platform: str
+    _plan: Plan
 
     def as_text(self, dialect: str | None = None) -> str:
         """The module's text; ``dialect`` as for ``jax.stages.Lowered.as_text``."""
@@ -57,7 +72,7 @@ class LoweredStep:
         Args:
           compiler_options: XLA options by name, on top of those this package sets for the platform.
         """
-        options: dict[str, Any] = compile_options(self._platform) | (compiler_options or {})
+        options: dict[str, Any] = compile_options(self._platform) | dict(self._plan.options) | (compiler_options or {})
         return CompiledStep(self._lowered.compile(compiler_options=options or None))
 
 

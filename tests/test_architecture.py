@@ -33,7 +33,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": BASE | {"ir", "partition", "planning"},
     "stages": BASE | {"ir", "partition", "planning", "lowering", "report"},
     "api": BASE
-    | {"ir", "tracing", "binding", "meshes", "partition", "passes", "costs", "planning", "lowering", "report", "stages"},
+    | {
+        "ir",
+        "tracing",
+        "binding",
+        "meshes",
+        "partition",
+        "passes",
+        "costs",
+        "planning",
+        "lowering",
+        "report",
+        "stages",
+    },
     "__init__": {"api", "errors", "lowering", "partition"},
     "cli": {"experiments", "api", "errors", "report"},
 }

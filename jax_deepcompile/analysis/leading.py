@@ -1,8 +1,9 @@
 """Collectives along the leading dimension.
 
-XLA:GPU runs gathers and reduce-scatters along the most major dimension of the layout. Inside one computation it lays values
-out to suit; what a loop carries has the default layout, and would be transposed in memory in every iteration. A transpose in
-the program, on the other side of the carry, costs nothing: matrix products read and write either order.
+XLA:GPU runs gathers and reduce-scatters along the most major dimension of the layout. Inside one computation it lays
+values out to suit; what a loop carries has the default layout, and would be transposed in memory in every iteration.
+A transpose in the program, on the other side of the carry, costs nothing: matrix products read and write either
+order.
 """
 
 from __future__ import annotations

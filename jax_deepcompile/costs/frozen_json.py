@@ -53,8 +53,10 @@ def _read(kind: Any, data: Any, path: str) -> Any:
     """``data`` as a value of the type ``kind``; ``path`` says where it stands."""
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
+        if type(data) in get_args(kind):
+            return data
         inner = next(arg for arg in get_args(kind) if arg is not type(None))
-        return None if data is None else _read(inner, data, path)
+        return _read(inner, data, path)
     if origin is tuple:
         return _read_tuple(get_args(kind), data, path)
     if dataclasses.is_dataclass(kind):

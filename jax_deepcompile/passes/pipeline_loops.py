@@ -1,9 +1,9 @@
 """Layer loops that communicate for their neighbours while they compute.
 
 A layer loop that gathers a layer's parameters, computes, and reduces the layer's gradients leaves both collectives
-exposed: XLA overlaps what is inside one iteration of a loop, and there the gather comes first and the reduction last. In
-the pipelined loop an iteration gathers for the layer ``prefetch_layers`` ahead and reduces for the layer ``delay_layers``
-behind, so both have a layer's compute to hide under.
+exposed: XLA overlaps what is inside one iteration of a loop, and there the gather comes first and the reduction last.
+In the pipelined loop an iteration gathers for the layer ``prefetch_layers`` ahead and reduces for the layer
+``delay_layers`` behind, so both have a layer's compute to hide under.
 
 Before::
 
@@ -172,8 +172,8 @@ class _Work:
     def iteration(self, state: _State, t) -> _State:
         """Iteration ``t``: gathers for a later one, reduces for an earlier one, and computes its own layer.
 
-        Apart from the loop nothing would keep XLA from putting all gradients and reductions off to the very end, so there
-        the next iteration waits for this one's, as it does in a loop.
+        Apart from the loop nothing would keep XLA from putting all gradients and reductions off to the very end, so
+        there the next iteration waits for this one's, as it does in a loop.
         """
         schedule, split = self.pipeline.schedule, self.pipeline.split
         gathered, pending, reduced = state.gathered, state.pending, {}

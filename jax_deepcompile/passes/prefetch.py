@@ -1,8 +1,9 @@
 """Straight-line gathers that start just early enough.
 
-A gather of parameters could start at once, as nothing before it is needed; then all of them would, and fill the memory. It
-could wait for the activation that meets it; then nothing hides it. Between the two there is, for every gather, the latest
-start that still hides it: the network is one queue, so walking it backwards from the uses gives every gather its slot.
+A gather of parameters could start at once, as nothing before it is needed; then all of them would, and fill the
+memory. It could wait for the activation that meets it; then nothing hides it. Between the two there is, for every
+gather, the latest start that still hides it: the network is one queue, so walking it backwards from the uses gives
+every gather its slot.
 
 Before::
 

@@ -12,7 +12,8 @@ and with ``w`` kept over the microbatches too::
 
     W = all_gather(w); scan(batch): ... W ... W ...
 
-Guarantees: values are bitwise the same; nothing is gathered more often; what is kept lives from its first to its last use.
+Guarantees: values are bitwise the same; nothing is gathered more often; what is kept lives from its first to its last
+use.
 """
 
 from __future__ import annotations

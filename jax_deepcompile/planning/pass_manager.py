@@ -110,6 +110,8 @@ _ROUNDS = 3
 def _best_proposal(step: Pass, base: Program, now: Trial, environment: Environment) -> tuple[Trial, list[Record]]:
     best, records = now, []
     for proposal in step.propose(base, now, environment):
+        if proposal.plan == now.plan:
+            continue
         began = time.perf_counter()
         trial = attempt(base, proposal.plan, environment)
         reason = _objection(trial, best, environment)

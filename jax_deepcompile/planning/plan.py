@@ -1,6 +1,7 @@
 """A plan: every decision of every pass, as plain data.
 
-Plans are JSON, compare and print readably, can be edited by hand with ``plan.replace`` and given back to ``shard(plan=...)``.
+Plans are JSON, compare and print readably, can be edited by hand with ``plan.replace`` and given back to
+``shard(plan=...)``.
 """
 
 from __future__ import annotations

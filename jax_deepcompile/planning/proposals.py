@@ -51,7 +51,7 @@ class BucketCollectives:
 
 @dataclass(frozen=True)
 class Unshard:
-    """As many layers stay gathered as memory holds: from forward to backward, over all microbatches where there are any."""
+    """As many layers stay gathered as memory holds: from forward to backward, and over all microbatches."""
 
     name: str = "unshard"
 

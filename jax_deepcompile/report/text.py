@@ -12,6 +12,8 @@ from jax_deepcompile.ir.traversal import nested_jaxprs
 from jax_deepcompile.partition.layout import Split
 from jax_deepcompile.partition.partition import Partitioned
 from jax_deepcompile.partition.reshard import MoveKind, full_bytes, plan_moves
+from jax_deepcompile.planning.session import Planned
+from jax_deepcompile.report.planning import explain_plan
 
 _LINES = 8
 """How many lines a list may take before it is cut."""
@@ -28,7 +30,7 @@ _COLLECTIVES = {
 """Our names of JAX's collectives."""
 
 
-def explain(program: Program, partitioned: Partitioned) -> str:
+def explain(program: Program, partitioned: Partitioned, planned: Planned | None = None) -> str:
     """The text of ``explain()``."""
     mesh = program.mesh
     shape = " x ".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
@@ -37,6 +39,8 @@ def explain(program: Program, partitioned: Partitioned) -> str:
     lines += ["", *_microbatches(partitioned), *_collectives(partitioned.program)]
     lines += ["", *_moved_activations(partitioned)]
     lines += ["", *_replicated(partitioned)]
+    if planned is not None:
+        lines += ["", *explain_plan(planned)]
     return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ def assert_same(program, mesh, schedules):
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize("ahead, behind", [(1, 1), (2, 1), (1, 2), (3, 3), (1, 0), (0, 1)])
+@pytest.mark.parametrize(("ahead", "behind"), [(1, 1), (2, 1), (1, 2), (3, 3), (1, 0), (0, 1)])
 def test_values_and_counts_stay_the_same_at_every_depth(ahead, behind):
     program, mesh = sharded(stack_loss, STACK)
     planned = assert_same(program, mesh, choose_schedules(program, ahead, behind))
@@ -45,7 +45,7 @@ def test_short_loops(layers):
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize("first, last", [(0, 3), (2, 2), (5, 5), (1, 9)])
+@pytest.mark.parametrize(("first", "last"), [(0, 3), (2, 2), (5, 5), (1, 9)])
 def test_peeled_iterations(first, last):
     program, mesh = sharded(stack_loss, STACK)
     schedules = [

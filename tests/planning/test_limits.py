@@ -35,10 +35,10 @@ def test_devices_without_memory_of_their_own_have_no_limit():
 
 @pytest.mark.parametrize("limit", ["lots", "", "72 parsecs", "-1GiB", "0", 0, -5, 1.5e-9 - 1, True])
 def test_other_limits_are_refused(limit):
-    with pytest.raises(errors.MemoryLimitError, match="is not understood. Give bytes"):
+    with pytest.raises(errors.MemoryLimitError, match=r"is not understood. Give bytes"):
         limit_bytes(limit, DEVICE_BYTES)
 
 
 def test_a_fraction_of_an_unknown_memory_is_refused():
-    with pytest.raises(errors.MemoryLimitError, match="memory_limit=0.9"):
+    with pytest.raises(errors.MemoryLimitError, match=r"memory_limit=0.9"):
         limit_bytes(0.9, None)

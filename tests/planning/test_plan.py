@@ -7,7 +7,7 @@ import json
 import pytest
 
 from jax_deepcompile import errors
-from jax_deepcompile.cache import PlanCache
+from jax_deepcompile.cache import PlanCache, PlanCacheWarning
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.plan import KeptGathers, Plan, Prediction, Record
@@ -46,7 +46,7 @@ def test_json_gives_the_same_plan_back():
     ids=["empty", "no fields", "a list", "null", "cut off", "another format", "unknown key", "wrong type"],
 )
 def test_what_is_no_plan_is_refused(text):
-    with pytest.raises(errors.PlanError, match="somewhere.json cannot be used: it cannot be read .*planned anew"):
+    with pytest.raises(errors.PlanError, match=r"somewhere.json cannot be used: it cannot be read .*planned anew"):
         Plan.from_json(text, "somewhere.json")
 
 
@@ -101,7 +101,7 @@ def test_a_corrupt_entry_is_reported_and_left_out(tmp_path, content):
     cache = PlanCache(tmp_path)
     cache.store(PLAN)
     (tmp_path / "plans" / "0123.json").write_bytes(content)
-    with pytest.warns(errors.PlanCacheWarning, match="is not used: .*planned anew"):
+    with pytest.warns(PlanCacheWarning, match="is not used: .*planned anew"):
         assert cache.load("0123") is None
 
 
@@ -109,11 +109,11 @@ def test_a_foreign_entry_is_reported_and_left_out(tmp_path):
     cache = PlanCache(tmp_path)
     cache.store(PLAN)
     (tmp_path / "plans" / "0123.json").rename(tmp_path / "plans" / "4567.json")
-    with pytest.warns(errors.PlanCacheWarning, match="it was made for another program"):
+    with pytest.warns(PlanCacheWarning, match="it was made for another program"):
         assert cache.load("4567") is None
 
 
 def test_a_cache_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "plans").write_text("a file where the folder should be")
-    with pytest.warns(errors.PlanCacheWarning, match="the plan was not kept"):
+    with pytest.warns(PlanCacheWarning, match="the plan was not kept"):
         PlanCache(tmp_path).store(PLAN)
