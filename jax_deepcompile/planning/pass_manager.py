@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
@@ -127,9 +127,9 @@ def _best_proposal(step: Pass, base: Program, now: Trial, environment: Environme
 def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
     """Rewrites, compiles and simulates."""
     program = apply_plan(base, environment.mesh, plan)
-    options = compile_options(environment.platform) | dict(plan.options)
+    options: dict[str, Any] = compile_options(environment.platform) | dict(plan.options)
     compiled = lower(program, environment.mesh, environment.platform).compile(compiler_options=options or None)
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
     peak = arguments + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     simulation = simulate(read(compiled.as_text() or ""), environment.costs)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -147,7 +147,7 @@ def _as_bytes(text: str) -> np.ndarray:
 
 def _fingerprint(program: Program, mesh: AnyMesh) -> str:
     axes = tuple(Axis(name, size) for name, size in zip(program.mesh.names, program.mesh.sizes, strict=True))
-    versions = (("jax", jax.__version__), ("jaxlib", jaxlib.__version__))
+    versions = (("jax", jax.__version__), ("jaxlib", jaxlib.version.__version__))
     return fingerprint(program_text(program), Machine(_device_kind(mesh), axes, versions))
 
 
