@@ -167,14 +167,14 @@ def test_dropout_masks_are_those_of_the_whole_batch():
 
 
 def test_half_precision_compute_with_float32_state():
-    """Bound: what eight partial gradients, each rounded to 8 bits, can differ by."""
+    """Bound: twice what the undecorated step differs from one in float32."""
 
     def loss_of(params, batch, key):
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
         losses = example_losses(half, batch | {"x": batch["x"].astype(jnp.bfloat16)})
         return losses.astype(jnp.float32).mean(), {}
 
-    assert_same_in_microbatches(loss_of, tolerance=2e-2)
+    assert_same_in_microbatches(loss_of, tolerance=4e-2)
 
 
 def tokens(seed: int) -> np.ndarray:
