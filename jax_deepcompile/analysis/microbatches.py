@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend import core as jex
@@ -20,7 +20,7 @@ _MATRIX_WORK = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot
 _LINEAR_ALGEBRA = {"cholesky", "lu", "qr", "svd", "eigh", "triangular_solve"}
 _COMMUNICATION = {"all_gather", "reduce_scatter", "all_to_all", "ppermute", "psum", "pmax", "pmin"}
 _HEAVY = _MATRIX_WORK | _LINEAR_ALGEBRA | _COMMUNICATION | {"scan", "while", "cond", "sort", "custom_call"}
-"""Work that is not done twice so that a sum over the batch can be known early."""
+"""Work that is not done twice so that a total can be known early."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,15 @@ class Round:
       before: equations computed once, ahead of it.
       body: equations computed in every iteration.
       totals: what comes out of it.
+      read: variables of earlier loops' iterations that it goes on with, each iteration with its own.
+      kept: variables of its iterations that later loops read.
     """
 
     before: tuple
     body: tuple
     totals: tuple[Total, ...]
+    read: tuple = ()
+    kept: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Rounds:
     """A program as loops over microbatches.
 
     Attributes:
-      loops: the loops, in order; all but the last are short ones, for what the batch has to tell in advance.
+      loops: the loops, in order.
       after: equations computed once, at the end.
       repeated: collectives over the virtual axis whose operand is the same in every iteration.
       indices: equations, those of nested jaxprs included, that ask for the number of the iteration.
@@ -72,40 +76,80 @@ class Rounds:
     indices: tuple
 
 
-def choose_rounds(jaxpr: jex.Jaxpr, axis: str, length: int) -> Rounds:
+def choose_rounds(jaxpr: jex.Jaxpr, axis: str, length: int, kept_bytes: int = 0) -> Rounds:
     """Divides a local program that refers to the virtual axis ``axis`` among loops and what is outside of them.
 
-    What differs between iterations (it depends on the axis's index) goes into the last loop that is early enough for
-    those who read its total. What does not differ is computed outside, unless it is larger than what it is made of: a
-    gathered parameter, or a bias for every example, is made again in each iteration rather than kept through all.
+    What differs between iterations (it depends on the axis's index) goes into a loop, all of it into one if nothing in
+    it waits for a total. If something does, totals that are cheap and waited for (how many tokens count) get a short
+    loop in advance; heavy work is done in one loop only, and what later ones need of it is kept, if it is small (the
+    loss of every example, for its deviation). What does not differ is computed outside, unless it is larger than what
+    it is made of: a gathered parameter, or a bias for every example, is made again in each iteration.
 
     Args:
       jaxpr: the program.
       axis: the virtual axis.
       length: how many microbatches there are.
+      kept_bytes: how much may be kept, all microbatches together.
 
     Raises:
-      WholeBatchNeededError: a total has to be known before work that it depends on itself could go on.
+      WholeBatchNeededError: too much would have to be kept, or examples of different microbatches meet.
     """
     _refuse_exchanges(jaxpr, axis, length)
-    eqns = list(jaxpr.eqns)
-    combining = [eqn for eqn in eqns if _is_over(eqn, axis) and eqn.primitive.name in _COMBINED]
-    plain = [eqn for eqn in eqns if eqn not in combining]
-    indices = tuple(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "axis_index" and _is_over(eqn, axis))
+    flow = _read_flow(jaxpr, axis)
+    loops = _loops(flow, list(_groups(flow)))
+    _refuse_hoards(flow, loops, length, kept_bytes)
+    done = {id(eqn) for loop in loops for eqn in loop.before}
+    outside = [eqn for eqn in flow.eqns if id(eqn) not in done and not flow.varies(eqn)]
+    return Rounds(loops, tuple(needed_for(outside, jaxpr.outvars)), flow.repeated, flow.indices)
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """What depends on what in a program.
+
+    Attributes:
+      eqns: its equations, without those that make totals.
+      totals: what is combined over iterations.
+      needs: for each total's result the results of totals that it depends on.
+      varying: variables that differ between iterations.
+      costly: those of them that take heavy work.
+      repeated, indices: as in ``Rounds``.
+    """
+
+    eqns: tuple
+    totals: tuple[Total, ...]
+    needs: dict
+    varying: set
+    costly: set
+    repeated: tuple
+    indices: tuple
+
+    def varies(self, eqn) -> bool:
+        return any(var in self.varying for var in eqn.outvars) or any(v in self.varying for v in variables(eqn.invars))
+
+
+def _read_flow(jaxpr: jex.Jaxpr, axis: str) -> _Flow:
+    combining = [eqn for eqn in jaxpr.eqns if is_over(eqn, axis) and eqn.primitive.name in _COMBINED]
+    plain = [eqn for eqn in jaxpr.eqns if eqn not in combining]
+    indices = tuple(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "axis_index" and is_over(eqn, axis))
     varying = reached_from(plain, {var for eqn in plain if _asks(eqn, indices) for var in eqn.outvars})
     reductions = [eqn for eqn in combining if any(var in varying for var in variables(eqn.invars))]
     totals = [total for eqn in reductions for total in _totals(eqn)]
     totals += [Total("last", var, var) for var in dict.fromkeys(variables(jaxpr.outvars)) if var in varying]
-    still = [eqn for eqn in eqns if eqn not in reductions]
-    loops = _loops(still, totals, _depths(eqns, totals), varying)
-    _refuse_repetition(loops, still, length)
-    done = {id(eqn) for loop in loops for eqn in loop.before}
-    outside = [eqn for eqn in still if id(eqn) not in done and not any(var in varying for var in eqn.outvars)]
-    repeated = tuple(eqn for eqn in combining if eqn not in reductions)
-    return Rounds(loops, tuple(needed_for(outside, jaxpr.outvars)), repeated, indices)
+    heavy = [eqn for eqn in plain if eqn.primitive.name in _HEAVY and any(var in varying for var in eqn.outvars)]
+    return _Flow(
+        tuple(eqn for eqn in jaxpr.eqns if eqn not in reductions),
+        tuple(totals),
+        _needs(jaxpr.eqns, totals),
+        varying,
+        reached_from(plain, {var for eqn in heavy for var in eqn.outvars}),
+        tuple(eqn for eqn in combining if eqn not in reductions),
+        indices,
+    )
 
 
-def _is_over(eqn, axis: str) -> bool:
+def is_over(eqn, axis: str) -> bool:
+    """Whether ``eqn`` is a collective over ``axis``, maybe among others."""
     names = [eqn.params.get("axes", ()), eqn.params.get("axis_name", ())]
     return any(axis in (name if isinstance(name, (tuple, list)) else (name,)) for name in names)
 
@@ -120,35 +164,74 @@ def _totals(eqn) -> Iterator[Total]:
         yield Total(eqn.primitive.name, source, result, eqn)
 
 
-def _depths(eqns: Sequence, totals: Sequence[Total]) -> list[int]:
-    """For each total the longest chain of totals that cannot be known before it."""
-    reduces = {id(total.eqn) for total in totals if total.eqn is not None}
-    waiting = {total.source: 1 for total in totals if total.eqn is None}
-    for eqn in reversed(eqns):
-        rest = max((waiting.get(var, 0) for var in eqn.outvars), default=0) + (id(eqn) in reduces)
-        for var in variables(eqn.invars):
-            waiting[var] = max(waiting.get(var, 0), rest)
-    return [waiting.get(total.result, 0) if total.eqn is not None else 0 for total in totals]
+def _needs(eqns: Sequence, totals: Sequence[Total]) -> dict:
+    made = {total.result: total for total in totals if total.eqn is not None}
+    behind: dict = {}
+    needs: dict = {}
+    for eqn in eqns:
+        union = frozenset().union(*(behind.get(var, frozenset()) for var in variables(eqn.invars)))
+        for var in eqn.outvars:
+            behind[var] = union | {var} if var in made else union
+            if var in made:
+                needs[var] = union
+    return needs | {total.result: behind.get(total.source, frozenset()) for total in totals if total.eqn is None}
 
 
-def _loops(eqns: Sequence, totals: Sequence[Total], depths: Sequence[int], varying: set) -> tuple[Round, ...]:
+def _groups(flow: _Flow) -> Iterator[list[Total]]:
+    """The totals of each loop."""
+    waiting, known = list(flow.totals), set()
+    while waiting:
+        ready = [total for total in waiting if flow.needs[total.result] <= known]
+        if len(ready) < len(waiting):
+            asked = frozenset().union(*(flow.needs[total.result] for total in waiting))
+            light = [total for total in ready if total.result in asked and total.source not in flow.costly]
+            ready = light or ready
+        yield ready
+        known.update(total.result for total in ready)
+        waiting = [total for total in waiting if total not in ready]
+
+
+def _loops(flow: _Flow, groups: Sequence[Sequence[Total]]) -> tuple[Round, ...]:
     loops: list[Round] = []
-    done: set[int] = set()
-    for depth in range(max(depths, default=-1), -1, -1):
-        wanted = tuple(total for total, own in zip(totals, depths, strict=True) if own == depth)
-        needed = _needed(eqns, wanted, varying if depth == 0 else set())
-        before, body = _split([eqn for eqn in needed if id(eqn) not in done], varying)
-        done |= {id(eqn) for eqn in before}
-        loops.append(Round(tuple(before), tuple(body), wanted))
-    return tuple(loops)
+    for number, totals in enumerate(groups):
+        ran = {var for loop in loops for eqn in loop.body for var in eqn.outvars}
+        done = {id(eqn) for loop in loops for eqn in loop.before}
+        acting = _acting(flow, ran) if number == len(groups) - 1 else []
+        targets = [*(total.source for total in totals), *(var for eqn in acting for var in variables(eqn.invars))]
+        needed, read = _behind(flow.eqns, targets, flow.costly & ran)
+        chosen = {id(eqn) for eqn in (*needed, *acting)} - done
+        before, body = _split([eqn for eqn in flow.eqns if id(eqn) in chosen], flow.varying)
+        loops = [replace(loop, kept=(*loop.kept, *(var for var in read if _makes(loop, var)))) for loop in loops]
+        loops.append(Round(tuple(before), tuple(body), tuple(totals), read))
+    return tuple(replace(loop, body=tuple(_slim(loop))) for loop in loops)
 
 
-def _needed(eqns: Sequence, totals: Sequence[Total], effects_on: set) -> list:
-    """The equations behind ``totals``; with them those with effects that tell of a variable in ``effects_on``."""
-    acting = [eqn for eqn in eqns if has_side_effects(eqn) and any(v in effects_on for v in variables(eqn.invars))]
-    targets = [total.source for total in totals] + [var for eqn in acting for var in eqn.invars]
-    needed = {id(eqn) for eqn in (*acting, *needed_for(eqns, targets, effects=False))}
-    return slim_barriers([eqn for eqn in eqns if id(eqn) in needed], targets)
+def _acting(flow: _Flow, ran: set) -> list:
+    """Equations that tell the world of one microbatch, and that no loop has yet."""
+    acting = [eqn for eqn in flow.eqns if has_side_effects(eqn) and flow.varies(eqn)]
+    return [eqn for eqn in acting if not any(var in ran for var in eqn.outvars)]
+
+
+def _makes(loop: Round, var) -> bool:
+    return var not in loop.kept and any(var in eqn.outvars for eqn in loop.body)
+
+
+def _slim(loop: Round) -> list:
+    return slim_barriers(loop.body, [*(total.source for total in loop.totals), *loop.kept])
+
+
+def _behind(eqns: Sequence, targets: Sequence, given: set) -> tuple[list, tuple]:
+    """The equations behind ``targets``, and those variables of ``given`` that they start from."""
+    wanted = dict.fromkeys(variables(targets))
+    needed = []
+    for eqn in reversed(eqns):
+        results = [index for index, var in enumerate(eqn.outvars) if var in wanted and var not in given]
+        if results:
+            needed.append(eqn)
+            barrier = eqn.primitive.name == "optimization_barrier"
+            operands = [eqn.invars[index] for index in results] if barrier else eqn.invars
+            wanted.update(dict.fromkeys(variables(operands)))
+    return needed[::-1], tuple(var for var in wanted if var in given)
 
 
 def _split(eqns: Sequence, varying: set) -> tuple[list, list]:
@@ -177,34 +260,32 @@ def _refuse_exchanges(jaxpr: jex.Jaxpr, axis: str, length: int) -> None:
     outer = {id(eqn) for eqn in jaxpr.eqns}
     for eqn in equations(jaxpr):
         name = eqn.primitive.name
-        if not _is_over(eqn, axis) or name == "axis_index" or (id(eqn) in outer and name in _COMBINED):
+        if not is_over(eqn, axis) or name == "axis_index" or (id(eqn) in outer and name in _COMBINED):
             continue
         nested = "a loop or branch of the step goes on with the result"
         reason = nested if id(eqn) not in outer else "parts of examples would change places"
         raise errors.WholeBatchNeededError(name, user_line(eqn), length, reason)
 
 
-def _refuse_repetition(loops: Sequence[Round], eqns: Sequence, length: int) -> None:
-    """A total that is read in a later loop costs a loop of its own, which must be short and must not keep the batch."""
-    for number, loop in enumerate(loops[:-1]):
-        later = {id(eqn) for other in loops[number + 1 :] for eqn in other.body if eqn.primitive.name in _HEAVY}
-        for total in loop.totals:
-            behind = needed_for(loop.body, [total.source], effects=False)
-            twice = sorted((eqn for eqn in behind if id(eqn) in later), key=_communicates)
-            if total.how == "all_gather":
-                named = next(eqn for eqn in eqns if total.result in variables(eqn.invars))
-                reason = "the step goes on with examples of other microbatches"
-            elif twice:
-                named = next((eqn for eqn in eqns if total.source in eqn.outvars), total.eqn)
-                reason = f"the step goes on with the result, and {_name(twice[0])} would be computed again for that"
-            else:
-                continue
-            raise errors.WholeBatchNeededError(named.primitive.name, user_line(named), length, reason)
+def _refuse_hoards(flow: _Flow, loops: Sequence[Round], length: int, kept_bytes: int) -> None:
+    """What is kept for later loops must be little, and no microbatch may read examples of another."""
+    kept = sum(_bytes(loop.kept) for loop in loops) * length
+    for loop in loops[1:]:
+        results = frozenset().union(*(flow.needs[total.result] for total in loop.totals))
+        asked = sorted((total for total in flow.totals if total.result in results), key=lambda t: t.how != "all_gather")
+        if asked[0].how == "all_gather":
+            reader = next(eqn for eqn in flow.eqns if asked[0].result in variables(eqn.invars))
+            reason = "the step goes on with examples of other microbatches"
+            raise errors.WholeBatchNeededError(reader.primitive.name, user_line(reader), length, reason)
+        if loop.read and kept > kept_bytes:
+            maker = _maker(next(total.source for total in asked if total.source in flow.costly), flow)
+            again = _maker(loop.read[0], flow)
+            reason = (
+                f"the step goes on with the result, and {again.primitive.name} at {user_line(again)} would have to be "
+                f"done again for that, or its results kept for all microbatches"
+            )
+            raise errors.WholeBatchNeededError(maker.primitive.name, user_line(maker), length, reason)
 
 
-def _communicates(eqn) -> bool:
-    return eqn.primitive.name in _COMMUNICATION
-
-
-def _name(eqn) -> str:
-    return f"{eqn.primitive.name} at {user_line(eqn)}"
+def _maker(var, flow: _Flow):
+    return next(eqn for eqn in flow.eqns if var in eqn.outvars)

@@ -30,7 +30,7 @@ from jax import lax
 from jax_deepcompile._jax_compat import open_jaxpr, provenance
 from jax_deepcompile.analysis.microbatches import Round, Rounds, Total, choose_rounds
 from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.ir.program import Port, Program
+from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.ir.retrace import compute, read, trace_blocks
 
 
@@ -41,7 +41,7 @@ def accumulate(program: Program, mesh: AnyMesh) -> Program:
     (axis,) = program.mesh.virtual
     length = program.mesh.size_of((axis,))
     jaxpr = open_jaxpr(program.jaxpr)
-    rounds = choose_rounds(jaxpr, axis, length)
+    rounds = choose_rounds(jaxpr, axis, length, _batch_bytes(program))
     once = {id(eqn): lambda eqn, values: _repeat(eqn, values, axis, length) for eqn in rounds.repeated}
 
     def body(consts, *blocks):
@@ -63,18 +63,28 @@ def _on_devices(port: Port, program: Program) -> Port:
     return port.placed(port.where.on_devices(program.mesh))
 
 
+def _batch_bytes(program: Program) -> int:
+    """What a device's part of the batch takes."""
+    atoms = zip(program.inputs, open_jaxpr(program.jaxpr).invars, strict=True)
+    return sum(var.aval.size * var.aval.dtype.itemsize for port, var in atoms if port.role is Role.BATCH)
+
+
 def _run(loop: Round, known: dict, rounds: Rounds, axis: str, length: int) -> dict:
-    """``known`` and what comes out of ``loop``."""
+    """``known`` and what comes out of ``loop``; what is kept for later loops is stacked."""
     summed = [total for total in loop.totals if total.how != "all_gather"]
     stacked = [total for total in loop.totals if total.how == "all_gather"]
 
-    def body(carry, index):
-        inside = compute(loop.body, known, {id(eqn): lambda *_: [index] for eqn in rounds.indices})
+    def body(carry, turn):
+        index, own = turn
+        given = known | dict(zip(loop.read, own, strict=True))
+        inside = compute(loop.body, given, {id(eqn): lambda *_: [index] for eqn in rounds.indices})
         sums = [_join(total.how, old, read(total.source, inside)) for total, old in zip(summed, carry, strict=True)]
-        return sums, [read(total.source, inside) for total in stacked]
+        return sums, ([read(total.source, inside) for total in stacked], [inside[var] for var in loop.kept])
 
-    carry, pieces = lax.scan(body, [_start(total) for total in summed], jnp.arange(length, dtype=jnp.int32))
-    found = {total.result: _finish(total, value, axis) for total, value in zip(summed, carry, strict=True)}
+    turns = jnp.arange(length, dtype=jnp.int32), [known[var] for var in loop.read]
+    carry, (pieces, kept) = lax.scan(body, [_start(total) for total in summed], turns)
+    found = dict(zip(loop.kept, kept, strict=True))
+    found |= {total.result: _finish(total, value, axis) for total, value in zip(summed, carry, strict=True)}
     found |= {total.result: _assemble(total, piece, axis) for total, piece in zip(stacked, pieces, strict=True)}
     return known | found
 

@@ -144,6 +144,7 @@ def test_metrics():
             "perplexity": jnp.exp(losses.mean()),
             "worst": losses.max(),
             "best": losses.min(),
+            "spread": jnp.std(losses),
             "total": losses.sum(),
             "balanced accuracy": (per_class / jnp.maximum(seen, 1)).mean(),
             "confidence of the right": (jax.nn.softmax(logits).max(axis=-1) * right).sum() / right.sum(),

@@ -94,8 +94,8 @@ def test_a_product_before_and_after():
         "psum fsdp,microbatch: f32[] -> f32[]",
     ]
     assert [line for line in lines(after) if line.split()[0] not in counting] == [
-        "broadcast_in_dim f32[] -> f32[4,1]",
         "iota  -> i32[2]",
+        "broadcast_in_dim f32[] -> f32[4,1]",
         "scan 2",
         "  add i32[] i32[] -> i32[]",
         "  add i32[] i32[] -> i32[]",
@@ -228,12 +228,31 @@ def test_normalising_over_the_batch_is_refused():
     assert "use microbatches=1" in text
 
 
+def test_a_loss_that_weighs_its_own_gradient_is_refused():
+    def loss(params, batch):
+        return jnp.sqrt(mean_loss(params, batch))
+
+    wide = {"x": (256, 16), "y": (256, 8), "mask": (256,)}
+    params = {"up": (16, 256), "bias": (256,), "down": (256, 8)}
+    assert refused(loss, params=params, batch=wide).startswith("reduce_sum at ")
+
+
 def test_centring_the_batch_itself_is_a_short_loop():
     def loss(params, batch):
         centred = batch["x"] - batch["x"].mean(axis=0)
         return mean_loss(params, batch | {"x": centred})
 
     assert [line for line in lines(trace(loss).sharded) if line == "scan 4"] == ["scan 4"] * 2
+
+
+def test_a_deviation_is_found_from_the_losses_kept_of_every_example():
+    def step(state, batch):
+        return state, jnp.std(errors_of_examples(state, batch))
+
+    text = lines(deepcompile.shard(step, FLAT, microbatches=4).trace(shapes(PARAMS), shapes(BATCH)).sharded)
+    first, second = (index for index, line in enumerate(text) if line == "scan 4")
+    assert sum("dot_general" in line for line in text[first:second]) == 2
+    assert not any("dot_general" in line or "dynamic_slice" in line for line in text[second:])
 
 
 def test_rolling_over_the_batch_is_refused():
