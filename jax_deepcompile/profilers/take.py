@@ -1,0 +1,125 @@
+"""Takes a whole profile of a compiled step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_deepcompile.costs.entries import Axis, Machine, OpTime, StepTime
+from jax_deepcompile.costs.fingerprint import fingerprint, program_text
+from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.lowering import hlo
+from jax_deepcompile.meshes import attached
+from jax_deepcompile.profilers.attribution import executed_ops
+from jax_deepcompile.profilers.collective import measure_collectives
+from jax_deepcompile.profilers.copies import measure_copies
+from jax_deepcompile.profilers.memory import Executable, measure_memory
+from jax_deepcompile.profilers.op_time import measure_ops, measure_step, unmeasured
+from jax_deepcompile.profilers.probes import NOT_ATTACHED, ProbeLimits
+from jax_deepcompile.profilers.processes import of_first_process
+from jax_deepcompile.profilers.runs import StepRuns
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A profile, and what the next call of the step takes.
+
+    Attributes:
+      profile: what was measured.
+      args: the arguments, with the state that the measured runs returned where the step donates it.
+    """
+
+    profile: Profile
+    args: tuple
+
+
+def take_profile(
+    step: Callable,
+    args: tuple,
+    compiled: Executable,
+    program: Program,
+    mesh: AnyMesh,
+    *,
+    limit_bytes: int | None = None,
+    known: Profile | None = None,
+    runs: int = 5,
+    compiler_options: Mapping[str, object] | None = None,
+) -> Taken:
+    """Measures a step, on the user's own state and batch, and the machine it runs on.
+
+    The step runs ``1 + 2 * runs`` times, so the state moves on by as many steps; no second one is ever held. What
+    cannot be measured is left to the analytical model, and its entry says why.
+
+    Args:
+      step: the sharded step, called with ``args``.
+      args: state, batch and what else it takes; donated state is used up, the result has its successor. Not looked at
+        where the mesh's devices are not attached.
+      compiled: the step compiled for these arguments.
+      program: its local view.
+      mesh: that it runs on.
+      limit_bytes: memory of each device that the probes of collectives and copies may take; by default what the step
+        takes for temporaries, which lies free between its runs.
+      known: an earlier profile. If it is of this program it is the result, and nothing runs; if it is of another one
+        on this machine its collectives and copies are.
+      runs: measurements of everything; the median counts.
+      compiler_options: XLA's, that ``compiled`` was compiled with.
+
+    Returns:
+      The profile, the same in every process, and the arguments of the next call.
+    """
+    known = of_first_process(known)
+    machine = machine_of(mesh)
+    digest = fingerprint(program_text(program), machine, compiler_options)
+    if known is not None and known.fingerprint == digest:
+        return Taken(known, args)
+    ops, step_time, args = _run(step, args, compiled, program, mesh, runs)
+    memory = measure_memory(compiled, mesh)
+    profile = Profile(digest, machine, ops=ops, step=step_time, memory=memory)
+    if known is not None and known.machine == machine:
+        profile = profile.merge(known)
+    else:
+        free_bytes = memory.temp_bytes if memory else 0
+        limits = ProbeLimits(free_bytes if limit_bytes is None else limit_bytes, runs=runs)
+        probed = Profile(
+            digest, machine, collectives=measure_collectives(mesh, limits), copies=measure_copies(mesh, limits)
+        )
+        profile = profile.merge(probed)
+    return Taken(of_first_process(profile) or profile, args)
+
+
+def machine_of(mesh: AnyMesh) -> Machine:
+    """What a profile's collectives and copies belong to."""
+    versions = tuple((package, version(package)) for package in ("jax", "jaxlib"))
+    if not isinstance(mesh, Mesh):
+        sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+        return Machine("abstract", tuple(Axis(name, size) for name, size in sizes), versions)
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    axes = tuple(
+        Axis(name, mesh.shape[name], _most_different(np.moveaxis(processes, position, -1)))
+        for position, name in enumerate(mesh.axis_names)
+    )
+    return Machine(mesh.devices.flat[0].device_kind, axes, versions)
+
+
+def _most_different(values: np.ndarray) -> int:
+    """How many different values a row along the last dimension has at most."""
+    return max(len(set(row)) for row in values.reshape(-1, values.shape[-1]).tolist())
+
+
+def _run(
+    step: Callable, args: tuple, compiled: Executable, program: Program, mesh: AnyMesh, runs: int
+) -> tuple[tuple[OpTime, ...], StepTime | None, tuple]:
+    """Times of the ops and of whole runs, and the arguments of the next call."""
+    module = hlo.read(compiled.as_text() or "")
+    ops = executed_ops(module, program)
+    if not attached(mesh):
+        return unmeasured(ops, NOT_ATTACHED), None, args
+    step_runs = StepRuns(step, args, program)
+    step_time = measure_step(step_runs, runs, warmups=1)
+    return measure_ops(step_runs, ops, module.name, runs), step_time, step_runs.args
