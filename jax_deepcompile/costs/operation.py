@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from jax_deepcompile.costs.cost_model import CostModel, Direction
-from jax_deepcompile.costs.work import work_of
+from jax_deepcompile.costs.work import results_of, work_of, written_bytes
 from jax_deepcompile.lowering import opcodes, replica_groups
-from jax_deepcompile.lowering.hlo import Array, Computation, Instruction, Module, bytes_of, leaves
+from jax_deepcompile.lowering.hlo import Computation, Instruction, Module, bytes_of, leaves
 
 
 class Stream(StrEnum):
@@ -56,7 +56,9 @@ def timing_of(module: Module, computation: Computation, instruction: Instruction
         return _collective(module, kind, runs, instruction, operands, costs)
     direction = _direction(runs, [home.by_name[name] for name in runs.operands])
     if direction is not None:
-        return _copy(direction, kind, runs, [home.by_name[name] for name in runs.operands], costs)
+        size_bytes = written_bytes(module, home, runs)
+        stream = Stream.TO_HOST if direction is Direction.TO_HOST else Stream.FROM_HOST
+        return Timing(stream, costs.copy_s(size_bytes, direction), kind, size_bytes)
     work = work_of(module, home, runs)
     if work.matmul_flops:
         seconds = costs.matmul_s(work.matmul_flops, work.dtype, work.bytes)
@@ -91,19 +93,7 @@ def _direction(instruction: Instruction, operands: list[Instruction]) -> Directi
     """Which way an operation moves data between device and host; None if it does not."""
     if opcodes.split(instruction.opcode)[0] not in ("copy", "dynamic-slice", "dynamic-update-slice", "slice", "fusion"):
         return None
-    source = any(array.is_on_host for operand in operands for _, array in leaves(operand.shape))
-    results = instruction.shape
-    if instruction.opcode.endswith("-start") and not isinstance(results, Array):
-        results = results[0] if instruction.opcode == "copy-start" else results[1]
-    target = any(array.is_on_host for _, array in leaves(results))
-    if target:
+    if any(array.is_on_host for _, array in leaves(results_of(instruction))):
         return Direction.TO_HOST
-    return Direction.FROM_HOST if source else None
-
-
-def _copy(direction: Direction, kind: str, runs: Instruction, operands: list[Instruction], costs: CostModel) -> Timing:
-    moved = operands[1] if kind == "dynamic-update-slice" else operands[0]
-    results = runs.shape if isinstance(runs.shape, Array) else runs.shape[0 if kind == "copy" else 1]
-    size_bytes = bytes_of(moved.shape) if direction is Direction.TO_HOST else bytes_of(results)
-    stream = Stream.TO_HOST if direction is Direction.TO_HOST else Stream.FROM_HOST
-    return Timing(stream, costs.copy_s(size_bytes, direction), kind, size_bytes)
+    reads_host = any(array.is_on_host for operand in operands for _, array in leaves(operand.shape))
+    return Direction.FROM_HOST if reads_host else None

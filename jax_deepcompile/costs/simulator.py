@@ -12,138 +12,13 @@ from dataclasses import dataclass, field, replace
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.memory import memory_of
 from jax_deepcompile.costs.operation import Stream, Timing, timing_of
+from jax_deepcompile.costs.simulation import Event, Loop, Simulation, Totals
 from jax_deepcompile.lowering import opcodes
 from jax_deepcompile.lowering.hlo import Computation, Instruction, Module
 
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums over a program or a part of it.
-
-    Attributes:
-      compute_s: on the compute stream, without waiting.
-      communication_s: of collectives, hidden or not.
-      exposed_communication_s: of that, what the compute stream waited for.
-      copy_s: of copies between device and host, hidden or not.
-      exposed_copy_s: of that, what the compute stream waited for.
-      gathered_bytes: whole results of all-gathers.
-      reduced_bytes: whole operands of reduce-scatters and all-reduces.
-    """
-
-    compute_s: float = 0.0
-    communication_s: float = 0.0
-    exposed_communication_s: float = 0.0
-    copy_s: float = 0.0
-    exposed_copy_s: float = 0.0
-    gathered_bytes: int = 0
-    reduced_bytes: int = 0
-
-    def plus(self, other: Totals, times: int = 1) -> Totals:
-        """The sum of this and ``times`` the other."""
-        return Totals(**{name: mine + times * getattr(other, name) for name, mine in vars(self).items()})
-
-
-@dataclass(frozen=True)
-class Event:
-    """One operation on one stream.
-
-    Attributes:
-      stream: where it ran.
-      name: of the instruction.
-      start_s: from the beginning of the step; in a loop, in the first trip.
-      end_s: likewise.
-      trips: how often it runs in a step.
-      op_name: the path of modules and primitives it came from.
-      source: the user's ``file:line``.
-    """
-
-    stream: Stream
-    name: str
-    start_s: float
-    end_s: float
-    trips: int = 1
-    op_name: str = ""
-    source: str = ""
-
-
-@dataclass(frozen=True)
-class Loop:
-    """A while.
-
-    Attributes:
-      name: of the instruction.
-      op_name: the path of modules and primitives it came from.
-      trip_count: how often it runs its body.
-      is_counted: whether the program says so; if not, one trip is assumed.
-      trip_s: of one trip.
-      trip: sums over one trip.
-    """
-
-    name: str
-    op_name: str
-    trip_count: int
-    is_counted: bool
-    trip_s: float
-    trip: Totals
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """What a step costs.
-
-    Attributes:
-      step_s: from its first operation to its last.
-      totals: sums over the step.
-      loops: each while, inner ones before the one they are in.
-      timeline: what ran when, in the order of issue; bodies of loops once.
-    """
-
-    step_s: float
-    totals: Totals
-    loops: tuple[Loop, ...]
-    timeline: tuple[Event, ...]
-
-    @property
-    def compute_s(self) -> float:
-        return self.totals.compute_s
-
-    @property
-    def communication_s(self) -> float:
-        return self.totals.communication_s
-
-    @property
-    def exposed_communication_s(self) -> float:
-        return self.totals.exposed_communication_s
-
-    @property
-    def copy_s(self) -> float:
-        return self.totals.copy_s
-
-    @property
-    def exposed_copy_s(self) -> float:
-        return self.totals.exposed_copy_s
-
-    @property
-    def gathered_bytes(self) -> int:
-        return self.totals.gathered_bytes
-
-    @property
-    def reduced_bytes(self) -> int:
-        return self.totals.reduced_bytes
-
-    @property
-    def bound_s(self) -> float:
-        """What no schedule of the same operations beats: the busiest stream alone."""
-        return max(self.compute_s, self.communication_s)
-
-    def __str__(self) -> str:
-        return (
-            f"step {self.step_s:.3f} s: compute {self.compute_s:.3f}, exposed communication "
-            f"{self.exposed_communication_s:.3f} of {self.communication_s:.3f}, exposed copies "
-            f"{self.exposed_copy_s:.3f} of {self.copy_s:.3f}; {self.gathered_bytes / 1e9:.1f} GB gathered, "
-            f"{self.reduced_bytes / 1e9:.1f} GB reduced"
-        )
+__all__ = ["Event", "Loop", "Simulation", "Totals", "simulate"]
 
 
 def simulate(module: Module, costs: CostModel) -> Simulation:
@@ -157,7 +32,7 @@ def simulate(module: Module, costs: CostModel) -> Simulation:
         raise errors.UnscheduledHloError(module.name)
     player = _Player(module, costs)
     run = player.play(module.entry, _Run())
-    return Simulation(run.ended_s, run.totals, tuple(player.loops), tuple(player.events))
+    return Simulation(run.ended_s, run.totals, tuple(player.loops), tuple(player.events), memory_of(module))
 
 
 @dataclass
@@ -197,7 +72,7 @@ class _Player:
                 raise errors.UnknownOperationError(instruction.opcode, instruction.name)
             if part == "-done":
                 self._wait(computation, instruction, run)
-            elif part == "-update" or opcode in opcodes.FREE:
+            elif part == "-update" or opcode in opcodes.FREE or instruction.target in opcodes.FREE_CALLS:
                 continue
             elif opcode == "while":
                 self._loop(computation, instruction, run)
@@ -212,17 +87,22 @@ class _Player:
     def _issue(self, computation: Computation, instruction: Instruction, is_start: bool, run: _Run) -> None:
         """Runs an operation, or sets an asynchronous one under way."""
         timing = timing_of(self.module, computation, instruction, self.costs)
-        run.totals = run.totals.plus(_totals(timing))
-        if timing.stream is Stream.COMPUTE or not is_start or timing.is_sync:
-            if timing.stream is not Stream.COMPUTE:
-                run.totals = run.totals.plus(_exposed(timing, timing.seconds))
-            self._record(instruction, timing, run.now_s, run)
-            run.now_s += timing.seconds
-            return
         begin_s = max(run.now_s, run.free_s.get(timing.stream, 0.0))
-        run.free_s[timing.stream] = begin_s + timing.seconds
-        run.started[instruction.name] = timing, begin_s + timing.seconds
+        end_s = begin_s + timing.seconds
+        run.totals = run.totals.plus(_totals(timing))
         self._record(instruction, timing, begin_s, run)
+        if timing.stream is Stream.COMPUTE:
+            run.now_s = end_s
+        else:
+            run.free_s[timing.stream] = end_s
+            run.started[instruction.name] = timing, end_s
+            if not is_start or timing.is_sync:
+                self._end(timing, end_s, run)
+
+    def _end(self, timing: Timing, end_s: float, run: _Run) -> None:
+        """Holds the compute stream until ``end_s``."""
+        run.totals = run.totals.plus(_exposed(timing, max(0.0, end_s - run.now_s)))
+        run.now_s = max(run.now_s, end_s)
 
     def _wait(self, computation: Computation, done: Instruction, run: _Run) -> None:
         start = _origin(computation, computation.operand(done, 0))
@@ -230,9 +110,7 @@ class _Player:
         if under_way is None and start.opcode == "get-tuple-element":
             under_way = run.carried.get(start.number)
         if under_way is not None:
-            timing, end_s = under_way
-            run.totals = run.totals.plus(_exposed(timing, max(0.0, end_s - run.now_s)))
-            run.now_s = max(run.now_s, end_s)
+            self._end(*under_way, run)
 
     def _loop(self, computation: Computation, loop: Instruction, run: _Run) -> None:
         """Plays one trip, and a second one if trips leave operations under way for the next."""
@@ -240,30 +118,27 @@ class _Player:
         trips, body = (1 if counted is None else counted), self.module.body(loop)
         if trips == 0:
             return
-        begin_s, events, loops = run.now_s, len(self.events), len(self.loops)
-        carried = self._carried(computation, computation.operand(loop, 0), run)
-        first = self.play(body, _Run(begin_s, dict(run.free_s), {}, carried, trips * run.trips))
-        steady, steady_s = first, first.now_s - begin_s
-        left = self._carried(body, body.root, first)
-        total_s, totals = trips * steady_s, Totals().plus(first.totals, trips)
+        events, loops = len(self.events), len(self.loops)
+        carried = self._under_way(computation, computation.operand(loop, 0), run)
+        first = steady = self.play(body, _Run(run.now_s, dict(run.free_s), {}, carried, trips * run.trips))
+        began_s, left = run.now_s, self._under_way(body, body.root, first)
         if left and trips > 1:
             del self.events[events:], self.loops[loops:]
-            steady = self.play(body, _Run(first.now_s, dict(first.free_s), {}, left, trips * run.trips))
-            steady_s = steady.now_s - first.now_s
-            total_s = (first.now_s - begin_s) + (trips - 1) * steady_s
-            totals = first.totals.plus(steady.totals, trips - 1)
-        self.loops.append(Loop(loop.name, loop.op_name, trips, counted is not None, steady_s, steady.totals))
-        run.totals = run.totals.plus(totals)
-        run.now_s = begin_s + total_s
+            began_s = first.now_s
+            steady = self.play(body, _Run(began_s, dict(first.free_s), {}, left, trips * run.trips))
+            left = self._under_way(body, body.root, steady)
+        trip_s = steady.now_s - began_s
+        self.loops.append(Loop(loop.name, loop.op_name, trips, counted is not None, trip_s, steady.totals))
+        run.totals = run.totals.plus(first.totals).plus(steady.totals, trips - 1)
+        run.now_s = first.now_s + (trips - 1) * trip_s
         delay_s = run.now_s - steady.now_s
         run.free_s = {stream: end_s + delay_s for stream, end_s in steady.free_s.items()}
-        left = {} if not left else self._carried(body, body.root, steady)
         for user in computation.users.get(loop.name, ()):
             if user.opcode == "get-tuple-element" and user.number in left:
                 timing, end_s = left[user.number]
                 run.started[user.name] = timing, end_s + delay_s
 
-    def _carried(self, computation: Computation, carry: Instruction, run: _Run) -> dict[int, tuple[Timing, float]]:
+    def _under_way(self, computation: Computation, carry: Instruction, run: _Run) -> dict[int, tuple[Timing, float]]:
         """The operations under way that a loop's tuple holds, by place in it."""
         if carry.opcode != "tuple":
             return {}

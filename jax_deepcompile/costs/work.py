@@ -51,9 +51,7 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
 def _fusion(module: Module, body: Computation) -> Work:
     """Parameters are read once, or only where they are sliced; the rest stays in registers."""
     read = sum(_parameter_bytes(body, parameter) for parameter in body.parameters)
-    results = [body.operand(body.root, at) for at in range(len(body.root.operands))]
-    results = results if body.root.opcode == "tuple" else [body.root]
-    written = sum(_result_bytes(body, result) for result in results)
+    written = sum(_result_bytes(body, result) for result in _results(body))
     matmul_flops, dtype, vector_flops = 0.0, "", 0.0
     for step in body.instructions:
         operands = [body.by_name[name] for name in step.operands]
@@ -65,6 +63,27 @@ def _fusion(module: Module, body: Computation) -> Work:
             matmul_flops, dtype = matmul_flops + inner.matmul_flops, inner.dtype or dtype
             vector_flops += inner.vector_flops
     return Work(matmul_flops, dtype, vector_flops, read + written)
+
+
+def results_of(instruction: Instruction) -> Shape:
+    """What an operation computes: of one just started, without its operands and bookkeeping."""
+    shape = instruction.shape
+    if not instruction.opcode.endswith("-start") or isinstance(shape, Array):
+        return shape
+    return shape[0] if instruction.opcode == "copy-start" else shape[1]
+
+
+def written_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes an operation writes; of an update in place, those updated."""
+    if opcodes.split(instruction.opcode)[0] == "fusion":
+        body = module.body(instruction)
+        return sum(_result_bytes(body, result) for result in _results(body))
+    return _written(instruction, [computation.by_name[name] for name in instruction.operands])
+
+
+def _results(body: Computation) -> list[Instruction]:
+    root = body.root
+    return [body.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
 
 
 def _parameter_bytes(body: Computation, parameter: Instruction) -> int:
@@ -116,7 +135,7 @@ def _written(instruction: Instruction, operands: Sequence[Instruction]) -> int:
         return bytes_of(operands[1].shape)
     if opcode == "scatter":
         return 2 * bytes_of(operands[-1].shape)
-    return bytes_of(instruction.shape)
+    return bytes_of(results_of(instruction))
 
 
 def _vector_flops(instruction: Instruction, operands: Sequence[Instruction]) -> float:

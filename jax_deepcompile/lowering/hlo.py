@@ -31,6 +31,7 @@ from jax_deepcompile.lowering.hlo_types import (
     Alias,
     Array,
     Computation,
+    Index,
     Instruction,
     Module,
     Shape,
@@ -41,7 +42,20 @@ from jax_deepcompile.lowering.hlo_types import (
     value_at,
 )
 
-__all__ = ["Alias", "Array", "Computation", "Instruction", "Module", "Shape", "at", "bytes_of", "leaves", "read"]
+__all__ = [
+    "BITS",
+    "Alias",
+    "Array",
+    "Computation",
+    "Index",
+    "Instruction",
+    "Module",
+    "Shape",
+    "at",
+    "bytes_of",
+    "leaves",
+    "read",
+]
 
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) ")

@@ -52,10 +52,14 @@ class Array:
     dims: tuple[int, ...]
     memory_space: int = 0
 
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
     @cached_property
     def bytes(self) -> int:
         """Bytes it occupies."""
-        return (math.prod(self.dims) * BITS[self.dtype] + 7) // 8
+        return (self.elements * BITS[self.dtype] + 7) // 8
 
     @property
     def is_on_host(self) -> bool:

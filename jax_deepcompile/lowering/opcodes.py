@@ -13,6 +13,9 @@ FREE = _words("""
 """)
 """They run nothing: they name values."""
 
+FREE_CALLS = _words("AllocateBuffer")
+"""Targets of custom calls that run nothing either."""
+
 COLLECTIVES = _words("""
     all-gather all-reduce all-to-all collective-broadcast collective-permute ragged-all-to-all reduce-scatter
 """)

@@ -140,9 +140,10 @@ def test_a_gather_that_a_trip_leaves_for_the_next():
   ROOT %r = (f32[6250]{{0}}, f32[62500]{{0}}, {handle}) tuple(%w, %copy, %start)
 }}
 """
-    condition = """%cond (c: s32[]) -> pred[] {
+    condition = f"""%cond (c: (f32[6250], f32[62500], {handle})) -> pred[] {{
+  %c = (f32[6250]{{0}}, f32[62500]{{0}}, {handle}) parameter(0)
   ROOT %true = pred[] constant(true)
-}
+}}
 """
     entry = f"""{GATHER}{START}
 %init = (f32[6250]{{0}}, f32[62500]{{0}}, {handle}) tuple(%w, %x, %start)

@@ -1,0 +1,150 @@
+"""What playing a program on streams tells: seconds and bytes, in sum, by loop and one operation at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_deepcompile.costs.memory import MemoryUse
+from jax_deepcompile.costs.operation import Stream
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over a program or a part of it.
+
+    Attributes:
+      compute_s: on the compute stream, without waiting.
+      communication_s: of collectives, hidden or not.
+      exposed_communication_s: of that, what the compute stream waited for.
+      copy_s: of copies between device and host, hidden or not.
+      exposed_copy_s: of that, what the compute stream waited for.
+      gathered_bytes: whole results of all-gathers.
+      reduced_bytes: whole operands of reduce-scatters and all-reduces.
+    """
+
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    exposed_communication_s: float = 0.0
+    copy_s: float = 0.0
+    exposed_copy_s: float = 0.0
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+
+    def plus(self, other: Totals, times: int = 1) -> Totals:
+        """The sum of this and ``times`` the other."""
+        return Totals(**{name: mine + times * getattr(other, name) for name, mine in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Event:
+    """One operation on one stream.
+
+    Attributes:
+      stream: where it ran.
+      name: of the instruction.
+      start_s: from the beginning of the step; in a loop, in the first trip.
+      end_s: likewise.
+      trips: how often it runs in a step.
+      op_name: the path of modules and primitives it came from.
+      source: the user's ``file:line``.
+    """
+
+    stream: Stream
+    name: str
+    start_s: float
+    end_s: float
+    trips: int = 1
+    op_name: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A while.
+
+    Attributes:
+      name: of the instruction.
+      op_name: the path of modules and primitives it came from.
+      trip_count: how often it runs its body.
+      is_counted: whether the program says so; if not, one trip is assumed.
+      trip_s: of one trip.
+      trip: sums over one trip.
+    """
+
+    name: str
+    op_name: str
+    trip_count: int
+    is_counted: bool
+    trip_s: float
+    trip: Totals
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a step costs.
+
+    Attributes:
+      step_s: from its first operation to its last.
+      totals: sums over the step.
+      loops: each while, inner ones before the one they are in.
+      timeline: what ran when, in the order of issue; bodies of loops once.
+      memory: what is in the device's memory when.
+    """
+
+    step_s: float
+    totals: Totals
+    loops: tuple[Loop, ...]
+    timeline: tuple[Event, ...]
+    memory: MemoryUse
+
+    @property
+    def compute_s(self) -> float:
+        return self.totals.compute_s
+
+    @property
+    def communication_s(self) -> float:
+        return self.totals.communication_s
+
+    @property
+    def exposed_communication_s(self) -> float:
+        return self.totals.exposed_communication_s
+
+    @property
+    def copy_s(self) -> float:
+        return self.totals.copy_s
+
+    @property
+    def exposed_copy_s(self) -> float:
+        return self.totals.exposed_copy_s
+
+    @property
+    def gathered_bytes(self) -> int:
+        return self.totals.gathered_bytes
+
+    @property
+    def reduced_bytes(self) -> int:
+        return self.totals.reduced_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes
+
+    @property
+    def live_curve(self) -> tuple[tuple[float, int], ...]:
+        """Device memory needed over time: pairs (seconds, bytes), one for each operation; bodies of loops once."""
+        began_s = {event.name: event.start_s for event in self.timeline if event.stream is Stream.COMPUTE}
+        curve = zip(self.memory.names, self.memory.live_bytes, strict=True)
+        return tuple((began_s[name], size) for name, size in curve if name in began_s)
+
+    @property
+    def bound_s(self) -> float:
+        """What no schedule of the same operations beats: the busiest stream alone."""
+        return max(self.compute_s, self.communication_s)
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step_s:.3f} s: compute {self.compute_s:.3f}, exposed communication "
+            f"{self.exposed_communication_s:.3f} of {self.communication_s:.3f}, exposed copies "
+            f"{self.exposed_copy_s:.3f} of {self.copy_s:.3f}; {self.gathered_bytes / 1e9:.1f} GB gathered, "
+            f"{self.reduced_bytes / 1e9:.1f} GB reduced; {self.peak_bytes / 2**30:.1f} GiB"
+        )
