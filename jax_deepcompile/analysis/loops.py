@@ -44,6 +44,11 @@ class Loop:
         return "/".join(f"scan.{position}" for position in self.path)
 
     @property
+    def slices(self) -> list:
+        """The variables of the body that are slices of stacks."""
+        return open_jaxpr(self.eqn.params["jaxpr"]).invars[sum(scan_counts(self.eqn)) :]
+
+    @property
     def length(self) -> int:
         return self.eqn.params["length"]
 

@@ -23,6 +23,22 @@ def double_buffering() -> Options:
     return {"xla_gpu_enable_while_loop_double_buffering": True}
 
 
+def memory_options(limit_bytes: int, argument_bytes: int, device_bytes: int) -> Options:
+    """Makes XLA's scheduler use the memory there is: it serialises what overlaps when it believes to run short.
+
+    Args:
+      limit_bytes: device memory the program may take.
+      argument_bytes: of it, what the program is given.
+      device_bytes: the device's memory; XLA plans with 80 % of it, less the arguments, times the factor set here.
+    """
+    own = device_bytes * _XLA_SHARE - argument_bytes
+    return {"xla_gpu_memory_limit_slop_factor": max(int(100 * (limit_bytes - argument_bytes) / own), 1)} if own > 0 else {}
+
+
+_XLA_SHARE = 0.8
+"""Of a device's memory: ``GetSchedulerMemoryLimit`` in xla/service/gpu/gpu_hlo_schedule.cc."""
+
+
 def combiner_options(gather_bytes: int, reduce_bytes: int) -> Options:
     """Neighbouring collectives become one.
 

@@ -56,11 +56,14 @@ class LoopSchedule:
 
 
 def choose_schedules(program: Program, prefetch_layers: int = 1, delay_layers: int = 1) -> tuple[LoopSchedule, ...]:
-    """A schedule for every loop that gathers parameters ahead of its carry or reduces results nobody in it reads."""
+    """A schedule for every loop over layers: one that gathers slices of stacks, or reduces what nobody in it reads.
+
+    A loop that gathers the same in every iteration, as one over microbatches does, has nothing to gain from a longer body.
+    """
     chosen = []
     for loop in find_loops(program.jaxpr):
         split = split_body(loop.eqn)
-        ahead = prefetch_layers if split.early.outputs else 0
+        ahead = prefetch_layers if set(split.early.inputs) & set(loop.slices) else 0
         behind = delay_layers if split.late_outputs else 0
         if max(ahead, behind) and loop.length > max(ahead, behind):
             chosen.append(LoopSchedule(loop.name, ahead, behind, behind, ahead))

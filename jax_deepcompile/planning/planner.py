@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from jax_deepcompile.ir.program import Program
+import math
+
+import jax.numpy as jnp
+
+from jax_deepcompile.ir.program import Port, Program
+from jax_deepcompile.lowering.compile import Options, memory_options
 from jax_deepcompile.planning.pass_manager import Environment, Pass, Trial, run_passes
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops, Unshard
@@ -25,4 +30,16 @@ def make_plan(
     Raises:
       MemoryExceededError: the program does not fit, whatever is tried.
     """
-    return run_passes(program, environment, passes, Plan(fingerprint))
+    return run_passes(program, environment, passes, Plan(fingerprint).replace(options=_memory(program, environment)))
+
+
+def _memory(program: Program, environment: Environment) -> Options:
+    if environment.limit_bytes is None or environment.platform != "cuda":
+        return {}
+    arguments = sum(_local_bytes(port, program) for port in program.inputs)
+    return memory_options(environment.limit_bytes, arguments, environment.costs.hardware.memory_bytes)
+
+
+def _local_bytes(port: Port, program: Program) -> int:
+    shape = port.where.local_shape(port.shape, program.mesh)
+    return math.prod(shape) * jnp.dtype(port.dtype).itemsize

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class PipelineLoops:
         schedules = choose_schedules(base)
         if not schedules:
             return
-        options = dict(now.plan.options) | double_buffering() | combiner_options(*layer_bytes(base))
+        options = dict(now.plan.options) | double_buffering() | combiner_options(*layer_bytes(base, schedules))
         plan = now.plan.replace(loops=schedules, options=options)
         ahead = sum(1 for schedule in schedules if schedule.prefetch_layers)
         behind = sum(1 for schedule in schedules if schedule.delay_layers)
@@ -63,7 +63,10 @@ class Unshard:
         if not pairs:
             return
         per_layer = sum(gathered_bytes(forward) for forward, _ in pairs)
-        more = int((environment.limit_bytes - expected.peak_bytes) // per_layer)
+        free_bytes = environment.limit_bytes - expected.peak_bytes
+        if not now.plan.kept:
+            free_bytes -= _hoistable_bytes(now.program)
+        more = int(free_bytes // per_layer)
         longest = max(forward.length for forward, _ in pairs)
         already = kept_layers(now.plan, pairs)
         layers = min(already + more, longest - 1)
@@ -93,9 +96,10 @@ def _bandwidth_bound_bytes(program: Program, environment: Environment) -> int:
     return size
 
 
-def layer_bytes(program: Program) -> tuple[int, int]:
+def layer_bytes(program: Program, schedules: Sequence[LoopSchedule]) -> tuple[int, int]:
     """The most bytes that one iteration of a layer loop gathers, and keeps of what it reduces."""
-    splits = [split_body(loop.eqn) for loop in find_loops(program.jaxpr)]
+    wanted = {schedule.loop for schedule in schedules}
+    splits = [split_body(loop.eqn) for loop in find_loops(program.jaxpr) if loop.name in wanted]
     gathered = max(sum(map(size_bytes, split.early.outputs)) for split in splits)
     reduced = max(sum(_reduced_bytes(eqn) for eqn in split.late.jaxpr.eqns) for split in splits)
     return gathered, reduced
@@ -103,6 +107,16 @@ def layer_bytes(program: Program) -> tuple[int, int]:
 
 def _reduced_bytes(eqn: Any) -> int:
     return sum(map(size_bytes, eqn.outvars)) if eqn.primitive.name == "reduce_scatter" else 0
+
+
+def _hoistable_bytes(program: Program) -> int:
+    """What gathering once before the loops that gather it again and again would hold all the time."""
+    held = {
+        (loop.name, gather.key): gather.size_bytes
+        for loop in find_loops(program.jaxpr)
+        for gather in hoistable_gathers(loop.eqn)
+    }
+    return sum(held.values())
 
 
 def gathered_bytes(loop: Loop) -> int:
