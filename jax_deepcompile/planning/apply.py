@@ -10,6 +10,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.pipeline_loops import pipeline_loops
 from jax_deepcompile.passes.unshard import keep_over_microbatches, keep_until_backward, regathers
+from jax_deepcompile.passes.uncounted_loops import hide_trip_counts
 from jax_deepcompile.planning.plan import Plan
 
 
@@ -29,11 +30,18 @@ def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
         if kept.loop not in known:
             raise errors.PlanError("the plan", f"it keeps gathers over {kept.loop}, which the program does not have")
     planned = keep_over_microbatches(planned, mesh, {kept.loop: kept.gathers for kept in plan.kept})
+    planned = hide_trip_counts(planned, mesh, _around(plan))
     if plan.unsharded:
         planned = _unshard(planned, plan)
     if planned is not program:
         verify(planned)
     return planned
+
+
+def _around(plan: Plan) -> list[str]:
+    """The loops around the pipelined ones."""
+    names = [schedule.loop.split("/") for schedule in plan.loops]
+    return list(dict.fromkeys("/".join(parts[:depth]) for parts in names for depth in range(1, len(parts))))
 
 
 def _unshard(program: Program, plan: Plan) -> Program:
