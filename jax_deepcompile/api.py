@@ -345,7 +345,7 @@ class ShardedStep:
                 traced.out_tree, [self._sharding(port, program) for port in program.outputs]
             ),
             donate_argnums=self._signature(call).state if self._donate else (),
-            compiler_options=dict(planned.plan.options) or None,
+            compiler_options=planned.plan.compiler_options() or None,
         )
 
     def _planned(self, partitioned: Partitioned) -> Planned:

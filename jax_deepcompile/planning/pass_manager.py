@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax
+
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.simulator import Simulation, simulate
@@ -15,6 +17,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.hlo import read
+from jax_deepcompile.lowering.latencies import Latency
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.plan import Plan, Prediction, Record
 
@@ -125,10 +128,24 @@ def _best_proposal(step: Pass, base: Program, now: Trial, environment: Environme
 
 
 def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
-    """Rewrites, compiles and simulates."""
+    """Rewrites, compiles and simulates; where communication stays exposed, lets XLA schedule by the simulated times."""
     program = apply_plan(base, environment.mesh, plan)
-    options: dict[str, Any] = compile_options(environment.platform) | dict(plan.options)
-    compiled = lower(program, environment.mesh, environment.platform).compile(compiler_options=options or None)
+    lowered = lower(program, environment.mesh, environment.platform)
+    trial = _compiled(program, lowered, plan.replace(latencies=()), environment)
+    expected = trial.prediction
+    if environment.platform != "cuda" or expected.exposed_s < _NOTABLE * expected.step_s:
+        return trial
+    told = _compiled(program, lowered, plan.replace(latencies=_latencies(trial.simulation)), environment)
+    return trial if _objection(told, trial, environment) else told
+
+
+_NOTABLE = 0.01
+"""The share of a step that must be exposed communication before a second compilation is spent on its schedule."""
+
+
+def _compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environment: Environment) -> Trial:
+    options: dict[str, Any] = compile_options(environment.platform) | plan.compiler_options()
+    compiled = lowered.compile(compiler_options=options or None)
     memory: Any = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
     peak = arguments + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
@@ -141,6 +158,11 @@ def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
         peak,
     )
     return Trial(plan, program, simulation, prediction, arguments)
+
+
+def _latencies(simulation: Simulation) -> tuple[Latency, ...]:
+    lasting = {event.name: 1e6 * (event.end_s - event.start_s) for event in simulation.timeline}
+    return tuple(Latency(name, round(microseconds, 3)) for name, microseconds in sorted(lasting.items()))
 
 
 def _objection(trial: Trial, best: Trial, environment: Environment) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs import frozen_json
+from jax_deepcompile.lowering.compile import Options
+from jax_deepcompile.lowering.latencies import Latency, latency_options
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 
 FORMAT = 1
@@ -82,6 +84,7 @@ class Plan:
       kept: what stays gathered over a loop.
       unsharded: positions, among the straight-line gathers that repeat an earlier one, of those that reuse it.
       options: XLA options, by name.
+      latencies: what XLA's scheduler is told that instructions take; empty for its own estimates.
       prediction: for the planned program; None for a plan written by hand.
       records: what was proposed on the way.
     """
@@ -91,6 +94,7 @@ class Plan:
     kept: tuple[KeptGathers, ...] = ()
     unsharded: tuple[int, ...] = ()
     options: tuple[tuple[str, bool | int | str], ...] = ()
+    latencies: tuple[Latency, ...] = ()
     prediction: Prediction | None = None
     records: tuple[Record, ...] = ()
 
@@ -99,6 +103,10 @@ class Plan:
         if isinstance(changes.get("options"), Mapping):
             changes["options"] = tuple(sorted(changes["options"].items()))
         return dataclasses.replace(self, **changes)
+
+    def compiler_options(self) -> Options:
+        """All that XLA is told."""
+        return dict(self.options) | latency_options(self.latencies)
 
     def to_json(self) -> str:
         return frozen_json.dump(_Document(FORMAT, self))
@@ -138,7 +146,8 @@ def _decisions(plan: Plan) -> list[str]:
     ]
     lines += [f"loop {kept.loop}: gathers {', '.join(map(str, kept.gathers))} once" for kept in plan.kept]
     lines += [f"repeated gather {position}: reuses the first" for position in plan.unsharded]
-    return lines + [f"option {name} = {value}" for name, value in plan.options]
+    lines += [f"option {name} = {value}" for name, value in plan.options]
+    return lines + [f"schedule by {len(plan.latencies)} latencies of the cost model"] * bool(plan.latencies)
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Unshard:
         per_layer = sum(gathered_bytes(forward) for forward, _ in pairs)
         free_bytes = environment.limit_bytes - expected.peak_bytes
         if not now.plan.kept:
-            free_bytes -= _hoistable_bytes(now.program)
+            free_bytes -= _hoistable_bytes(pipeline_loops(base, environment.mesh, now.plan.loops))
         more = int(free_bytes // per_layer)
         longest = max(forward.length for forward, _ in pairs)
         already = kept_layers(now.plan, pairs)
