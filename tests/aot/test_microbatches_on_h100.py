@@ -1,0 +1,60 @@
+"""Four microbatches of a Llama train step compiled for 32 H100s: what they take, next to a step with one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jax_deepcompile as deepcompile
+from models import llama
+
+pytestmark = pytest.mark.h100_aot
+
+CONFIG = dataclasses.replace(llama.LLAMA3_70B, n_layers=4)
+DEVICES, LENGTH = 32, 1024
+
+
+@pytest.fixture(scope="module")
+def compile_step():
+    mesh = deepcompile.targets.h100(nodes=4).make_mesh((DEVICES,), ("fsdp",))
+    model, optimizer = llama.Llama(CONFIG), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
+
+    def create(key):
+        params = model.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+    def step(state, tokens):
+        def loss_of(params):
+            return llama.next_token_loss(state.apply_fn({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    state = jax.eval_shape(create, jax.random.key(0))
+
+    def compiled(microbatches: int, examples: int):
+        sharded = deepcompile.shard(step, mesh, microbatches=microbatches, passes=())
+        tokens = jax.ShapeDtypeStruct((examples * DEVICES, LENGTH + 1), jnp.int32)
+        return state, sharded.trace(state, tokens).lower().compile()
+
+    return compiled
+
+
+def test_four_microbatches_take_the_memory_of_one_and_a_shard_of_gradients(compile_step):
+    """The shard of the gradients in float32, and once more in bfloat16: the stack of layers that is being added."""
+    state, one = compile_step(1, 1)
+    _, four = compile_step(4, 4)
+    shard = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) / DEVICES
+    more = four.memory_analysis().temp_size_in_bytes - one.memory_analysis().temp_size_in_bytes
+    assert more < 1.6 * shard
+    text = four.as_text()
+    assert " all-to-all" not in text
+    for line in re.findall(r"= (.*) all-reduce(?:-start)?\(", text):
+        assert all(math.prod(map(int, dims.split(","))) <= 8 for dims in re.findall(r"\w+\[([\d,]+)\]", line)), line
