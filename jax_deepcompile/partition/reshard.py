@@ -73,6 +73,9 @@ class Size(NamedTuple):
 _OUT_OF_THE_LOOP = 1e3
 """How much dearer than sending a byte it is to need one of another iteration, as that ends the loop."""
 
+_LEFT_OUT = 1e-3
+"""How much cheaper than summing a value it is to add it in one iteration only."""
+
 
 def axis_cost(source: AxisPlacement, target: AxisPlacement, size: Size, axis: int, mesh: MeshAxes) -> float:
     """Bytes a device sends to change the placement along ``axis``, or what stands for them along a virtual one.
@@ -82,7 +85,7 @@ def axis_cost(source: AxisPlacement, target: AxisPlacement, size: Size, axis: in
     done after it, too, and is weighed alike.
     """
     if mesh.virtual and {source, target} == {PARTIAL, REPLICATE}:
-        return size.carried
+        return size.carried * (1.0 if source == PARTIAL else _LEFT_OUT)
     if not mesh.is_virtual(axis):
         return axis_bytes(source, target, size.bytes, mesh.sizes[axis])
     return 0.0 if source in (target, REPLICATE) else size.carried * _OUT_OF_THE_LOOP
