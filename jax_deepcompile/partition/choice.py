@@ -98,7 +98,7 @@ def _answer(question: _Question):
     ways: list[_Way] = []
     kept: list[list[AxisPlacement]] = [[] for _ in rule.results]
     for axis, (name, size) in enumerate(zip(mesh.names, mesh.sizes, strict=True)):
-        candidates = _ways(rule, axis, remaining, question)
+        candidates = _ways(axis, remaining, question, ways)
         price = functools.partial(_price, axis=axis, question=question)
         way = min(candidates, key=price) if len(candidates) > 1 else candidates[0]
         ways.append(way)
@@ -141,16 +141,17 @@ def _split_again(
     return None
 
 
-def _ways(rule: OpRule, axis: int, remaining: Sequence[int], question: _Question) -> list[_Way]:
-    size, operands, demands = question.mesh.sizes[axis], question.operands, question.demands
+def _ways(axis: int, remaining: Sequence[int], question: _Question, before: Sequence[_Way]) -> list[_Way]:
+    """The ways to use ``axis``, given those chosen for the axes ``before`` it."""
+    rule, operands = question.rule, question.operands
     whole = _Way(None, (REPLICATE,) * len(rule.operands), (REPLICATE,) * len(rule.results))
-    if size == 1:
+    if question.mesh.sizes[axis] == 1:
         return [whole]
     ways = [whole]
-    for factor in sorted(_touched_factors(rule, axis, size, remaining, operands, demands)):
+    for factor in sorted(_touched_factors(axis, remaining, question, before)):
         ways.append(_factor_way(rule, factor, remaining))
     states = [{held.axes[axis] for held in operand.held} for operand in operands]
-    partial_wanted = any(demand.axes[axis] == PARTIAL for wanted in demands for demand in wanted)
+    partial_wanted = any(demand.axes[axis] == PARTIAL for wanted in question.demands for demand in wanted)
     for group in rule.linear:
         if question.mesh.is_virtual(axis) and _waits_for_a_sum(group, states):
             continue
@@ -165,23 +166,36 @@ def _waits_for_a_sum(group: frozenset[int], states: Sequence[set[AxisPlacement]]
     return any(held == {PARTIAL} for index, held in enumerate(states) if index not in group)
 
 
-def _touched_factors(rule, axis, size, remaining, operands, demands) -> set[int]:
+def _touched_factors(axis: int, remaining: Sequence[int], question: _Question, before: Sequence[_Way]) -> set[int]:
     """Factors that an operand or a demand already splits over this axis; splitting others would only invent work.
 
     A partial sum that nobody expects in a certain form may be scattered along any factor.
     """
+    rule, virtual = question.rule, question.mesh.is_virtual(axis)
     touched: set[int] = set()
-    for dims, operand in zip(rule.operands, operands, strict=True):
-        states = {placement.axes[axis] for placement in (*operand.held, *operand.expected)}
+    for index, (dims, operand) in enumerate(zip(rule.operands, question.operands, strict=True)):
+        chosen = [way.operands[index] for way in before]
+        placements = [held for held in (*operand.held, *operand.expected) if not virtual or _refines(held, chosen)]
+        states = {placement.axes[axis] for placement in placements}
         touched |= {_leading_factor(dims[state], remaining) for state in states if state >= 0}
         if states == {PARTIAL}:
             touched |= {_leading_factor(factors, remaining) for factors in dims}
-    for dims, wanted in zip(rule.results, demands, strict=True):
+    for index, (dims, wanted) in enumerate(zip(rule.results, question.demands, strict=True)):
+        chosen = [way.results[index] for way in before]
         for placement in wanted:
-            if placement.axes[axis] >= 0:
+            if placement.axes[axis] >= 0 and (not virtual or _refines(placement, chosen)):
                 touched.add(_leading_factor(dims[placement.axes[axis]], remaining))
     touched.discard(-1)
-    return {factor for factor in touched if _splittable(rule, factor, size, remaining)}
+    return {factor for factor in touched if _splittable(rule, factor, question.mesh.sizes[axis], remaining)}
+
+
+def _refines(placement: Placement, chosen: Sequence[AxisPlacement]) -> bool:
+    """Whether the axes before the next one split the dimension that ``placement`` has the next one split as it does.
+
+    Examples are divided among devices first. A part of all examples is not what any device works on in its turn.
+    """
+    dim, pairs = placement.axes[len(chosen)], zip(chosen, placement.axes, strict=False)
+    return dim < 0 or all((ours == dim) == (theirs == dim) for ours, theirs in pairs)
 
 
 def _leading_factor(factors: Sequence[int], remaining: Sequence[int]) -> int:

@@ -129,6 +129,11 @@ class WhileRule(RegionRule):
         cond_batch, body_batch, carry_batch = _split_while(eqn, request.batch)
         cond_consts = [placement.without_partial() for placement in cond_consts]
         body_consts = [placement.without_partial() for placement in body_consts]
+        tested = _read_by_condition(eqn)
+        carry = [
+            _after_the_loop(placement, request.mesh) if read else placement
+            for placement, read in zip(carry, tested, strict=True)
+        ]
         jaxpr = open_jaxpr(eqn.params["body_jaxpr"])
         carry_batch, _ = settled_batch(jaxpr, body_batch, carry_batch, [])
         carry, body = settle_carry(
@@ -153,6 +158,19 @@ class WhileRule(RegionRule):
             lambda carry: run(body, [*body_consts, *carry], closed_consts(params["body_jaxpr"])),
             carry,
         )
+
+
+def _read_by_condition(eqn) -> list[bool]:
+    """For each carried value whether the condition depends on it."""
+    condition = open_jaxpr(eqn.params["cond_jaxpr"])
+    read = {atom for inner in condition.eqns for atom in inner.invars if not isinstance(atom, jex.Literal)}
+    return [var in read for var in condition.invars[eqn.params["cond_nconsts"] :]]
+
+
+def _after_the_loop(placement: Placement, mesh: MeshAxes) -> Placement:
+    """``placement`` with sums over virtual axes done: what only the end of a loop tells cannot steer one inside it."""
+    states = enumerate(placement.axes)
+    return Placement(tuple(REPLICATE if (mesh.is_virtual(i), s) == (True, PARTIAL) else s for i, s in states))
 
 
 def _split_while(eqn, values):
