@@ -72,7 +72,9 @@ class LoweredStep:
         Args:
           compiler_options: XLA options by name, on top of those this package sets for the platform.
         """
-        options: dict[str, Any] = compile_options(self._platform) | self._plan.compiler_options() | (compiler_options or {})
+        options: dict[str, Any] = (
+            compile_options(self._platform) | self._plan.compiler_options() | (compiler_options or {})
+        )
         return CompiledStep(self._lowered.compile(compiler_options=options or None))
 
 
