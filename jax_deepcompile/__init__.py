@@ -12,10 +12,11 @@ Put ``@jax_deepcompile.shard`` on a single-device Flax train step and it trains 
 
 from jax_deepcompile import errors
 from jax_deepcompile.api import ShardedStep, shard
+from jax_deepcompile.judge import simulate
 from jax_deepcompile.lowering import targets
 from jax_deepcompile.partition.rules.registry import REGISTRY
 
 register_rule = REGISTRY.register
 """Decorates ``rule(eqn) -> OpRule`` as the partitioning rule of the primitives named; see ``partition.rules.base``."""
 
-__all__ = ["ShardedStep", "errors", "register_rule", "shard", "targets"]
+__all__ = ["ShardedStep", "errors", "register_rule", "shard", "simulate", "targets"]

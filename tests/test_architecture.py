@@ -46,7 +46,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "report",
         "stages",
     },
-    "__init__": {"api", "errors", "lowering", "partition"},
+    "judge": BASE | {"costs", "lowering"},
+    "__init__": {"judge", "api", "errors", "lowering", "partition"},
     "cli": {"experiments", "api", "errors", "report"},
 }
 """What each folder or file of the package may import from the package; ``cli`` also the experiments it runs."""

@@ -26,9 +26,9 @@ def double_buffering() -> Options:
 def memory_options(limit_bytes: int, argument_bytes: int, device_bytes: int) -> Options:
     """Keeps XLA's scheduler from running short of memory too early.
 
-    Before it schedules, XLA estimates the peak, and where it believes to be over its limit it serialises collectives and
-    computes things twice. Its estimate is up to a fifth above what buffers take in the end (77 GiB for 68, Llama-3-70B),
-    so it is given half as much again; that the limit holds is checked on the compiled program.
+    Before it schedules, XLA estimates the peak, and where it believes to be over its limit it serialises collectives
+    and computes things twice. Its estimate is up to a fifth above what buffers take in the end (77 GiB for 68,
+    Llama-3-70B), so it is given half as much again; that the limit holds is checked on the compiled program.
 
     Args:
       limit_bytes: device memory the program may take.

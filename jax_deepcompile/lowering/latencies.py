@@ -1,8 +1,8 @@
 """What XLA:GPU's scheduler believes an instruction takes, told by us.
 
-The scheduler hides collectives by its own estimates of the network; where they are wrong it starts them too late. It reads
-a profile instead if it is given one (``xla_gpu_pgle_profile_file_or_directory_path``), instruction by instruction; names
-are the same in every compilation of one program.
+The scheduler hides collectives by its own estimates of the network; where they are wrong it starts them too late. It
+reads a profile instead if it is given one (``xla_gpu_pgle_profile_file_or_directory_path``), instruction by
+instruction; names are the same in every compilation of one program.
 """
 
 from __future__ import annotations

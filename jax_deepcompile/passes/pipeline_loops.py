@@ -58,7 +58,8 @@ class LoopSchedule:
 def choose_schedules(program: Program, prefetch_layers: int = 1, delay_layers: int = 1) -> tuple[LoopSchedule, ...]:
     """A schedule for every loop over layers: one that gathers slices of stacks, or reduces what nobody in it reads.
 
-    A loop that gathers the same in every iteration, as one over microbatches does, has nothing to gain from a longer body.
+    A loop that gathers the same in every iteration, as one over microbatches does, has nothing to gain from a longer
+    body.
     """
     chosen = []
     for loop in find_loops(program.jaxpr):

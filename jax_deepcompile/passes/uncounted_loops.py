@@ -1,7 +1,8 @@
 """Loops whose number of trips XLA cannot see, and so leaves as they are.
 
-XLA doubles the body of every loop it can count (``xla_gpu_enable_while_loop_double_buffering``). Layer loops need that: what
-they carry then changes buffers without a copy. Around them it would double the whole program, and its memory.
+XLA doubles the body of every loop it can count (``xla_gpu_enable_while_loop_double_buffering``). Layer loops need
+that: what they carry then changes buffers without a copy. Around them it would double the whole program, and its
+memory.
 
 Before::
 

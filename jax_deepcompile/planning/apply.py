@@ -9,8 +9,8 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.pipeline_loops import pipeline_loops
-from jax_deepcompile.passes.unshard import keep_over_microbatches, keep_until_backward, regathers
 from jax_deepcompile.passes.uncounted_loops import hide_trip_counts
+from jax_deepcompile.passes.unshard import keep_over_microbatches, keep_until_backward, regathers
 from jax_deepcompile.planning.plan import Plan
 
 
