@@ -1,4 +1,4 @@
-"""Llama-3-70B and Mixtral-8x7B on H100s that are not here, by XLA's own schedule: ``python -m experiments.h100_simulated``.
+"""Llama-3-70B and Mixtral-8x7B on H100s that are not here: ``python -m experiments.h100_simulated``.
 
 A whole train step (forward, backward, global-norm clipping, AdamW, float32 master weights) is compiled by XLA:GPU for
 ``--nodes`` machines of 8 H100s and simulated from its scheduled HLO, for each of:
