@@ -79,7 +79,8 @@ class Plan:
     """The decisions for one program on one mesh.
 
     Attributes:
-      fingerprint: of the program, the mesh, the device kind and the versions it was made for.
+      fingerprint: of the program, the mesh, the device kind and the versions it was made for; empty where nothing was
+        there to decide.
       loops: how layer loops are pipelined.
       kept: what stays gathered over a loop.
       unsharded: positions, among the straight-line gathers that repeat an earlier one, of those that reuse it.

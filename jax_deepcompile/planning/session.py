@@ -73,15 +73,15 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes)
       MemoryLimitError, PlanError: a wish that makes no sense.
       PlanMismatchError: the processes of this run have different programs.
     """
-    mark = _fingerprint(program, mesh)
     if not isinstance(mesh, Mesh):
-        return Planned(program, Plan(mark), None, "not planned: an abstract mesh has no devices to plan for")
+        return Planned(program, Plan(""), None, "not planned: an abstract mesh has no devices to plan for")
     environment = _environment(mesh, platform, wishes)
     if wishes.plan is not None:
         return Planned(apply_plan(program, mesh, wishes.plan), wishes.plan, environment.limit_bytes, "given")
     passes = _passes(environment, wishes)
     if not passes and wishes.memory_limit is None:
-        return Planned(program, Plan(mark), None, "nothing to hide: collectives here do not run beside compute")
+        return Planned(program, Plan(""), None, "nothing to hide: collectives here do not run beside compute")
+    mark = _fingerprint(program, mesh)
     cache = PlanCache(wishes.cache_dir) if wishes.cache_dir is not None else None
     if cache is not None:
         kept = cache.load(mark)
