@@ -95,13 +95,13 @@ def _homes(flow: Flow, instruction: Instruction) -> set[Place]:
 
 
 def _ends(flow: Flow, schedule: Schedule) -> Mapping[Place, int]:
-    """The position of each value's last use or mention; of one that a computation returns, the computation's end."""
+    """The position of each value's last use or mention; of one that a computation returns, just after its end."""
     ends = {place: schedule.position[place[0]] for place in flow.arrays}
     for (name, index), value in flow.value_at.items():
         home = schedule.home[name]
         last = schedule.position[name]
         if name == home.root_name:
-            last = len(schedule.order) if home is flow.module.entry else schedule.spans[home.name][1]
+            last = schedule.spans[home.name][1] + 1
         for user in home.users.get(name, ()):
             last = max(last, _use(flow.module, schedule, user, index))
         ends[value] = max(ends[value], last)

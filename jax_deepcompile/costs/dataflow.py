@@ -191,11 +191,17 @@ def updated_in_place(body: Computation) -> Iterator[tuple[Index, int]]:
     root = body.root
     results = list(enumerate(root.operands)) if root.opcode == "tuple" else [(None, root.name)]
     for number, name in results:
-        result = body.by_name[name]
+        result = _through_bitcasts(body, body.by_name[name])
         if result.opcode in _IN_PLACE:
-            updated = body.operand(result, 0)
+            updated = _through_bitcasts(body, body.operand(result, 0))
             if updated.opcode == "parameter":
                 yield (() if number is None else (number,)), updated.number
+
+
+def _through_bitcasts(body: Computation, instruction: Instruction) -> Instruction:
+    while instruction.opcode == "bitcast":
+        instruction = body.operand(instruction, 0)
+    return instruction
 
 
 def _passes(body: Computation, index: Index) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
 
@@ -32,7 +32,7 @@ class Hardware:
     """
 
     name: str
-    matmul_flops_per_s: Mapping[str, float]
+    matmul_flops_per_s: Mapping[str, float] = field(hash=False)
     vector_flops_per_s: float
     matmul_fraction: float
     memory_bytes: int

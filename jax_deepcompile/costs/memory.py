@@ -75,23 +75,16 @@ def memory_of(module: Module) -> MemoryUse:
 
 
 def _block(values: Sequence[Value]) -> Block:
-    """The memory of one buffer: needed from each of its values' beginning to that value's end."""
+    """The memory of one buffer."""
     ordered = sorted(values, key=lambda value: value.begin)
-    begins, ends = [ordered[0].begin], [ordered[0].end]
-    for value in ordered[1:]:
-        if value.begin > ends[-1] + 1:
-            begins.append(value.begin)
-            ends.append(value.end)
-        else:
-            ends[-1] = max(ends[-1], value.end)
-    return Block(max(value.array.bytes for value in ordered), tuple(begins), tuple(ends))
+    return Block(max(value.array.bytes for value in ordered), tuple((value.begin, value.end) for value in ordered))
 
 
 def _live_bytes(blocks: Sequence[Block], length: int) -> np.ndarray:
     """Bytes needed at each position of the schedule."""
     change = np.zeros(length + 2, np.int64)
     for block in blocks:
-        for begin, end in zip(block.begins, block.ends, strict=True):
+        for begin, end in block.stretches():
             change[begin] += block.size_bytes
             change[end + 1] -= block.size_bytes
     return np.cumsum(change)[: max(length, 1)]

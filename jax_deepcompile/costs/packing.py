@@ -18,43 +18,60 @@ ALIGNMENT_BYTES = 256
 
 @dataclass(frozen=True)
 class Block:
-    """Memory needed at some times, at one address.
+    """Memory at one address, needed by one value after another.
 
     Attributes:
       size_bytes: how much.
-      begins: when each stretch of need begins.
-      ends: when it ends, itself included.
+      needs: for each value, the positions in the schedule where it comes to be and where it is used last; in order.
     """
 
     size_bytes: int
-    begins: tuple[int, ...]
-    ends: tuple[int, ...]
+    needs: tuple[tuple[int, int], ...]
 
-    @property
-    def span(self) -> int:
-        return max(self.ends) - self.begins[0]
+    def stretches(self) -> list[tuple[int, int]]:
+        """When it is needed without pause, from when to when."""
+        merged = [self.needs[0]]
+        for begin, end in self.needs[1:]:
+            if begin > merged[-1][1] + 1:
+                merged.append((begin, end))
+            else:
+                merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        return merged
 
 
 def packed_bytes(blocks: Sequence[Block]) -> int:
     """Bytes of memory that hold all ``blocks``."""
-    by_size = sorted(blocks, key=lambda block: (-block.size_bytes, -block.span))
-    by_span = sorted(blocks, key=lambda block: (-block.span, -block.size_bytes))
-    return min(_height(by_size), _height(by_span))
+    clock = _Clock(blocks)
+    by_size = sorted(blocks, key=lambda block: (-block.size_bytes, -clock.elapsed(block.needs[:1])))
+    by_time = sorted(blocks, key=lambda block: (-clock.elapsed(block.needs), -block.size_bytes))
+    return min(_height(by_size), _height(by_time))
+
+
+class _Clock:
+    """XLA's measure of time: how many values come to be or go in between."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        needs = np.array([need for block in blocks for need in block.needs], np.int64).reshape(-1, 2)
+        self._events = np.sort(np.concatenate([2 * needs[:, 0], 2 * needs[:, 1] + 1]))
+
+    def elapsed(self, needs: Sequence[tuple[int, int]]) -> int:
+        first, last = 2 * needs[0][0], 2 * max(end for _, end in needs) + 1
+        return int(np.searchsorted(self._events, last) - np.searchsorted(self._events, first))
 
 
 def _height(blocks: Sequence[Block]) -> int:
     """Bytes taken when blocks are placed one after another, each into the tightest gap."""
-    stretches = sum(len(block.begins) for block in blocks)
-    begins, ends = np.empty(stretches, np.int64), np.empty(stretches, np.int64)
-    bottoms, tops = np.empty(stretches, np.int64), np.empty(stretches, np.int64)
+    stretches = [block.stretches() for block in blocks]
+    total = sum(map(len, stretches))
+    begins, ends, bottoms, tops = (np.empty(total, np.int64) for _ in range(4))
     placed, height = 0, 0
-    for block in blocks:
+    for block, needed in zip(blocks, stretches, strict=True):
         size = -(-block.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         meets = np.zeros(placed, bool)
-        for begin, end in zip(block.begins, block.ends, strict=True):
+        for begin, end in needed:
             meets |= (begins[:placed] <= end) & (ends[:placed] >= begin)
         bottom = _tightest(bottoms[:placed][meets], tops[:placed][meets], size)
-        for begin, end in zip(block.begins, block.ends, strict=True):
+        for begin, end in needed:
             begins[placed], ends[placed], bottoms[placed], tops[placed] = begin, end, bottom, bottom + size
             placed += 1
         height = max(height, bottom + size)
