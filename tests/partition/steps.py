@@ -17,7 +17,31 @@ from jax_deepcompile.stages import TracedStep
 
 FLAT = {"fsdp": 8}
 HYBRID = {"data": 2, "fsdp": 4}
+D = 16
+BATCH = {"x": (32, D), "y": (32, D)}
+MLP = {"w0": (D, D), "w1": (D, D), "w2": (D, D)}
+ADAM = optax.adam(1e-3)
+
+GATHER = "all_gather fsdp: f32[2,16] -> f32[16,16]"
+SCATTER = "reduce_scatter fsdp: f32[16,16] -> f32[16,2]"
+SUM = "psum fsdp: f32[] -> f32[]"
 COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "all_to_all", "pmax", "pmin", "ppermute")
+
+
+def squares(y, batch) -> jax.Array:
+    return jnp.mean((y - batch["y"]) ** 2)
+
+
+def mlp(p, batch) -> jax.Array:
+    """The loss of a perceptron with a layer for every matrix."""
+    x = batch["x"]
+    for name in sorted(p):
+        x = jnp.tanh(x @ p[name])
+    return squares(x, batch)
+
+
+def descend(params, gradients) -> Any:
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
 
 
 def shapes(tree: Any, dtype=jnp.float32) -> Any:

@@ -7,34 +7,26 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from tests.partition.steps import HYBRID, count, lines, moves, trace, trace_training
+from tests.partition.steps import (
+    ADAM,
+    BATCH,
+    GATHER,
+    HYBRID,
+    MLP,
+    SCATTER,
+    SUM,
+    D,
+    count,
+    descend,
+    lines,
+    mlp,
+    moves,
+    squares,
+    trace,
+    trace_training,
+)
 
 pytestmark = pytest.mark.pure
-
-D = 16
-BATCH = {"x": (32, D), "y": (32, D)}
-MLP = {"w0": (D, D), "w1": (D, D), "w2": (D, D)}
-ADAM = optax.adam(1e-3)
-
-
-def squares(y, batch):
-    return jnp.mean((y - batch["y"]) ** 2)
-
-
-def mlp(p, batch):
-    x = batch["x"]
-    for name in sorted(p):
-        x = jnp.tanh(x @ p[name])
-    return squares(x, batch)
-
-
-def descend(params, gradients):
-    return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients)
-
-
-GATHER = "all_gather fsdp: f32[2,16] -> f32[16,16]"
-SCATTER = "reduce_scatter fsdp: f32[16,16] -> f32[16,2]"
-SUM = "psum fsdp: f32[] -> f32[]"
 
 
 class TestPerceptron:

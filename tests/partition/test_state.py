@@ -15,25 +15,23 @@ from jax_deepcompile.partition.partition import partition_init
 from jax_deepcompile.stages import TracedStep
 from jax_deepcompile.tracing import trace_init
 from tests.partition.steps import (
+    BATCH,
     FLAT,
     HYBRID,
+    D,
     count,
     moves,
     placements,
     reasons,
+    squares,
     trace,
     trace_training,
 )
 
 pytestmark = pytest.mark.pure
 
-D, LAYERS = 16, 8
-BATCH = {"x": (32, D), "y": (32, D)}
+LAYERS = 8
 STACK = {"w": (LAYERS, D, D)}
-
-
-def squares(y, batch):
-    return jnp.mean((y - batch["y"]) ** 2)
 
 
 def layer(x, w):
