@@ -60,3 +60,14 @@ def assert_close(found: Any, expected: Any, tolerance: float, what: str, noise: 
         scale = 1.0 if noise is not None and noise in where else np.abs(right).max(initial=0.0) + 1e-12
         worst = np.abs(left - right).max(initial=0.0) / scale
         assert worst <= tolerance, f"{where}: relative error {worst:.2e}"
+
+
+def distances(found: Any, expected: Any, order: float = 2, noise: str | None = None) -> dict[str, float]:
+    """How far every leaf of numbers is from what is expected, in the norm of that order, relative to its own."""
+    far = {}
+    for (path, right), left in zip(jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found), strict=True):
+        where = jax.tree_util.keystr(path)
+        if jnp.issubdtype(right.dtype, jnp.inexact) and (noise is None or noise not in where):
+            left, right = (np.asarray(leaf, np.float64).ravel() for leaf in (left, right))
+            far[where] = float(np.linalg.norm(left - right, order) / (np.linalg.norm(right, order) + 1e-12))
+    return far
