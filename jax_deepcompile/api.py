@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
-from jax_deepcompile.binding import Creation, PureCall, bind, update_objects
+from jax_deepcompile.binding import Creation, PureCall, bind, holds_objects, update_objects
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.program import Role
 from jax_deepcompile.lowering.emit import emit, sharding_of
@@ -192,6 +192,10 @@ class ShardedStep:
         self._runs: dict[int, Callable] = {}
         self._last: _Stage | None = None
         self._fast: Callable | None = None
+
+    def __get__(self, instance: Any, owner: type | None = None) -> ShardedStep | BoundStep:
+        """As a method it takes its object, an NNX module or a pytree, as the argument at position 0."""
+        return self if instance is None else BoundStep(self, instance)
 
     @property
     def mesh(self) -> Mesh | AbstractMesh:
@@ -428,6 +432,45 @@ class ShardedStep:
             mesh = self._use.mesh
             kind = "abstract mesh" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind
             raise errors.DevicesNotAttachedError(kind, mesh.size)
+
+
+class BoundStep:
+    """A ``ShardedStep`` that is a method, bound to its object: the first argument of every call."""
+
+    def __init__(self, step: ShardedStep, instance: Any) -> None:
+        self._step = step
+        self._instance = instance
+
+    def __call__(self, *args, **kwargs):
+        return self._step(self._self(), *args, **kwargs)
+
+    def init(self, create_state: Callable, *args, **kwargs) -> Any:
+        """As ``ShardedStep.init``: the object has no part in it."""
+        return self._step.init(create_state, *args, **kwargs)
+
+    def trace(self, *args, **kwargs) -> TracedStep:
+        return self._step.trace(self._self(), *args, **kwargs)
+
+    def lower(self, *args, **kwargs) -> LoweredStep:
+        return self._step.lower(self._self(), *args, **kwargs)
+
+    def lower_gspmd(self, *args, **kwargs) -> jax.stages.Lowered:
+        return self._step.lower_gspmd(self._self(), *args, **kwargs)
+
+    def plan(self, *args, **kwargs) -> Plan:
+        return self._step.plan(self._self(), *args, **kwargs)
+
+    def explain(self) -> str:
+        return self._step.explain()
+
+    @property
+    def mesh(self) -> Mesh | AbstractMesh:
+        return self._step.mesh
+
+    def _self(self) -> Any:
+        if not holds_objects(self._instance) and jax.tree_util.all_leaves([self._instance]):
+            raise errors.PlainSelfError(self._step._name, self._instance)
+        return self._instance
 
 
 def _shape_only(leaf: Any, target: NamedSharding | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,9 @@ class Creation:
 
     fun: Callable
     graphdef: Any = None
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.fun, updated=())
 
     def __call__(self, *args, **kwargs):
         out = self.fun(*args, **kwargs)

@@ -118,6 +118,29 @@ class LeafTypeError(DeepCompileError, TypeError):
         )
 
 
+class PlainSelfError(DeepCompileError, TypeError):
+    def __init__(self, function: str, instance: object) -> None:
+        name = function.rsplit(".", 1)[-1]
+        super().__init__(
+            f"{function} is a method of a {type(instance).__module__}.{type(instance).__qualname__}, which is neither "
+            f"an NNX module nor a pytree, so it cannot be an argument of a step. Shard the method of the object in its "
+            f"place, where it is a function of the other arguments, numbered from 0: self.{name} = "
+            f"shard(self.{name}) in __init__."
+        )
+
+
+class PythonValueNeededError(DeepCompileError, TypeError):
+    def __init__(self, function: str, arguments: Sequence[str], reason: str) -> None:
+        name = function.rsplit(".", 1)[-1]
+        keyword = arguments[0].split("[")[0].split(".")[0]
+        super().__init__(
+            f"{function} needs the value of {', '.join(arguments)} while it is traced, for an if, a loop or a shape, "
+            f"and an argument is an array then, whose value is not known. Fix it beforehand, with "
+            f"functools.partial({name}, {keyword}=...) in the place of {name}, one for each value; or close over it. "
+            f"JAX said: {reason}"
+        )
+
+
 class StateNotReturnedError(DeepCompileError, ValueError):
     def __init__(self, function: str, argument: str, returned: str) -> None:
         super().__init__(

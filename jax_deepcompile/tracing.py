@@ -64,6 +64,8 @@ class Traced:
 
 
 def function_name(fun: Callable) -> str:
+    while isinstance(fun, functools.partial):
+        fun = fun.func
     name = getattr(fun, "__qualname__", None) or getattr(fun, "__name__", None) or type(fun).__name__
     return name.rsplit("<locals>.", 1)[-1]
 
@@ -87,7 +89,7 @@ def argument_names(fun: Callable, count: int) -> tuple[str, ...]:
 def trace_step(fun: Callable, args: tuple, kwargs: dict, signature: Signature, mesh: MeshAxes) -> Traced:
     """Traces ``fun(*args, **kwargs)``; leaves may be arrays, numbers, tracers or ``jax.ShapeDtypeStruct``s."""
     ports, in_tree = _input_ports(args, kwargs, signature)
-    closed, out_shape = _trace(fun, args, kwargs)
+    closed, out_shape = _trace(fun, args, kwargs, ports, signature.function)
     out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
     state_outputs = _match_state(args, out_shape, signature)
     by_output = {out: ports[inp] for inp, out in (*_alike(args, out_shape, signature), *state_outputs)}
@@ -103,19 +105,37 @@ def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Trac
     """Traces the function that creates the state: inputs are replicated, every output is state."""
     name = function_name(fun)
     ports, in_tree = _input_ports(args, kwargs, Signature(name, (), (), argument_names(fun, len(args))))
-    closed, out_shape = _trace(fun, args, kwargs)
+    closed, out_shape = _trace(fun, args, kwargs, ports, name)
     leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
     outputs = tuple(_port(f"state{jax.tree_util.keystr(path)}", _state_role(path), leaf) for path, leaf in leaves)
     return Traced(Program(name, closed, ports, outputs, (), mesh), in_tree, out_tree)
 
 
-def _trace(fun: Callable, args: tuple, kwargs: dict) -> tuple[jex.ClosedJaxpr, Any]:
-    args, kwargs = jax.tree.map(_without_mesh, (args, kwargs))
-    closed, out_shape = jax.make_jaxpr(functools.partial(_call, fun), return_shape=True)(args, kwargs)
+def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name: str) -> tuple[jex.ClosedJaxpr, Any]:
+    shapes = jax.tree.map(_without_mesh, (args, kwargs))
+    try:
+        closed, out_shape = jax.make_jaxpr(functools.partial(_call, fun), return_shape=True)(*shapes)
+    except TypeError as error:
+        needed = _python_values(args, kwargs, ports, str(error))
+        if not needed:
+            raise
+        raise errors.PythonValueNeededError(name, needed, str(error).split("\n")[0]) from error
     flat = canonicalize(inline_calls(closed))
     _refuse_effects(flat)
     live = _jax_compat.dce(_jax_compat.open_jaxpr(flat))
     return jex.ClosedJaxpr(live, _jax_compat.closed_consts(flat)), out_shape
+
+
+def _python_values(args: tuple, kwargs: dict, ports: Sequence[Port], message: str) -> list[str]:
+    """Where the user finds the numbers that JAX says it needs the values of; none if it needs those of arrays too."""
+    _, _, causes = message.partition("depends on the value")
+    needed = []
+    for (path, leaf), port in zip(jax.tree_util.tree_leaves_with_path((args, kwargs)), ports, strict=True):
+        name = f"{'kwargs' if path[0].idx else 'args'}{jax.tree_util.keystr(path[1:])}"
+        if isinstance(leaf, (bool, int, float)) and not port.role.is_state and name in causes:
+            causes = causes.replace(name, "")
+            needed.append(port.path)
+    return [] if "args[" in causes else needed
 
 
 def _without_mesh(leaf: Any) -> Any:
@@ -146,8 +166,8 @@ def _input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple
     ports = []
     for path, leaf in leaves:
         position = path[1].idx if path[0].idx == 0 else None
-        where = signature.name_of(position) if position is not None else ""
-        rest = path[2:] if position is not None else path[1:]
+        where = signature.name_of(position) if position is not None else path[1].key
+        rest = path[2:]
         name = f"{where}{jax.tree_util.keystr(rest)}"
         role = signature.role_of(position)
         ports.append(_port(name, _state_role(rest, where) if role is Role.PARAM else role, leaf))

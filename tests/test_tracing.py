@@ -53,7 +53,7 @@ class TestRoles:
             "state['step']": Role.PARAM,
             "batch['x']": Role.BATCH,
             "rate": Role.OTHER,
-            "['scale']": Role.OTHER,
+            "scale": Role.OTHER,
         }
 
     @pytest.mark.parametrize("name", ["opt_state", "optimizer", "opt", "optimizer_state"])

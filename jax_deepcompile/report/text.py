@@ -36,6 +36,7 @@ def explain(program: Program, partitioned: Partitioned, planned: Planned | None 
     shape = " x ".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
     lines = [f"{program.name} on {shape}: {len(partitioned.layout.steps)} equations", ""]
     lines += _state(partitioned)
+    lines += _like_examples(partitioned)
     lines += ["", *_microbatches(partitioned), *_collectives(partitioned.program)]
     lines += ["", *_moved_activations(partitioned)]
     lines += ["", *_replicated(partitioned)]
@@ -56,6 +57,24 @@ def _state(partitioned: Partitioned) -> list[str]:
     notable = [leaf for leaf in leaves if not leaf.reason.startswith("dimension") and leaf.reason]
     notable.sort(key=lambda leaf: -leaf.bytes_per_device)
     return lines + _cut([f"  {leaf.path}: {leaf.reason}" for leaf in notable])
+
+
+def _like_examples(partitioned: Partitioned) -> list[str]:
+    """Replicated inputs as long as the batch; without a batch, those that could be divided."""
+    program = partitioned.program
+    examples = {port.shape[0] for port in program.inputs if port.role is Role.BATCH}
+    paths = [
+        f"{port.path} {port.dtype}[{','.join(map(str, port.shape))}]"
+        for port in program.inputs
+        if port.role is Role.OTHER
+        and port.shape
+        and (port.shape[0] in examples if examples else port.shape[0] and port.shape[0] % program.mesh.size == 0)
+    ]
+    if not paths or program.mesh.size == 1:
+        return []
+    listed = ", ".join(paths[:_LINES]) + (f" and {len(paths) - _LINES} more" if len(paths) > _LINES else "")
+    remedy = "to divide examples among the devices pass them by position and name that in shard(..., batch_argnums=...)"
+    return [f"replicated, though shaped like a batch: {listed}; {remedy}"]
 
 
 def _microbatches(partitioned: Partitioned) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import textwrap
 from typing import NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -280,6 +282,80 @@ def test_nnx_objects_with_dropout_batch_norm_and_metrics():
     np.testing.assert_allclose(mine[1].compute()["loss"], theirs[1].compute()["loss"], rtol=1e-4)
     assert not mine[0].model.dense.kernel[...].sharding.is_fully_replicated
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *map(_values, (mine, theirs)))
+
+
+def test_a_method_of_an_nnx_module_trains_its_object():
+    class Trainer(nnx.Module):
+        def __init__(self) -> None:
+            self.dense = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+
+        def descend(self, batch):
+            def loss_of(trainer):
+                return jnp.mean(trainer.dense(batch["x"]) ** 2)
+
+            loss, grads = nnx.value_and_grad(loss_of)(self)
+            nnx.update(self, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(self), nnx.state(grads)))
+            return loss
+
+        sharded = deepcompile.shard(descend)
+
+    mine, theirs = Trainer(), Trainer()
+    for _ in range(2):
+        assert_equal(mine.sharded(batch()), nnx.jit(Trainer.descend)(theirs, batch()))
+    assert_equal(nnx.state(mine), nnx.state(theirs))
+    assert not mine.dense.kernel[...].sharding.is_fully_replicated
+    assert "self[0]['dense']['kernel'].value" in [port.path for port in mine.sharded.trace(batch()).program.inputs]
+
+
+def test_a_method_of_a_pytree_counts_its_object_as_the_first_argument(expected):
+    class Scale(flax.struct.PyTreeNode):
+        by: float
+
+        @functools.partial(deepcompile.shard, state_argnums=1, batch_argnums=2)
+        def step(self, state, batch):
+            return step(state, {"x": batch["x"] * self.by})
+
+    scale = Scale(1.0)
+    assert_equal(scale.step(create(), batch()), expected)
+    assert_equal(Scale.step(scale, create(), batch()), expected)
+    assert "reduce-scatter" in scale.step.lower(create(), batch()).compile().as_text()
+    assert "2 leaves" in scale.step.explain()
+
+
+def test_the_bound_method_of_a_plain_object(expected):
+    class Trainer:
+        def __init__(self) -> None:
+            self.step = deepcompile.shard(self.step)
+
+        def step(self, state, batch):
+            return step(state, batch)
+
+    assert_equal(Trainer().step(create(), batch()), expected)
+
+
+def test_explain_names_replicated_inputs_that_look_like_examples():
+    def masked(state, batch, weights, mask, *, extra):
+        return step(state, {"x": batch["x"] * mask[:, None] * weights.sum() + extra["y"]})
+
+    sharded = deepcompile.shard(masked)
+    x = batch()["x"]
+    sharded.trace(create(), {"x": x}, np.ones(8, np.float32), x[:, 0], extra={"y": x})
+    assert (
+        "replicated, though shaped like a batch: mask float32[16], extra['y'] float32[16,16]; to divide examples among "
+        "the devices pass them by position and name that in shard(..., batch_argnums=...)"
+    ) in sharded.explain().splitlines()
+    divided = deepcompile.shard(masked, batch_argnums=(1, 3))
+    divided.trace(create(), {"x": x}, np.ones(8, np.float32), x[:, 0], extra={"y": 0.0})
+    assert "shaped like a batch" not in divided.explain()
+
+
+def test_explain_names_a_batch_passed_by_keyword_alone():
+    def keyword(state, *, batch):
+        return step(state, batch)
+
+    sharded = deepcompile.shard(keyword)
+    sharded.trace(create(), batch=batch())
+    assert "shaped like a batch: batch['x'] float32[16,16]; to divide" in sharded.explain()
 
 
 def _values(objects):

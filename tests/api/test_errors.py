@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +97,55 @@ def test_a_leaf_that_is_neither_array_nor_number():
     assert "argument leaf state['w'] is a builtins.str, neither an array nor a number: 'sixteen by eight'" in str(
         caught.value
     )
+
+
+def test_a_flag_that_is_needed_while_tracing():
+    def flagged(state, batch, train):
+        return step(state, batch) if train else (state, 0.0)
+
+    for args, kwargs in (((True,), {}), ((), {"train": True})):
+        with pytest.raises(errors.PythonValueNeededError) as caught:
+            deepcompile.shard(flagged).trace(STATE, BATCH, *args, **kwargs)
+        assert "flagged needs the value of train while it is traced, for an if, a loop or a shape" in str(caught.value)
+        assert "with functools.partial(flagged, train=...) in the place of flagged" in str(caught.value)
+    fixed = deepcompile.shard(functools.partial(flagged, train=True))
+    assert fixed.trace(STATE, BATCH).program.name.endswith("flagged")
+
+
+def test_numbers_that_are_needed_while_tracing():
+    def sized(state, batch, *, options):
+        return step(state, {"x": batch["x"] + jnp.ones(options["length"]).sum()})
+
+    with pytest.raises(errors.PythonValueNeededError, match=r"needs the value of options\['length'\] .*options=\.\.\."):
+        deepcompile.shard(sized).trace(STATE, BATCH, options={"length": 3})
+
+    def create(width):
+        return jnp.zeros(width)
+
+    with pytest.raises(errors.PythonValueNeededError, match=r"create needs the value of width"):
+        deepcompile.shard(step).init(create, 8)
+
+
+def test_values_of_arrays_that_are_needed_are_left_to_jax():
+    def comparing(state, batch, limit):
+        return step(state, batch) if batch["x"].mean() < limit else (state, 0.0)
+
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        deepcompile.shard(comparing).trace(STATE, BATCH, 1.0)
+
+
+def test_a_method_of_a_plain_object():
+    class Trainer:
+        @deepcompile.shard
+        def step(self, state, batch):
+            return step(state, batch)
+
+    with pytest.raises(
+        errors.PlainSelfError, match=r"Trainer\.step is a method of a .*Trainer, .*: self\.step = shard"
+    ):
+        Trainer().step(STATE, BATCH)
+    with pytest.raises(errors.PlainSelfError):
+        Trainer().step.trace(STATE, BATCH)
 
 
 def test_host_callbacks_are_refused_with_the_line():
