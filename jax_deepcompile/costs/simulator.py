@@ -17,6 +17,7 @@ from jax_deepcompile.costs.operation import Stream, Timing, timing_of
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation, Totals
 from jax_deepcompile.lowering import opcodes
 from jax_deepcompile.lowering.hlo import Computation, Instruction, Module
+from jax_deepcompile.lowering.trip_counts import trip_count
 
 __all__ = ["Event", "Loop", "Simulation", "Totals", "simulate"]
 
@@ -114,7 +115,7 @@ class _Player:
 
     def _loop(self, computation: Computation, loop: Instruction, run: _Run) -> None:
         """Plays one trip, and a second one if trips leave operations under way for the next."""
-        counted = self.module.trip_count(loop)
+        counted = trip_count(self.module, loop)
         trips, body = (1 if counted is None else counted), self.module.body(loop)
         if trips == 0:
             return

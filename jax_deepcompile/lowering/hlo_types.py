@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -260,46 +260,6 @@ class Module:
             return f"{found.group(1)}:{found.group(2)}"
         found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         return (self.frames or {}).get(int(found.group(1)), "") if found else ""
-
-    def trip_count(self, loop: Instruction) -> int | None:
-        """How often a while runs its body; None if its condition does not tell."""
-        known = loop.config.get("known_trip_count", {}).get("n")
-        return int(known) if known is not None else self._compared_constant(loop)
-
-    def _compared_constant(self, loop: Instruction) -> int | None:
-        """The bound of ``counter < bound``, for a counter that starts at 0 and goes up by 1."""
-        names = [(loop.attribute("condition") or "").removeprefix("%")]
-        names += [name for step in self.computations[names[0]].instructions for name in step.called]
-        steps = [step for name in names for step in self.computations[name].instructions]
-        directions = [step.attribute("direction") for step in steps if step.opcode == "compare"]
-        bounds = [step.argument for step in steps if step.opcode == "constant" and step.argument.isdigit()]
-        if directions not in (["LT"], ["LE"]):
-            return None
-        if not bounds:
-            bounds = self._carried_bounds(loop, steps)
-        return int(bounds[0]) + (directions == ["LE"]) if len(bounds) == 1 else None
-
-    def _carried_bounds(self, loop: Instruction, condition: Sequence[Instruction]) -> list[str]:
-        """Constants that a while's condition reads out of what the loop carries, and its body only hands on."""
-        body, start = self.body(loop), self._made_by(loop.operands[0])
-        read = {step.number for step in condition if step.opcode == "get-tuple-element"}
-        bounds = []
-        for number in read if start is not None and start.opcode == "tuple" else ():
-            after, before = body.operand(body.root, number), self._made_by(start.operands[number])
-            unchanged = after.opcode == "get-tuple-element" and after.number == number
-            if unchanged and before is not None and before.opcode == "constant" and before.argument.isdigit():
-                bounds.append(before.argument)
-        return bounds
-
-    def _made_by(self, name: str) -> Instruction | None:
-        """The instruction of that name, copies of it looked through."""
-        for computation in self.computations.values():
-            found = computation.by_name.get(name)
-            while found is not None and found.opcode in ("copy", "bitcast"):
-                found = computation.by_name.get(found.operands[0])
-            if found is not None:
-                return found
-        return None
 
 
 def parse_index(text: str) -> Index:

@@ -19,6 +19,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import nested_jaxprs
 from jax_deepcompile.lowering.hlo_types import Array, Computation, Instruction, Module
 from jax_deepcompile.lowering.opcodes import CONTROL, FREE, split
+from jax_deepcompile.lowering.trip_counts import trip_count
 
 _LOOPS = {"scan": "while"}
 """Primitives whose lowering goes by another name."""
@@ -86,7 +87,7 @@ def _executed(module: Module, computation: Computation, times: int | None) -> It
     """Instructions that run, and how often, when ``computation`` runs ``times``; conditions of loops are left out."""
     for instruction in computation.instructions:
         if instruction.opcode == "while":
-            rounds = module.trip_count(instruction)
+            rounds = trip_count(module, instruction)
             inner = None if times is None or rounds is None else times * rounds
             yield from _executed(module, module.body(instruction), inner)
         elif instruction.opcode in CONTROL:

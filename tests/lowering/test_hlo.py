@@ -45,27 +45,6 @@ output_to_operand_aliasing={{0}: (1, {})}
 }
 """
 
-LOOP = """HloModule loop, is_scheduled=true
-
-%body (s: (s32[])) -> (s32[]) {
-  %s = (s32[]) parameter(0)
-  %i = s32[] get-tuple-element(%s), index=0
-  ROOT %r = (s32[]) tuple(%i)
-}
-
-%cond (c: (s32[])) -> pred[] {
-  %c = (s32[]) parameter(0)
-  %j = s32[] get-tuple-element(%c), index=0
-  %bound = s32[] constant(12)
-  ROOT %lt = pred[] compare(%j, %bound), direction=LT
-}
-
-ENTRY %main (start: (s32[])) -> (s32[]) {
-  %start = (s32[]) parameter(0)
-  ROOT %w = (s32[]) while(%start), condition=%cond, body=%body
-}
-"""
-
 
 @pytest.fixture
 def module() -> hlo.Module:
@@ -124,22 +103,6 @@ def test_source_written_in_place():
     old = MODULE.replace("stack_frame_id=2", 'source_file="a/b.py" source_line=7')
     read = hlo.read(old)
     assert read.source(read.entry.instructions[2]) == "a/b.py:7"
-
-
-def test_trip_count_from_the_condition():
-    read = hlo.read(LOOP)
-    assert read.trip_count(read.entry.root) == 12
-
-
-def test_trip_count_that_xla_wrote_down():
-    read = hlo.read(LOOP.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}'))
-    assert read.trip_count(read.entry.root) == 5
-
-
-@pytest.mark.parametrize("change", [("direction=LT", "direction=NE"), ("constant(12)", "parameter(1)")])
-def test_no_trip_count_is_guessed(change: tuple[str, str]):
-    read = hlo.read(LOOP.replace(*change))
-    assert read.trip_count(read.entry.root) is None
 
 
 @pytest.mark.parametrize(
