@@ -129,34 +129,40 @@ class _Flow:
 
 
 def _read_flow(jaxpr: jex.Jaxpr, axis: str) -> _Flow:
-    combining = [eqn for eqn in jaxpr.eqns if is_over(eqn, axis) and eqn.primitive.name in _COMBINED]
-    plain = [eqn for eqn in jaxpr.eqns if eqn not in combining]
-    indices = tuple(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "axis_index" and is_over(eqn, axis))
-    varying = reached_from(plain, {var for eqn in plain if _asks(eqn, indices) for var in eqn.outvars})
+    combining = [eqn for eqn in jaxpr.eqns if _is_over(eqn, axis) and eqn.primitive.name in _COMBINED]
+    plain = _without(jaxpr.eqns, combining)
+    indices = tuple(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "axis_index" and _is_over(eqn, axis))
+    asking = {id(eqn) for eqn in indices}
+    varying = reached_from(plain, {var for eqn in plain if _holds(eqn, asking) for var in eqn.outvars})
     reductions = [eqn for eqn in combining if any(var in varying for var in variables(eqn.invars))]
     totals = [total for eqn in reductions for total in _totals(eqn)]
     totals += [Total("last", var, var) for var in dict.fromkeys(variables(jaxpr.outvars)) if var in varying]
     heavy = [eqn for eqn in plain if eqn.primitive.name in _HEAVY and any(var in varying for var in eqn.outvars)]
     return _Flow(
-        tuple(eqn for eqn in jaxpr.eqns if eqn not in reductions),
+        tuple(_without(jaxpr.eqns, reductions)),
         tuple(totals),
         _needs(jaxpr.eqns, totals),
         varying,
         reached_from(plain, {var for eqn in heavy for var in eqn.outvars}),
-        tuple(eqn for eqn in combining if eqn not in reductions),
+        tuple(_without(combining, reductions)),
         indices,
     )
 
 
-def is_over(eqn, axis: str) -> bool:
+def _without(eqns: Sequence, others: Sequence) -> list:
+    left_out = {id(eqn) for eqn in others}
+    return [eqn for eqn in eqns if id(eqn) not in left_out]
+
+
+def _is_over(eqn, axis: str) -> bool:
     """Whether ``eqn`` is a collective over ``axis``, maybe among others."""
     names = [eqn.params.get("axes", ()), eqn.params.get("axis_name", ())]
     return any(axis in (name if isinstance(name, (tuple, list)) else (name,)) for name in names)
 
 
-def _asks(eqn, indices: Sequence) -> bool:
-    asking = {id(index) for index in indices}
-    return id(eqn) in asking or any(id(inner) in asking for body in nested_jaxprs(eqn) for inner in equations(body))
+def _holds(eqn, ids: set[int]) -> bool:
+    """Whether ``eqn`` or an equation inside it is one of those with the given ``ids``."""
+    return id(eqn) in ids or any(id(inner) in ids for body in nested_jaxprs(eqn) for inner in equations(body))
 
 
 def _totals(eqn) -> Iterator[Total]:
@@ -187,8 +193,9 @@ def _groups(flow: _Flow) -> Iterator[list[Total]]:
             light = [total for total in ready if total.result in asked and total.source not in flow.costly]
             ready = light or ready
         yield ready
-        known.update(total.result for total in ready)
-        waiting = [total for total in waiting if total not in ready]
+        found = {total.result for total in ready}
+        known |= found
+        waiting = [total for total in waiting if total.result not in found]
 
 
 def _loops(flow: _Flow, groups: Sequence[Sequence[Total]]) -> tuple[Round, ...]:
@@ -198,12 +205,12 @@ def _loops(flow: _Flow, groups: Sequence[Sequence[Total]]) -> tuple[Round, ...]:
         done = {id(eqn) for loop in loops for eqn in loop.before}
         acting = _acting(flow, ran) if number == len(groups) - 1 else []
         targets = [*(total.source for total in totals), *(var for eqn in acting for var in variables(eqn.invars))]
-        needed, read = _behind(flow.eqns, targets, flow.costly & ran)
+        needed, read = _behind(flow, targets, flow.costly & ran)
         chosen = {id(eqn) for eqn in (*needed, *acting)} - done
         before, body = _split([eqn for eqn in flow.eqns if id(eqn) in chosen], flow.varying)
         loops = [replace(loop, kept=(*loop.kept, *(var for var in read if _makes(loop, var)))) for loop in loops]
-        loops.append(Round(tuple(before), tuple(body), tuple(totals), read))
-    return tuple(replace(loop, body=tuple(_slim(loop))) for loop in loops)
+        loops.append(Round(tuple(before), tuple(slim_barriers(body, targets)), tuple(totals), read))
+    return tuple(loops)
 
 
 def _acting(flow: _Flow, ran: set) -> list:
@@ -216,20 +223,16 @@ def _makes(loop: Round, var) -> bool:
     return var not in loop.kept and any(var in eqn.outvars for eqn in loop.body)
 
 
-def _slim(loop: Round) -> list:
-    return slim_barriers(loop.body, [*(total.source for total in loop.totals), *loop.kept])
-
-
-def _behind(eqns: Sequence, targets: Sequence, given: set) -> tuple[list, tuple]:
+def _behind(flow: _Flow, targets: Sequence, given: set) -> tuple[list, tuple]:
     """The equations behind ``targets``, and those variables of ``given`` that they start from."""
     wanted = dict.fromkeys(variables(targets))
     needed = []
-    for eqn in reversed(eqns):
+    for eqn in reversed(flow.eqns):
         results = [index for index, var in enumerate(eqn.outvars) if var in wanted and var not in given]
         if results:
             needed.append(eqn)
-            barrier = eqn.primitive.name == "optimization_barrier"
-            operands = [eqn.invars[index] for index in results] if barrier else eqn.invars
+            slim = eqn.primitive.name == "optimization_barrier" and flow.varies(eqn)
+            operands = [eqn.invars[index] for index in results] if slim else eqn.invars
             wanted.update(dict.fromkeys(variables(operands)))
     return needed[::-1], tuple(var for var in wanted if var in given)
 
@@ -260,7 +263,7 @@ def _refuse_exchanges(jaxpr: jex.Jaxpr, axis: str, length: int) -> None:
     outer = {id(eqn) for eqn in jaxpr.eqns}
     for eqn in equations(jaxpr):
         name = eqn.primitive.name
-        if not is_over(eqn, axis) or name == "axis_index" or (id(eqn) in outer and name in _COMBINED):
+        if not _is_over(eqn, axis) or name == "axis_index" or (id(eqn) in outer and name in _COMBINED):
             continue
         nested = "a loop or branch of the step goes on with the result"
         reason = nested if id(eqn) not in outer else "parts of examples would change places"

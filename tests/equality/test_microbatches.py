@@ -15,6 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
 from models import llama, mixtral, vit
@@ -176,6 +177,53 @@ def test_half_precision_compute_with_float32_state():
         return losses.astype(jnp.float32).mean(), {}
 
     assert_same_in_microbatches(loss_of, tolerance=4e-2)
+
+
+def test_steps_that_look_at_the_batch_before_they_work_on_it():
+    """Its mean, a loop until something about it holds, and a choice by its sum: each a short loop of its own."""
+
+    def loss_of(params, batch, key):
+        halvings, _ = jax.lax.while_loop(
+            lambda c: c[1] > 0.1, lambda c: (c[0] + 1, c[1] / 2), (0, jnp.abs(batch["x"]).mean())
+        )
+        x = (batch["x"] - batch["x"].mean(axis=0)) * 0.9**halvings
+        x = jax.lax.cond(batch["x"].sum() > 0, jnp.sin, jnp.cos, x)
+        return example_losses(params, batch | {"x": x}).mean(), {"halvings": halvings}
+
+    assert_same_in_microbatches(loss_of)
+
+
+def test_axes_left_to_xla():
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, PartitionSpec(None, "tensor"))
+
+    def loss_of(params, batch, key):
+        def layer(hidden, _):
+            return jax.lax.with_sharding_constraint(jnp.tanh(hidden @ params["square"]), split), None
+
+        hidden = jax.lax.with_sharding_constraint(jnp.tanh(batch["x"] @ params["up"]), split)
+        hidden, _ = jax.lax.scan(layer, hidden, None, length=2)
+        losses = optax.softmax_cross_entropy_with_integer_labels(hidden @ params["down"], batch["y"])
+        return (losses * batch["mask"]).sum() / batch["mask"].sum(), {}
+
+    def create(key):
+        state = create_classifier(key)
+        params = state["params"] | {"square": 0.5 * jnp.eye(32)}
+        return state | {"params": params, "opt_state": DESCENT.init(params)}
+
+    assert_same_training(training(loss_of), create, [examples(0), examples(1)], {"4x2": mesh}, microbatches=4)
+
+
+def test_a_loss_is_printed_once(capfd):
+    def loss_of(params, batch, key):
+        loss = example_losses(params, batch).mean()
+        jax.debug.print("loss {}", loss)
+        return loss, {}
+
+    step = deepcompile.shard(training(loss_of), TWO_MESHES["8"], microbatches=4)
+    jax.block_until_ready(step(create_classifier(jax.random.key(0)), examples(0)))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("loss ") == 1
 
 
 def tokens(seed: int) -> np.ndarray:
