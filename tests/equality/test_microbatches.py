@@ -230,8 +230,12 @@ def tokens(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 200, (16, 17), np.int32)
 
 
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.nothing_saveable], ids=["saved", "checkpointed"])
-def test_loops_of_layers(policy):
+@pytest.mark.parametrize(
+    ("policy", "meshes"),
+    [(None, ["8"]), (jax.checkpoint_policies.nothing_saveable, ["8", "2x4"])],
+    ids=["saved", "checkpointed"],
+)
+def test_loops_of_layers(policy, meshes):
     model = llama.Llama(dataclasses.replace(llama.LLAMA_TINY, remat_policy=policy))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), DESCENT)
 
@@ -246,7 +250,8 @@ def test_loops_of_layers(policy):
         loss, grads = jax.value_and_grad(loss_of)(state.params)
         return state.apply_gradients(grads=grads), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
-    assert_same_training(step, create, [tokens(0), tokens(1)], TWO_MESHES, microbatches=2)
+    chosen = {name: MESHES[name] for name in meshes}
+    assert_same_training(step, create, [tokens(0), tokens(1)], chosen, microbatches=2)
 
 
 def mixtral_loss(model, batch):
@@ -267,14 +272,14 @@ def images(seed: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("build", "loss_of", "make_batch"),
+    ("build", "loss_of", "make_batch", "meshes"),
     [
-        (lambda: mixtral.Mixtral(mixtral.MIXTRAL_TINY, rngs=nnx.Rngs(0)), mixtral_loss, tokens),
-        (lambda: vit.ViT(vit.VIT_TINY, rngs=nnx.Rngs(0)), vit_loss, images),
+        (lambda: mixtral.Mixtral(mixtral.MIXTRAL_TINY, rngs=nnx.Rngs(0)), mixtral_loss, tokens, ["8", "2x4"]),
+        (lambda: vit.ViT(vit.VIT_TINY, rngs=nnx.Rngs(0)), vit_loss, images, ["2x4"]),
     ],
     ids=["mixtral", "vit"],
 )
-def test_nnx_objects(build, loss_of, make_batch):
+def test_nnx_objects(build, loss_of, make_batch, meshes):
     def step(model, optimizer, batch):
         loss, grads = nnx.value_and_grad(loss_of)(model, batch)
         optimizer.update(model, grads)
@@ -289,8 +294,8 @@ def test_nnx_objects(build, loss_of, make_batch):
     for seed in range(2):
         losses.append(plain(model, optimizer, make_batch(seed)))
         states.append(jax.tree.map(jnp.copy, nnx.state((model, optimizer))))
-    for mesh in TWO_MESHES.values():
-        sharded = deepcompile.shard(step, mesh, microbatches=2)
+    for mesh in meshes:
+        sharded = deepcompile.shard(step, MESHES[mesh], microbatches=2)
         model, optimizer = sharded.init(create)
         for seed in range(2):
             loss = sharded(model, optimizer, make_batch(seed))
