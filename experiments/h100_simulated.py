@@ -123,7 +123,8 @@ PIECES = {"llama3_70b": llama_pieces, "mixtral_8x7b": mixtral_pieces}
 
 
 def _as_bfloat16(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    """The barrier keeps XLA from gathering first and converting then."""
+    return lax.optimization_barrier(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
 
 
 def accumulated(gradients: Callable, microbatches: int, devices: int) -> Callable:
