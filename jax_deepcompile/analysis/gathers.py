@@ -91,6 +91,16 @@ def slice_of(jaxpr: Any, targets: Sequence) -> list:
     return needed_for([eqn for eqn in plain.eqns if not has_side_effects(eqn)], targets)
 
 
+def first_uses(jaxpr: Any, values: Sequence) -> list[int]:
+    """Position of the first equation that reads each of ``values``; past the last one where none does."""
+    eqns = open_jaxpr(jaxpr).eqns
+    first: dict = {}
+    for index, eqn in enumerate(eqns):
+        for atom in variables(eqn.invars):
+            first.setdefault(atom, index)
+    return [first.get(value, len(eqns)) for value in values]
+
+
 def size_bytes(var) -> int:
     return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 

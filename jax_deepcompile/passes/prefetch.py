@@ -7,26 +7,28 @@ every gather its slot.
 
 Before::
 
-    V = all_gather(barrier(w, y2)); y3 = dot(y2, V)
+    y2 = dot(y1, W); V = all_gather(v); y3 = dot(y2, V)
 
-After, where computing ``y2`` from ``y1`` takes as long as the gather::
+After, where computing ``y2`` takes as long as the gather::
 
-    V = all_gather(barrier(w, y1)); y2 = ...; y3 = dot(y2, V)
+    V = all_gather(barrier(v, y1)); y2 = dot(y1, W); y3 = dot(y2, V)
 
-Guarantees: values are bitwise the same, nothing is gathered more or less often, and no gather starts later than before.
+Guarantees: values are bitwise the same; nothing is gathered more or less often; a gather waits only for what its use
+needs anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, new_var, open_jaxpr, optimization_barrier_p
+from jax_deepcompile._jax_compat import closed_consts, is_drop_var, new_var, open_jaxpr, optimization_barrier_p
 from jax_deepcompile.analysis.dataflow import needed_for, slim_barriers, variables
-from jax_deepcompile.analysis.gathers import Gather, find_gathers, outermost, slice_of
+from jax_deepcompile.analysis.gathers import Gather, find_gathers, first_uses, outermost, slice_of
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.ir.program import Program
@@ -53,31 +55,35 @@ def choose_prefetches(program: Program, costs: CostModel, slack: float = 1.25) -
     jaxpr = open_jaxpr(program.jaxpr)
     gathers = parameter_gathers(program)
     times = equation_times(jaxpr, program.mesh, costs)
-    starts = _clock(times)
-    anchors = [index for index, eqn in enumerate(jaxpr.eqns) if _is_anchor(eqn)]
-    uses = _first_uses(jaxpr, [gather.result for gather in gathers])
-    chosen = []
+    starts = [0.0, *accumulate(time.compute_s for time in times)]
+    network = {eqn.outvars[0]: time.network_s for eqn, time in zip(jaxpr.eqns, times, strict=True) if eqn.outvars}
+    uses = first_uses(jaxpr, [gather.result for gather in gathers])
+    anchors = _anchors_before(jaxpr)
     queue_free_s = float("inf")
-    order = sorted(range(len(gathers)), key=lambda index: -uses[index])
-    for index in order:
-        needed_s = min(starts[uses[index]], queue_free_s)
-        start_s = needed_s - slack * times[gathers[index].position].network_s
-        queue_free_s = start_s
-        before = [anchor for anchor in anchors if anchor < uses[index] and starts[anchor + 1] <= start_s]
-        if before:
-            chosen.append(Prefetch(index, before[-1]))
+    chosen = []
+    used = [index for index in range(len(gathers)) if uses[index] < len(jaxpr.eqns)]
+    for index in sorted(used, key=lambda index: -uses[index]):
+        chain = slice_of(jaxpr, [gathers[index].result])
+        lasting_s = sum(network[eqn.outvars[0]] for eqn in chain)
+        queue_free_s = min(starts[uses[index]], queue_free_s) - slack * lasting_s
+        hiding = (anchor for anchor in _latest_first(anchors[uses[index]]) if starts[anchor + 1] <= queue_free_s)
+        anchor = next(hiding, None)
+        if anchor is not None:
+            chosen.append(Prefetch(index, anchor))
     return tuple(sorted(chosen, key=lambda prefetch: prefetch.gather))
 
 
 def prefetch(program: Program, decisions: Sequence[Prefetch]) -> Program:
-    """``program`` with its gathers pinned as decided; every other barrier before a gather of parameters is dropped."""
+    """``program`` with the gathers that ``decisions`` name pinned as they say; the others stay as they are."""
     if not decisions:
         return program
     jaxpr = open_jaxpr(program.jaxpr)
     gathers = parameter_gathers(program)
-    pinned = {gathers[decision.gather].position: decision.after for decision in decisions}
-    eqns = _pin(jaxpr, gathers, pinned)
-    flat = jaxpr.replace(eqns=slim_barriers(needed_for(eqns, jaxpr.outvars), jaxpr.outvars))
+    moved: dict[int, list[Gather]] = {}
+    for decision in decisions:
+        moved.setdefault(decision.after, []).append(gathers[decision.gather])
+    eqns, outvars = _moved(jaxpr, moved)
+    flat = jaxpr.replace(eqns=slim_barriers(needed_for(eqns, outvars), outvars), outvars=outvars)
     return program.replace(jaxpr=type(program.jaxpr)(flat, closed_consts(program.jaxpr)))
 
 
@@ -87,19 +93,18 @@ def parameter_gathers(program: Program) -> tuple[Gather, ...]:
     return outermost(find_gathers(jaxpr, jaxpr.invars))
 
 
-def _pin(jaxpr: Any, gathers: Sequence[Gather], pinned: dict[int, int]) -> list:
-    """Makes every gather anew from what came in, behind a barrier on what it shall wait for, if on anything."""
-    results = {gather.position: gather.result for gather in gathers}
+def _moved(jaxpr: Any, moved: dict[int, list[Gather]]) -> tuple[list, list]:
+    """Equations and outputs, with each gather made anew from what came in, right after what it waits for."""
+    results = {gather.result for gathers in moved.values() for gather in gathers}
     known: dict = {}
     eqns: list = []
     for index, eqn in enumerate(jaxpr.eqns):
-        if index not in results:
+        if not results.intersection(eqn.outvars):
             eqns.append(eqn.replace(invars=[_read(atom, known) for atom in eqn.invars]))
-            continue
-        anchor = jaxpr.eqns[pinned[index]].outvars[0] if index in pinned else None
-        again, known[results[index]] = _copy(slice_of(jaxpr, [results[index]]), results[index], anchor)
-        eqns += again
-    return eqns
+        for gather in moved.get(index, ()):
+            again, known[gather.result] = _copy(slice_of(jaxpr, [gather.result]), gather.result, eqn.outvars[0])
+            eqns += again
+    return eqns, [_read(atom, known) for atom in jaxpr.outvars]
 
 
 def _copy(chain: list, result: Any, anchor: Any) -> tuple[list, Any]:
@@ -109,13 +114,12 @@ def _copy(chain: list, result: Any, anchor: Any) -> tuple[list, Any]:
     for eqn in chain:
         operands = [_read(atom, known) for atom in eqn.invars]
         if eqn.primitive.name == "all_gather" and anchor is not None:
-            held, ignored = new_var(operands[0].aval), new_var(anchor.aval)
-            eqns.append(
-                jex.new_jaxpr_eqn(
-                    [operands[0], anchor], [held, ignored], optimization_barrier_p, {}, jex.no_effects, eqn.source_info
-                )
+            held = [new_var(operands[0].aval), new_var(anchor.aval)]
+            barrier = jex.new_jaxpr_eqn(
+                [operands[0], anchor], held, optimization_barrier_p, {}, jex.no_effects, eqn.source_info
             )
-            operands, anchor = [held], None
+            eqns.append(barrier)
+            operands, anchor = held[:1], None
         outvars = [new_var(var.aval) for var in eqn.outvars]
         known.update(zip(eqn.outvars, outvars, strict=True))
         eqns.append(eqn.replace(invars=operands, outvars=outvars))
@@ -126,24 +130,27 @@ def _read(atom: Any, known: dict) -> Any:
     return atom if isinstance(atom, jex.Literal) else known.get(atom, atom)
 
 
-def _clock(times: Sequence) -> list[float]:
-    """When each equation would start if only compute took time; and the end."""
-    starts = [0.0]
-    for time in times:
-        starts.append(starts[-1] + time.compute_s)
-    return starts
+def _anchors_before(jaxpr: Any) -> list[int]:
+    """For every equation the equations it needs whose end marks a time, as a set of bits."""
+    behind: dict = {}
+    before = []
+    for index, eqn in enumerate(jaxpr.eqns):
+        bits = 0
+        for atom in variables(eqn.invars):
+            bits |= behind.get(atom, 0)
+        before.append(bits)
+        behind.update(dict.fromkeys(eqn.outvars, bits | _is_anchor(eqn) << index))
+    return before
 
 
 def _is_anchor(eqn: Any) -> bool:
-    """Whether the end of ``eqn`` marks a time: one array that compute makes."""
-    return eqn.primitive.name == "dot_general" or (
-        eqn.primitive.name == "scan" and bool(eqn.outvars) and bool(eqn.outvars[0].aval.shape)
-    )
+    """Whether ``eqn`` makes, with work, an array that others can wait for."""
+    if eqn.primitive.name not in ("dot_general", "scan", "conv_general_dilated") or not eqn.outvars:
+        return False
+    return not is_drop_var(eqn.outvars[0]) and bool(eqn.outvars[0].aval.shape)
 
 
-def _first_uses(jaxpr: Any, results: Sequence) -> list[int]:
-    first: dict = {}
-    for index, eqn in enumerate(jaxpr.eqns):
-        for atom in variables(eqn.invars):
-            first.setdefault(atom, index)
-    return [first.get(result, len(jaxpr.eqns) - 1) for result in results]
+def _latest_first(bits: int) -> Iterator[int]:
+    while bits:
+        yield bits.bit_length() - 1
+        bits ^= 1 << bits.bit_length() - 1

@@ -9,6 +9,7 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.pipeline_loops import pipeline_loops
+from jax_deepcompile.passes.prefetch import parameter_gathers, prefetch
 from jax_deepcompile.passes.uncounted_loops import hide_trip_counts
 from jax_deepcompile.passes.unshard import keep_over_microbatches, keep_until_backward, regathers
 from jax_deepcompile.planning.plan import Plan
@@ -33,6 +34,8 @@ def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     planned = hide_trip_counts(planned, mesh, _around(plan))
     if plan.unsharded:
         planned = _unshard(planned, plan)
+    if plan.prefetches:
+        planned = _prefetch(planned, plan)
     if planned is not program:
         verify(planned)
     return planned
@@ -52,3 +55,13 @@ def _unshard(program: Program, plan: Plan) -> Program:
     again = {pairs[position][1].position for position in plan.unsharded}
     kept = keep_until_backward(jaxpr, jaxpr.invars, again)
     return program.replace(jaxpr=type(program.jaxpr)(kept, closed_consts(program.jaxpr)))
+
+
+def _prefetch(program: Program, plan: Plan) -> Program:
+    gathers, equations = len(parameter_gathers(program)), len(open_jaxpr(program.jaxpr).eqns)
+    last, latest = max(each.gather for each in plan.prefetches), max(each.after for each in plan.prefetches)
+    if last >= gathers or latest >= equations:
+        raise errors.PlanError(
+            "the plan", f"it starts gather {last} of {gathers}, and one after equation {latest} of {equations}"
+        )
+    return prefetch(program, plan.prefetches)

@@ -15,6 +15,7 @@ from jax_deepcompile.costs import frozen_json
 from jax_deepcompile.lowering.compile import Options
 from jax_deepcompile.lowering.latencies import Latency, latency_options
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule
+from jax_deepcompile.passes.prefetch import Prefetch
 
 FORMAT = 1
 """Of the JSON; a plan of another format is replanned."""
@@ -84,6 +85,7 @@ class Plan:
       loops: how layer loops are pipelined.
       kept: what stays gathered over a loop.
       unsharded: positions, among the straight-line gathers that repeat an earlier one, of those that reuse it.
+      prefetches: when straight-line gathers start, in the program that all of the above makes.
       options: XLA options, by name.
       latencies: what XLA's scheduler is told that instructions take; empty for its own estimates.
       prediction: for the planned program; None for a plan written by hand.
@@ -94,6 +96,7 @@ class Plan:
     loops: tuple[LoopSchedule, ...] = ()
     kept: tuple[KeptGathers, ...] = ()
     unsharded: tuple[int, ...] = ()
+    prefetches: tuple[Prefetch, ...] = ()
     options: tuple[tuple[str, bool | int | str], ...] = ()
     latencies: tuple[Latency, ...] = ()
     prediction: Prediction | None = None
@@ -147,6 +150,7 @@ def _decisions(plan: Plan) -> list[str]:
     ]
     lines += [f"loop {kept.loop}: gathers {', '.join(map(str, kept.gathers))} once" for kept in plan.kept]
     lines += [f"repeated gather {position}: reuses the first" for position in plan.unsharded]
+    lines += [f"gather {early.gather}: starts after equation {early.after}" for early in plan.prefetches]
     lines += [f"option {name} = {value}" for name, value in plan.options]
     return lines + [f"schedule by {len(plan.latencies)} latencies of the cost model"] * bool(plan.latencies)
 

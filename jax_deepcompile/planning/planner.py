@@ -11,8 +11,15 @@ from jax_deepcompile.lowering.compile import Options, memory_options
 from jax_deepcompile.planning.pass_manager import Environment, Pass, Trial, run_passes
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops, Unshard
+from jax_deepcompile.planning.straight_line import PrefetchGathers, UnshardStraightLine
 
-DEFAULT_PASSES: tuple[Pass, ...] = (PipelineLoops(), BucketCollectives(), Unshard())
+DEFAULT_PASSES: tuple[Pass, ...] = (
+    PipelineLoops(),
+    BucketCollectives(),
+    PrefetchGathers(),
+    Unshard(),
+    UnshardStraightLine(),
+)
 """In order: hide communication in loops, join what is left, spend the remaining memory on communicating less."""
 
 

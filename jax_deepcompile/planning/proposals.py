@@ -6,14 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import hoistable_gathers, size_bytes
 from jax_deepcompile.analysis.loops import Loop, find_loops, split_body
 from jax_deepcompile.costs.program_time import ranks_per_node
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import combiner_options, double_buffering
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules, pipeline_loops
-from jax_deepcompile.passes.unshard import regathers
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import KeptGathers, Plan
 
@@ -184,9 +182,3 @@ def keep_over_loops(base: Program, plan: Plan, environment: Environment) -> Plan
         if hoistable_gathers(loop.eqn)
     ]
     return plan.replace(kept=tuple(kept))
-
-
-def repeated(program: Program) -> int:
-    """How many straight-line gathers repeat an earlier one."""
-    jaxpr = open_jaxpr(program.jaxpr)
-    return len(regathers(jaxpr, jaxpr.invars))

@@ -1,0 +1,130 @@
+"""What the passes on straight-line code propose: programs with their layers unrolled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.gathers import first_uses
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.program_time import EquationTime, equation_times
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.passes.prefetch import choose_prefetches, parameter_gathers
+from jax_deepcompile.passes.unshard import regathers
+from jax_deepcompile.planning.apply import apply_plan
+from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
+
+
+@dataclass(frozen=True)
+class PrefetchGathers:
+    """Every straight-line gather starts just early enough to be hidden.
+
+    Attributes:
+      slacks: how early, in times of what the gather takes; one proposal each.
+      fewest: gathers that are worth it.
+    """
+
+    slacks: tuple[float, ...] = (1.25, 2.0)
+    fewest: int = 8
+    name: str = "prefetch"
+
+    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
+        if now.plan.loops:
+            return
+        program = apply_plan(base, environment.mesh, now.plan.replace(prefetches=()))
+        gathers = len(parameter_gathers(program))
+        if gathers < self.fewest:
+            return
+        for slack in self.slacks:
+            prefetches = choose_prefetches(program, environment.costs, slack)
+            if prefetches:
+                decision = f"{len(prefetches)} of {gathers} gathers start {slack:g} times their duration ahead"
+                yield Proposal(now.plan.replace(prefetches=prefetches), decision)
+
+
+@dataclass(frozen=True)
+class UnshardStraightLine:
+    """Gathers that the backward pass would repeat, and wait for, stay from the forward where memory holds them."""
+
+    slack: float = 1.25
+    name: str = "unshard_straight_line"
+
+    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
+        if environment.limit_bytes is None or now.plan.loops:
+            return
+        plain = now.plan.replace(prefetches=(), unsharded=())
+        program = apply_plan(base, environment.mesh, plain)
+        repeats = candidates(program, environment.costs)
+        free_bytes = environment.limit_bytes - now.prediction.peak_bytes
+        free_bytes += sum(repeat.size_bytes for repeat in repeats if repeat.position in now.plan.unsharded)
+        kept = choose_unsharded(repeats, free_bytes)
+        if not kept:
+            return
+        plan = plain.replace(unsharded=kept)
+        if now.plan.prefetches:
+            program = apply_plan(base, environment.mesh, plan)
+            plan = plan.replace(prefetches=choose_prefetches(program, environment.costs, self.slack))
+        size = sum(repeat.size_bytes for repeat in repeats if repeat.position in kept)
+        yield Proposal(plan, f"{len(kept)} of {len(repeats)} repeated gathers stay, {size / 2**30:.2f} GiB")
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A gather of what was gathered before.
+
+    Attributes:
+      position: among the repeated ones.
+      exposed_s: waited for it.
+      size_bytes: of the whole value.
+      alive_s: from the first use of the first gather to the first use of this one.
+    """
+
+    position: int
+    exposed_s: float
+    size_bytes: int
+    alive_s: float
+
+    @property
+    def worth(self) -> float:
+        """Seconds saved for each byte and second that memory is held."""
+        return self.exposed_s / max(self.size_bytes * self.alive_s, 1e-12)
+
+
+def candidates(program: Program, costs: CostModel) -> tuple[Repeat, ...]:
+    """What keeping each repeated gather from its first time would save and take."""
+    jaxpr = open_jaxpr(program.jaxpr)
+    pairs = regathers(jaxpr, jaxpr.invars)
+    times = equation_times(jaxpr, program.mesh, costs)
+    uses = first_uses(jaxpr, [gather.result for pair in pairs for gather in pair])
+    waits = exposed_seconds(times, [(again.position, use) for (_, again), use in zip(pairs, uses[1::2], strict=True)])
+    return tuple(
+        Repeat(index, wait_s, again.size_bytes, sum(time.compute_s for time in times[first:last]))
+        for index, ((_, again), wait_s, first, last) in enumerate(zip(pairs, waits, uses[::2], uses[1::2], strict=True))
+    )
+
+
+def exposed_seconds(times: list[EquationTime], gathers: list[tuple[int, int]]) -> list[float]:
+    """How long each gather, given as where it is and where it is used, is waited for.
+
+    It can run beside what is computed between the collective before it and its use.
+    """
+    collectives = [-1, *(index for index, time in enumerate(times) if time.network_s)]
+    before = {index: previous for previous, index in pairwise(collectives)}
+    beside = [
+        sum(time.compute_s for time in times[before.get(position, position) + 1 : use]) for position, use in gathers
+    ]
+    return [
+        max(times[position].network_s - beside_s, 0.0) for (position, _), beside_s in zip(gathers, beside, strict=True)
+    ]
+
+
+def choose_unsharded(repeats: tuple[Repeat, ...], free_bytes: float) -> tuple[int, ...]:
+    """Positions of those that save most for what they hold, as many as ``free_bytes`` holds together."""
+    chosen = []
+    for repeat in sorted(repeats, key=lambda repeat: -repeat.worth):
+        if repeat.exposed_s > 0 and repeat.size_bytes <= free_bytes:
+            free_bytes -= repeat.size_bytes
+            chosen.append(repeat.position)
+    return tuple(sorted(chosen))
