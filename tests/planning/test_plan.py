@@ -9,6 +9,7 @@ import pytest
 from jax_deepcompile import errors
 from jax_deepcompile.cache import PlanCache, PlanCacheWarning
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
+from jax_deepcompile.passes.prefetch import Prefetch
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.plan import KeptGathers, Plan, Prediction, Record
 from tests.passes.programs import sharded, stack_loss, stack_shapes
@@ -21,6 +22,7 @@ PLAN = Plan(
     loops=(LoopSchedule("scan.0", 1, 0, 0, 3), LoopSchedule("scan.1", 1, 1, 3, 1)),
     kept=(KeptGathers("scan.2", (0, 4)),),
     unsharded=(1,),
+    prefetches=(Prefetch(3, 40),),
     options=(("xla_gpu_enable_while_loop_double_buffering", True), ("xla_gpu_threshold", 1 << 20)),
     prediction=EXPECTED,
     records=(Record("pipeline_loops", "two loops", EXPECTED, None, False, "does not compile", 0.5),),
@@ -55,6 +57,7 @@ def test_a_plan_can_be_edited_by_hand():
     assert edited.options == (("xla_a", False), ("xla_b", 1))
     assert "- repeated gather 1: reuses the first" in PLAN.diff(edited).splitlines()
     assert "+ option xla_a = False" in PLAN.diff(edited).splitlines()
+    assert "- gather 3: starts after equation 40" in PLAN.diff(PLAN.replace(prefetches=())).splitlines()
     assert PLAN.diff(PLAN) == ""
 
 
@@ -76,6 +79,7 @@ def test_a_plan_that_says_nothing_changes_nothing():
     [
         (Plan("0", loops=(LoopSchedule("scan.9"),)), "it pipelines scan.9, which the program does not have"),
         (Plan("0", unsharded=(7,)), "it keeps repeated gather 7 of 0"),
+        (Plan("0", prefetches=(Prefetch(7, 1),)), "it starts gather 7 of 0"),
         (
             Plan("0", kept=(KeptGathers("scan.9", (0,)),)),
             "it keeps gathers over scan.9, which the program does not have",
