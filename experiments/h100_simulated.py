@@ -192,8 +192,8 @@ def measure(workload: Workload, nodes: int, limit: str) -> Iterator[dict[str, An
         compiled = lowered.compile(compiler_options=ONE_DEVICE_GEMMS | flags)
         yield {"system": name} | judge(compiled, mesh, time.perf_counter() - began)
     gradients, state = PIECES[workload.model](False)
-    for name, options in (("fully sharded", {"passes": ()}), ("planned", {})):
-        step = deepcompile.shard(training_step(gradients), mesh, microbatches=count, memory_limit=limit, **options)
+    for name, passes in (("fully sharded", ()), ("planned", None)):
+        step = deepcompile.shard(training_step(gradients), mesh, microbatches=count, memory_limit=limit, passes=passes)
         began = time.perf_counter()
         plan = step.plan(state, tokens)
         planned_s = time.perf_counter() - began

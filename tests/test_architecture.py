@@ -109,7 +109,7 @@ def test_only_one_door_to_private_jax(path: Path):
 def test_public_names():
     import jax_deepcompile
 
-    assert set(jax_deepcompile.__all__) == {"ShardedStep", "errors", "register_rule", "shard", "targets"}
+    assert set(jax_deepcompile.__all__) == {"ShardedStep", "errors", "register_rule", "shard", "simulate", "targets"}
     assert all(hasattr(jax_deepcompile, name) for name in jax_deepcompile.__all__)
 
 
