@@ -22,6 +22,24 @@ def test_sizes():
     assert MeshAxes((), ()).size == 1
 
 
+def test_a_virtual_axis_divides_what_is_worked_on_not_what_is_held():
+    loop = MeshAxes(("data", "fsdp"), (2, 4)).with_loop("microbatch", 3)
+    batch = loop.place({0: ("data", "fsdp", "microbatch")})
+    assert loop.devices == MeshAxes(("data", "fsdp"), (2, 4))
+    assert [loop.is_virtual(axis) for axis in range(3)] == [False, False, True]
+    assert batch.fits((24, 5), loop)
+    assert not batch.fits((8, 5), loop)
+    assert batch.local_shape((24, 5), loop) == (3, 5)
+    assert batch.spec(loop) == PartitionSpec(("data", "fsdp"))
+    assert batch.on_devices(loop) == Placement((0, 0))
+    assert loop.keep([1, 2]) == MeshAxes(("fsdp", "microbatch"), (4, 3), ("microbatch",))
+
+
+def test_deferring_leaves_sums_for_later():
+    assert Placement((R, 0, R)).deferring(Placement((P, P, R))) == Placement((P, 0, R))
+    assert Placement((P, 1, R)).deferring(Placement((R, R, R))) == Placement((P, 1, R))
+
+
 def test_place_names_what_is_split_and_what_is_partial():
     assert MESH.place({}) == MESH.replicated() == Placement((R, R, R))
     assert MESH.place({0: ("data", "fsdp")}) == Placement((0, 0, R))

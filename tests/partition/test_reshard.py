@@ -18,9 +18,11 @@ from jax_deepcompile.partition.reshard import (
     MoveKind,
     apply_move,
     axis_bytes,
+    axis_cost,
     collectives,
     full_bytes,
     plan_moves,
+    size_of,
 )
 from tests.partition.rules.harness import FAST_COMPILE, examples
 
@@ -210,6 +212,25 @@ def test_a_partial_shard_is_summed_before_it_is_gathered(target):
     kinds = [move.kind for move in plan_moves(Placement((P, 0)), Placement(target), GRID)]
     summed = kinds.index(MoveKind.ALL_REDUCE) if target[0] == R else kinds.index(MoveKind.REDUCE_SCATTER)
     assert all(summed < at for at, kind in enumerate(kinds) if kind is MoveKind.ALL_GATHER)
+
+
+@pytest.mark.pure
+def test_a_loop_sums_late_and_wide_and_never_exchanges():
+    mesh = MeshAxes(("fsdp",), (8,)).with_loop("microbatch", 4)
+    half = size_of(jax.ShapeDtypeStruct((16, 8), np.float16))
+    single = size_of(jax.ShapeDtypeStruct((16, 8), np.float32))
+    summed, masked, exchanged = (
+        axis_cost(*move, single, 1, mesh) for move in ((PARTIAL, REPLICATE), (REPLICATE, PARTIAL), (0, REPLICATE))
+    )
+    assert 0 < masked < summed < exchanged
+    assert axis_cost(PARTIAL, REPLICATE, half, 1, mesh) > summed
+    assert axis_cost(REPLICATE, 0, single, 1, mesh) == axis_cost(0, 0, single, 1, mesh) == 0
+    assert axis_cost(PARTIAL, 0, single, 0, mesh) == axis_bytes(PARTIAL, 0, single.bytes, 8)
+    moves = plan_moves(Placement((PARTIAL, PARTIAL)), Placement((0, REPLICATE)), mesh)
+    assert [(move.kind, move.axes) for move in moves] == [
+        (MoveKind.REDUCE_SCATTER, ("fsdp",)),
+        (MoveKind.ALL_REDUCE, ("microbatch",)),
+    ]
 
 
 @pytest.mark.pure
