@@ -1,0 +1,135 @@
+"""The pass manager with passes made up for the purpose: what it keeps, what it takes back, what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import optax
+import pytest
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile import errors
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.planning import pass_manager
+from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial, attempt, run_passes
+from jax_deepcompile.planning.plan import Plan, Prediction
+from tests.partition.steps import shapes, training_step
+from tests.passes.programs import sharded, stack_loss, stack_shapes
+
+START = Plan("0")
+BETTER, WORSE, LARGER = (START.replace(options={f"xla_{name}": True}) for name in ("better", "worse", "larger"))
+TAKES = {START: (2.0, 100), BETTER: (1.0, 100), WORSE: (3.0, 50), LARGER: (0.5, 200)}
+
+
+@dataclass(frozen=True)
+class Proposes:
+    """Proposes the same plans whenever it is asked."""
+
+    plans: tuple[Plan, ...]
+    name: str = "fake"
+
+    def propose(self, base, now, environment):
+        return [Proposal(plan, "try it") for plan in self.plans]
+
+
+@pytest.fixture
+def try_passes(monkeypatch) -> Callable[..., Trial]:
+    """Runs passes on plans whose figures are given, with nothing compiled."""
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
+
+    def made_up(base, plan, environment):
+        step_s, peak = TAKES[plan]
+        simulation: object = None
+        return Trial(plan, base, simulation, Prediction(step_s, step_s, 0.0, 0.0, peak), 10)  # pyright: ignore[reportArgumentType]
+
+    def run(*passes, limit=None, start=START) -> Trial:
+        return run_passes(program, Environment(mesh, "cuda", CostModel(), limit), passes, start)
+
+    monkeypatch.setattr(pass_manager, "attempt", made_up)
+    return run
+
+
+def decided(trial: Trial) -> Plan:
+    return trial.plan.replace(prediction=None, records=())
+
+
+@pytest.mark.pure
+def test_what_gains_is_kept(try_passes):
+    best = try_passes(Proposes((BETTER,)))
+    assert decided(best) == BETTER
+    assert best.plan.prediction == best.prediction == Prediction(1.0, 1.0, 0.0, 0.0, 100)
+    (record,) = best.plan.records
+    assert (record.taken, record.reason) == (True, "2 s to 1 s")
+
+
+@pytest.mark.pure
+def test_what_is_worse_is_taken_back_and_reported(try_passes):
+    best = try_passes(Proposes((WORSE,)))
+    assert decided(best) == START
+    (record,) = best.plan.records
+    assert (record.taken, record.reason) == (False, "no faster: 3 s against 2 s")
+    assert record.before.step_s == 2.0
+    assert record.after is not None
+    assert record.after.step_s == 3.0
+
+
+@pytest.mark.pure
+def test_what_is_over_the_limit_is_left_however_fast(try_passes):
+    best = try_passes(Proposes((LARGER, BETTER)), limit=150)
+    assert decided(best) == BETTER
+    assert [record.taken for record in best.plan.records] == [False, True, False]
+    assert best.plan.records[0].reason.startswith("takes ")
+    assert decided(try_passes(Proposes((LARGER, BETTER)))) == LARGER
+
+
+@pytest.mark.pure
+def test_what_fits_replaces_what_does_not_however_slow(try_passes):
+    best = try_passes(Proposes((BETTER, WORSE)), limit=60)
+    assert decided(best) == WORSE
+    assert best.prediction.peak_bytes <= 60
+
+
+@pytest.mark.pure
+def test_what_does_not_fit_at_all_is_an_error(try_passes):
+    with pytest.raises(errors.MemoryExceededError, match=r"step takes .* GiB a device, .* more than the limit of"):
+        try_passes(Proposes((WORSE, BETTER)), limit=20)
+
+
+@pytest.mark.pure
+def test_the_plan_at_hand_is_not_tried_again(try_passes):
+    assert try_passes(Proposes((START,))).plan.records == ()
+    assert try_passes().plan.records == ()
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Four layers on 8 H100s, compiled for real."""
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+    params, optimizer = shapes({"stack": stack_shapes(4)}), optax.sgd(0.1)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    program = deepcompile.shard(training_step(stack_loss, optimizer), mesh, passes=()).trace(state, shapes((16, 16)))
+    environment = Environment(mesh, "cuda", CostModel(), None)
+    return program.sharded, environment, attempt(program.sharded, START, environment)
+
+
+@pytest.mark.h100_aot
+def test_the_limit_is_held_against_what_the_compiler_says(compiled):
+    program, environment, base = compiled
+    peak = base.prediction.peak_bytes
+    assert base.argument_bytes < peak
+    fits = run_passes(program, replace(environment, limit_bytes=peak), (), START)
+    assert fits.prediction.peak_bytes == peak
+    with pytest.raises(errors.MemoryExceededError, match=r"microbatches=k .*jax\.checkpoint.* or raise memory_limit"):
+        run_passes(program, replace(environment, limit_bytes=peak - 1), (), START)
+
+
+@pytest.mark.h100_aot
+def test_a_proposal_that_slows_the_real_step_is_taken_back(compiled):
+    program, environment, base = compiled
+    synchronous = START.replace(options={"xla_gpu_enable_latency_hiding_scheduler": False})
+    best = run_passes(program, environment, (Proposes((synchronous,)),), START)
+    assert best.prediction.step_s <= base.prediction.step_s
+    (record,) = best.plan.records[:1]
+    assert record.taken == (record.after is not None and record.after.step_s < record.before.step_s)
