@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,7 +85,7 @@ def compiled():
     step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
     program = step.trace(state, shapes((64, 8 * WIDTH))).sharded
     hidden = hide_trip_counts(program, mesh, [loop.name for loop in find_loops(program.jaxpr)])
-    options = compile_options("cuda") | double_buffering()
+    options: Any = compile_options("cuda") | double_buffering()
     return [
         read(lower(each, mesh, "cuda").compile(compiler_options=options).as_text() or "") for each in (program, hidden)
     ]
