@@ -41,7 +41,8 @@ def test_a_gradient_step_lowers_the_loss(model):
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params):
-        return vit.classification_loss(nnx.merge(graphdef, params, rest)(IMAGES_BxHxWx3, train=True), LABELS_B)
+        copied = nnx.merge(graphdef, params, rest, copy=True)
+        return vit.classification_loss(copied(IMAGES_BxHxWx3, train=True), LABELS_B)
 
     assert_a_gradient_step_lowers(loss, params, rate=0.02)
 
