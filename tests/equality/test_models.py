@@ -259,6 +259,7 @@ def test_equals_one_device_under_adamw_without_float32_rounding(name: str):
         assert_equals_one_device(name, "adamw", "float64", "one example a device", "2x4")
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_equals_one_device_under_adamw():
     """Of the model that is farthest off, 6e-5: its class token starts at zero, so that it is nothing but updates.
 
