@@ -19,6 +19,7 @@ from jax_deepcompile.costs.devices import hardware_of, network_of
 from jax_deepcompile.costs.entries import Axis, Machine
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.hardware import CPU_HOST, Hardware
+from jax_deepcompile.costs.measured import MeasuredCostModel
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
@@ -84,6 +85,7 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes)
     mark = _fingerprint(program, mesh)
     cache = PlanCache(wishes.cache_dir) if wishes.cache_dir is not None else None
     if cache is not None:
+        _keep_executables(cache)
         kept = cache.load(mark)
         if kept is not None and (planned := _carry_out(program, kept, environment)) is not None:
             return planned
@@ -96,14 +98,34 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes)
 def _environment(mesh: Mesh, platform: str, wishes: Wishes) -> Environment:
     kind = _device_kind(mesh)
     hardware = hardware_of(kind)
-    costs = CostModel(hardware, network_of(mesh.devices.flat))
+    costs = _costs(mesh, hardware, wishes.profile)
     return Environment(mesh, platform, costs, limit_bytes(wishes.memory_limit, _memory_bytes(hardware)))
+
+
+def _costs(mesh: Mesh, hardware: Hardware, profile: Profile | None) -> CostModel:
+    network = network_of(mesh.devices.flat)
+    if profile is None:
+        return CostModel(hardware, network)
+    found = {axis.name: axis.size for axis in profile.machine.axes}
+    for what, expected, measured in (
+        ("device kind", _device_kind(mesh), profile.machine.device_kind),
+        ("mesh", str(dict(mesh.shape)), str({name: found[name] for name in mesh.axis_names if name in found})),
+    ):
+        if measured != expected:
+            raise errors.ProfileMismatchError(what, expected, measured)
+    return MeasuredCostModel(hardware, network, profile=profile)
 
 
 def _passes(environment: Environment, wishes: Wishes) -> tuple[Pass, ...]:
     if wishes.passes is not None:
         return tuple(wishes.passes)
     return DEFAULT_PASSES if environment.platform == "cuda" else ()
+
+
+def _keep_executables(cache: PlanCache) -> None:
+    """Switches on JAX's persistent compilation cache, unless the user did."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache.executables))
 
 
 def _carry_out(program: Program, plan: Plan, environment: Environment) -> Planned | None:
