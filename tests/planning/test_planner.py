@@ -1,0 +1,132 @@
+"""A plain Llama step planned for 32 H100s: faster, within the limit, hidden, kept for the next run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.cache import PlanCacheWarning
+from jax_deepcompile.lowering.hlo import read
+from jax_deepcompile.passes.pipeline_loops import choose_schedules
+from jax_deepcompile.planning import pass_manager
+from models import llama
+
+pytestmark = pytest.mark.h100_aot
+
+CONFIG = dataclasses.replace(llama.LLAMA3_70B, n_layers=6)
+DEVICES, LENGTH = 32, 512
+LIMIT_BYTES = 24 << 30
+
+
+def trace(**options):
+    mesh = deepcompile.targets.h100(nodes=4).make_mesh((DEVICES,), ("fsdp",))
+    model, optimizer = llama.Llama(CONFIG), optax.adamw(3e-4)
+
+    def create(key):
+        params = model.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+    def step(state, tokens):
+        def loss_of(params):
+            return llama.next_token_loss(state.apply_fn({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    state = jax.eval_shape(create, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((2 * DEVICES, LENGTH + 1), jnp.int32)
+    return deepcompile.shard(step, mesh, memory_limit=LIMIT_BYTES, **options).trace(state, tokens)
+
+
+def expected(plan):
+    assert plan.prediction is not None
+    return plan.prediction
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.fixture(scope="module")
+def planned(cache):
+    traced = trace(cache_dir=cache)
+    traced.plan()
+    return traced
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    def refuse(*_: Any):
+        raise AssertionError("a candidate was compiled")
+
+    monkeypatch.setattr(pass_manager, "attempt", refuse)
+
+
+def test_the_planned_step_is_faster_and_fits(planned):
+    plain = expected(trace(passes=()).plan())
+    best = expected(planned.plan())
+    assert plain.step_s >= 1.15 * best.step_s
+    assert best.peak_bytes <= LIMIT_BYTES
+
+
+def test_explain_tells_decisions_and_expectations(planned):
+    text = planned.explain()
+    best = expected(planned.plan())
+    assert "plan: made for this run" in text
+    assert "pipeline_loops [taken" in text
+    assert "unshard [taken" in text
+    assert f"expected step: {best.step_s:.4g} s" in text
+    assert f"peak memory: {best.peak_bytes / 2**30:.2f} GiB a device of 24.00 GiB" in text
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_the_next_run_keeps_the_plan(planned, cache):
+    again = trace(cache_dir=cache)
+    assert again.plan() == planned.plan()
+    assert "plan: kept from an earlier run" in again.explain()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_corrupt_entry_is_reported_and_planned_anew(planned, tmp_path):
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans" / f"{planned.plan().fingerprint}.json").write_text("{")
+    with (
+        pytest.warns(PlanCacheWarning, match="is not used: .*planned anew"),
+        pytest.raises(AssertionError, match="a candidate was compiled"),
+    ):
+        trace(cache_dir=tmp_path).plan()
+
+
+def test_an_edited_plan_is_carried_out_as_it_is_and_its_loops_hide_their_collectives(planned):
+    """Every layer in a loop again, nothing kept."""
+    edited = planned.plan().replace(loops=choose_schedules(planned.sharded), kept=(), latencies=())
+    traced = trace(plan=edited)
+    assert traced.plan() == edited
+    assert "plan: given" in traced.explain()
+    module = read(traced.lower().compile().as_text())
+    instructions = [each for part in module.computations.values() for each in part.instructions]
+    bodies = [module.body(each) for each in instructions if each.opcode == "while"]
+    gaps = [gap for body in bodies for gap in _work_while_under_way(body)]
+    assert {kind for kind, _ in gaps} == {"all-gather-start", "reduce-scatter-start"}
+    assert all(work for _, work in gaps)
+
+
+def _work_while_under_way(body) -> list[tuple[str, int]]:
+    """For every asynchronous collective the products and fusions between its start and its done."""
+    order = {each.name: place for place, each in enumerate(body.instructions)}
+    gaps = []
+    for each in body.instructions:
+        if each.opcode not in ("all-gather-start", "reduce-scatter-start"):
+            continue
+        (done,) = (user for user in body.users[each.name] if user.opcode.endswith("-done"))
+        between = body.instructions[order[each.name] + 1 : order[done.name]]
+        gaps.append((each.opcode, sum(other.opcode in ("fusion", "custom-call") for other in between)))
+    return gaps
