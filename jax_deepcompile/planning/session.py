@@ -85,7 +85,7 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes)
     mark = _fingerprint(program, mesh)
     cache = PlanCache(wishes.cache_dir) if wishes.cache_dir is not None else None
     if cache is not None:
-        _keep_executables(cache)
+        _keep_executables(cache, mesh)
         kept = cache.load(mark)
         if kept is not None and (planned := _carry_out(program, kept, environment)) is not None:
             return planned
@@ -122,9 +122,12 @@ def _passes(environment: Environment, wishes: Wishes) -> tuple[Pass, ...]:
     return DEFAULT_PASSES if environment.platform == "cuda" else ()
 
 
-def _keep_executables(cache: PlanCache) -> None:
-    """Switches on JAX's persistent compilation cache, unless the user did."""
-    if jax.config.jax_compilation_cache_dir is None:
+def _keep_executables(cache: PlanCache, mesh: Mesh) -> None:
+    """Switches on JAX's persistent compilation cache, unless the user did.
+
+    Not for devices that are not here: what is compiled for them can be written, but not read back.
+    """
+    if jax.config.jax_compilation_cache_dir is None and mesh.devices.flat[0] in jax.devices():
         jax.config.update("jax_compilation_cache_dir", str(cache.executables))
 
 
