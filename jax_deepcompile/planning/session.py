@@ -127,8 +127,9 @@ def _keep_executables(cache: PlanCache, mesh: Mesh) -> None:
 
     Not for devices that are not here: what is compiled for them can be written, but not read back.
     """
-    if jax.config.jax_compilation_cache_dir is None and mesh.devices.flat[0] in jax.devices():
-        jax.config.update("jax_compilation_cache_dir", str(cache.executables))
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir is None and mesh.devices.flat[0] in jax.devices():
+        config.update("jax_compilation_cache_dir", str(cache.executables))
 
 
 def _carry_out(program: Program, plan: Plan, environment: Environment) -> Planned | None:
