@@ -1,0 +1,74 @@
+"""What is proposed for unrolled layers: legal, within the limit, only where something is waited for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.program_time import EquationTime
+from jax_deepcompile.planning.apply import apply_plan
+from jax_deepcompile.planning.pass_manager import Environment, Trial
+from jax_deepcompile.planning.plan import Plan, Prediction
+from jax_deepcompile.planning.straight_line import (
+    PrefetchGathers,
+    Repeat,
+    UnshardStraightLine,
+    choose_unsharded,
+    exposed_seconds,
+)
+from tests.passes.programs import count, run, sharded, stack_loss, stack_shapes
+from tests.passes.test_prefetch import UNROLLED, Clock, unrolled_loss
+
+
+def situation(loss, params, costs: CostModel, limit: int | None = 1 << 30, plan: Plan | None = None):
+    program, mesh = sharded(loss, params)
+    simulation: object = None
+    now = Trial(plan or Plan("0"), program, simulation, Prediction(1.0, 1.0, 1.0, 1.0, 0), 0)  # pyright: ignore[reportArgumentType]
+    return program, now, Environment(mesh, "cuda", costs, limit)
+
+
+@pytest.mark.cpu_mesh
+def test_kept_and_prefetched_the_bits_are_the_same():
+    program, now, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=2.0))
+    (early, _) = PrefetchGathers().propose(program, now, environment)
+    (kept,) = UnshardStraightLine().propose(program, replace(now, plan=early.plan), environment)
+    assert kept.plan.unsharded
+    assert kept.plan.prefetches
+    planned = apply_plan(program, environment.mesh, kept.plan)
+    assert count(planned, "all_gather") == count(program, "all_gather") - len(kept.plan.unsharded)
+    for got, expected in zip(run(planned, environment.mesh), run(program, environment.mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("proposer", [PrefetchGathers(), UnshardStraightLine()])
+def test_layer_loops_are_left_to_their_own_passes(proposer):
+    program, now, environment = situation(stack_loss, {"stack": stack_shapes()}, Clock())
+    assert list(proposer.propose(program, now, environment)) == []
+
+
+@pytest.mark.pure
+def test_nothing_is_kept_without_memory_or_need():
+    program, now, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=2.0), limit=0)
+    assert list(UnshardStraightLine().propose(program, now, environment)) == []
+    program, now, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=0.0))
+    assert list(UnshardStraightLine().propose(program, now, environment)) == []
+
+
+@pytest.mark.pure
+def test_the_most_seconds_for_the_least_memory_come_first():
+    dear, cheap, hidden = Repeat(0, 1.0, 100, 9.0), Repeat(1, 1.0, 100, 1.0), Repeat(2, 0.0, 1, 1.0)
+    assert choose_unsharded((dear, cheap, hidden), 150) == (1,)
+    assert choose_unsharded((dear, cheap, hidden), 200) == (0, 1)
+    assert choose_unsharded((dear, cheap, hidden), 99) == ()
+
+
+@pytest.mark.pure
+def test_a_gather_hides_behind_what_is_computed_since_the_last_collective():
+    work, gather = EquationTime(compute_s=1.0), EquationTime(network_s=3.0)
+    assert exposed_seconds([gather, work, work, gather, work], [(3, 4)]) == [1.0]
+    assert exposed_seconds([work, work, work, work, gather, work], [(4, 5)]) == [0.0]
+    assert exposed_seconds([work, gather, gather, work], [(1, 3), (2, 3)]) == [2.0, 3.0]
