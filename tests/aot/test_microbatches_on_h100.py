@@ -48,12 +48,15 @@ def compile_step():
 
 
 def test_four_microbatches_take_the_memory_of_one_and_a_shard_of_gradients(compile_step):
-    """The shard of the gradients in float32, and once more in bfloat16: the stack of layers that is being added."""
+    """The shard of the gradients in float32, and once more in bfloat16: the stack of layers that is being added.
+
+    Some versions of XLA also keep the whole gradient of the last product until the layers are done.
+    """
     state, one = compile_step(1, 1)
     _, four = compile_step(4, 4)
     shard = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params)) / DEVICES
     more = four.memory_analysis().temp_size_in_bytes - one.memory_analysis().temp_size_in_bytes
-    assert more < 1.6 * shard
+    assert more < 1.6 * shard + 2 * CONFIG.vocab_size * CONFIG.d_model
     text = four.as_text()
     assert " all-to-all" not in text
     for line in re.findall(r"= (.*) all-reduce(?:-start)?\(", text):
