@@ -11,10 +11,13 @@ Shapes are written in the names: x_BxTxD has the dimensions
   B batch    T tokens of a sequence    D model width    F feed-forward width    V vocabulary    L layers
   H query heads    K key/value heads    C channels of a head    R = C/2 rotated channel pairs
   E experts    A active experts of a token    S = T*A slots, one for each (token, active expert)
+  N slots that an expert has room for, of one sequence
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -28,6 +31,8 @@ class MixtralConfig:
     """Sizes and numerics of one Mixtral.
 
     Attributes:
+      capacity_factor: room of an expert for slots of one sequence, over the T*A/E it gets when all get the same; slots
+        beyond it are dropped, later tokens and second choices first. None drops nothing.
       balance_weight: what the balance loss is multiplied by in the training loss.
       param_dtype: dtype in which parameters are stored and updated.
       dtype: dtype of the activations and of the parameters as they enter a computation.
@@ -43,6 +48,7 @@ class MixtralConfig:
     d_ff: int
     n_experts: int
     n_active_experts: int
+    capacity_factor: float | None = None
     rope_theta: float = 1e6
     norm_epsilon: float = 1e-5
     init_std: float = 0.02
@@ -151,7 +157,7 @@ class Attention(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """sum over the A best experts e of softmax(A best router logits)_e SwiGLU_e(x). No token is ever dropped."""
+    """sum over the A best experts e of softmax(A best router logits)_e SwiGLU_e(x)."""
 
     def __init__(self, config: MixtralConfig, *, rngs: nnx.Rngs):
         def weights(*shape: int) -> nnx.Param:
@@ -177,12 +183,18 @@ class MixtureOfExperts(nnx.Module):
 
         def one_sequence(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             x_TxD, chosen_TxA, share_TxA = inputs
-            y_TxAxD = grouped_swiglu(x_TxD, chosen_TxA, gate_ExDxF, up_ExDxF, down_ExFxD)
+            y_TxAxD = swiglu(x_TxD, chosen_TxA, gate_ExDxF, up_ExDxF, down_ExFxD)
             return jnp.einsum("tad,ta->td", y_TxAxD, share_TxA.astype(cfg.dtype))
 
-        # A loop over sequences, as up to JAX 0.12 ragged_dot has no vmap that shares its weights, and XLA:GPU does not
-        # compile the gradient of the ragged_dot_general that would stand for it.
-        y_BxTxD = jax.lax.map(one_sequence, (x_BxTxD, chosen_BxTxA, share_BxTxA))
+        inputs = (x_BxTxD, chosen_BxTxA, share_BxTxA)
+        if cfg.capacity_factor is not None:
+            swiglu = partial(capped_swiglu, capacity=_capacity(cfg, cfg.capacity_factor, x_BxTxD.shape[1]))
+            y_BxTxD = jax.vmap(one_sequence)(inputs)
+        else:
+            # A loop over sequences, as up to JAX 0.12 ragged_dot has no vmap that shares its weights, and XLA:GPU does
+            # not compile the gradient of the ragged_dot_general that would stand for it.
+            swiglu = grouped_swiglu
+            y_BxTxD = jax.lax.map(one_sequence, inputs)
         return y_BxTxD, balance_loss(logits_BxTxE, chosen_BxTxA)
 
 
@@ -200,6 +212,34 @@ def grouped_swiglu(
     up_SxF = jax.lax.ragged_dot(x_SxD, up_ExDxF, group_size_E)
     y_SxD = jax.lax.ragged_dot(jax.nn.silu(gate_SxF) * up_SxF, down_ExFxD, group_size_E)
     return y_SxD[jnp.argsort(order_S)].reshape(T, A, -1)
+
+
+def capped_swiglu(
+    x_TxD: jax.Array,
+    chosen_TxA: jax.Array,
+    gate_ExDxF: jax.Array,
+    up_ExDxF: jax.Array,
+    down_ExFxD: jax.Array,
+    capacity: int,
+) -> jax.Array:
+    """Each token of one sequence through each of its chosen experts that still has room; zeros from the others.
+
+    First choices of all tokens come before second choices (GShard, algorithm 1). One batched matrix product a weight.
+    """
+    (T, A), E = chosen_TxA.shape, gate_ExDxF.shape[0]
+    expert_S = chosen_TxA.T.reshape(A * T)
+    before_SxE = jax.nn.one_hot(expert_S, E, dtype=jnp.int32).cumsum(axis=0) - 1
+    place_S = jnp.take_along_axis(before_SxE, expert_S[:, None], axis=1)[:, 0]
+    row_S = jnp.where(place_S < capacity, expert_S * capacity + place_S, E * capacity)  # the last means dropped
+
+    token_S = jnp.tile(jnp.arange(T), A)
+    token_EN = jnp.full(E * capacity, T).at[row_S].set(token_S, mode="drop")
+    x_ExNxD = x_TxD.at[token_EN].get(mode="fill", fill_value=0).reshape(E, capacity, -1)
+    gate_ExNxF = jnp.einsum("end,edf->enf", x_ExNxD, gate_ExDxF)
+    up_ExNxF = jnp.einsum("end,edf->enf", x_ExNxD, up_ExDxF)
+    y_ExNxD = jnp.einsum("enf,efd->end", jax.nn.silu(gate_ExNxF) * up_ExNxF, down_ExFxD)
+    y_SxD = y_ExNxD.reshape(E * capacity, -1).at[row_S].get(mode="fill", fill_value=0)
+    return y_SxD.reshape(A, T, -1).swapaxes(0, 1)
 
 
 def balance_loss(logits_BxTxE: jax.Array, chosen_BxTxA: jax.Array) -> jax.Array:
@@ -250,6 +290,10 @@ def causal_attention(
 def next_token_loss(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
     """Mean cross-entropy in nats; the target at t is the token at t + 1."""
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT).mean()
+
+
+def _capacity(cfg: MixtralConfig, factor: float, T: int) -> int:
+    return min(T, math.ceil(factor * T * cfg.n_active_experts / cfg.n_experts))
 
 
 def _linear(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jax.extend import core as jex
 
@@ -14,21 +14,34 @@ def variables(atoms: Iterable) -> list[jex.Var]:
     return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
 
 
+def alike(one, other) -> bool:
+    """Whether two atoms have the same shape and dtype."""
+    return one.aval.shape == other.aval.shape and one.aval.dtype == other.aval.dtype
+
+
+def renamed(atom, names: Mapping):
+    """What ``names`` says for a variable; literals and other variables as they are."""
+    return atom if isinstance(atom, jex.Literal) else names.get(atom, atom)
+
+
 def without_barriers(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     """``jaxpr`` with every result of an ``optimization_barrier`` read as its operand."""
+    known = unguarded(jaxpr)
+    eqns = [
+        eqn.replace(invars=[renamed(atom, known) for atom in eqn.invars])
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name != "optimization_barrier"
+    ]
+    return jaxpr.replace(eqns=eqns, outvars=[renamed(atom, known) for atom in jaxpr.outvars])
+
+
+def unguarded(jaxpr: jex.Jaxpr) -> dict:
+    """For every result of an ``optimization_barrier`` what went into it."""
     known: dict = {}
-
-    def read(atom):
-        return atom if isinstance(atom, jex.Literal) else known.get(atom, atom)
-
-    eqns = []
     for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name == "optimization_barrier":
-            known.update(zip(eqn.outvars, operands, strict=True))
-        else:
-            eqns.append(eqn.replace(invars=operands))
-    return jaxpr.replace(eqns=eqns, outvars=[read(atom) for atom in jaxpr.outvars])
+            known.update(zip(eqn.outvars, [renamed(atom, known) for atom in eqn.invars], strict=True))
+    return known
 
 
 def reached_from(eqns: Sequence, sources: Collection) -> set:

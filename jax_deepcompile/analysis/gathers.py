@@ -12,7 +12,7 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import needed_for, variables, without_barriers
 
-_CHEAP = frozenset(
+CHEAP = frozenset(
     {
         "convert_element_type",
         "reshape",
@@ -60,15 +60,24 @@ def find_gathers(jaxpr: Any, sources: Sequence) -> tuple[Gather, ...]:
     found = []
     for eqn in plain.eqns:
         operands = variables(eqn.invars)
-        if eqn.primitive.name not in _CHEAP or len(operands) != 1 or operands[0] not in origin:
+        gathers = is_gather_loop(eqn)
+        if not (gathers or eqn.primitive.name in CHEAP) or len(operands) != 1 or operands[0] not in origin:
             continue
         var = eqn.outvars[0]
         origin[var] = origin[operands[0]]
         literals = tuple(repr(atom.val) for atom in eqn.invars if isinstance(atom, jex.Literal))
         keys[var] = (*keys[operands[0]], eqn.primitive.name, _params_key(eqn), literals)
-        if eqn.primitive.name == "all_gather":
+        if gathers or eqn.primitive.name == "all_gather":
             found.append(Gather(origin[var], keys[var], size_bytes(var), positions[var], var))
     return tuple(found)
+
+
+def is_gather_loop(eqn) -> bool:
+    """Whether ``eqn`` is a scan that only gathers the slices of one stack, each by itself."""
+    if eqn.primitive.name != "scan" or sum(scan_counts(eqn)) or len(eqn.outvars) != 1:
+        return False
+    inner = [each.primitive.name for each in open_jaxpr(eqn.params["jaxpr"]).eqns]
+    return "all_gather" in inner and all(name in CHEAP for name in inner)
 
 
 def outermost(gathers: Sequence[Gather]) -> tuple[Gather, ...]:

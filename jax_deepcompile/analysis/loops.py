@@ -10,6 +10,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, has_side_effects, is_drop_var, new_jaxpr, open_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import (
+    alike,
     free_variables,
     needed_for,
     reached_from,
@@ -17,6 +18,7 @@ from jax_deepcompile.analysis.dataflow import (
     variables,
     without_barriers,
 )
+from jax_deepcompile.analysis.gathers import is_gather_loop
 from jax_deepcompile.analysis.leading import collectives_along_leading_dimension
 from jax_deepcompile.ir.traversal import nested_jaxprs
 
@@ -58,8 +60,8 @@ class Loop:
 
 
 def find_loops(jaxpr: Any, around: tuple[int, ...] = ()) -> Iterator[Loop]:
-    """Every scan outside of other control flow than scans; inner ones before the ones around them."""
-    scans = [eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive.name == "scan"]
+    """Every scan that computes, outside of other control flow than scans; inner ones before the ones around them."""
+    scans = [eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive.name == "scan" and not is_gather_loop(eqn)]
     for position, eqn in enumerate(scans):
         path = (*around, position)
         for body in nested_jaxprs(eqn):
@@ -91,12 +93,14 @@ class SplitBody:
       main: all the rest of the work.
       late: reduces what ``main`` made and finishes outputs that nothing in the loop reads.
       late_outputs: positions, among the stacked outputs, of those that ``late`` makes.
+      in_place: of them, with the variable of the slice, those that alone read a slice like themselves.
     """
 
     early: Part
     main: Part
     late: Part
     late_outputs: tuple[int, ...]
+    in_place: tuple[tuple[int, Any], ...]
 
 
 def split_body(eqn) -> SplitBody:
@@ -133,7 +137,11 @@ def split_body(eqn) -> SplitBody:
     main_eqns = slim_barriers(needed_for(main_eqns, targets), targets)
     kept = list(dict.fromkeys(names[var] for var in gathers))
     early = _part(needed_for(early_eqns, kept), kept)
-    return SplitBody(early, _part(main_eqns, targets), late, late_outputs)
+    main = _part(main_eqns, targets)
+    read = {*early.inputs, *main.inputs}
+    slices = [var for var in body.invars[num_consts + num_carry :] if var not in read]
+    in_place = _in_place(late, slices, dict(zip(late_outputs, late.outputs, strict=True)))
+    return SplitBody(early, main, late, late_outputs, in_place)
 
 
 def constants_of(eqn) -> dict:
@@ -185,6 +193,19 @@ def _late(eqns: list, carry_outputs: list) -> list:
     reductions = [eqn for eqn in eqns if eqn.primitive.name in _REDUCTIONS and id(eqn) not in live]
     reached = reached_from(eqns, {var for eqn in reductions for var in eqn.outvars if not is_drop_var(var)})
     return [eqn for eqn in eqns if any(var in reached for var in eqn.outvars)]
+
+
+def _in_place(late: Part, slices: list, outputs: dict[int, Any]) -> tuple[tuple[int, Any], ...]:
+    """Pairs of an output and the one slice that it alone is made of, of the same shape."""
+    pairs = []
+    for var in slices:
+        reached = reached_from(late.jaxpr.eqns, {var})
+        made = [index for index, atom in outputs.items() if atom in reached]
+        if len(made) == 1 and made[0] not in dict(pairs):
+            made_of = outputs[made[0]]
+            if made_of is not var and alike(made_of, var):
+                pairs.append((made[0], var))
+    return tuple(pairs)
 
 
 def _renamed(eqn, names: dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,8 +15,27 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs
 
-Replacement = Callable[[Any, list], Sequence]
+Compute = Callable[[Any, list], Sequence]
 """``(equation, operands) -> results``, traced in the place of an equation."""
+
+
+@dataclass(frozen=True)
+class ReadingMore:
+    """A replacement that needs more than the equation's own operands.
+
+    Attributes:
+      compute: gets them behind the operands.
+      atoms: of the jaxpr that the equation is in, made before it.
+    """
+
+    compute: Compute
+    atoms: tuple
+
+    def __call__(self, eqn, operands: list) -> Sequence:
+        return self.compute(eqn, operands)
+
+
+Replacement = Compute | ReadingMore
 
 
 def trace_blocks(body: Callable[..., Sequence], program: Program, mesh: AnyMesh) -> jex.ClosedJaxpr:
@@ -77,7 +97,9 @@ def compute(eqns: Sequence, known: Mapping[Any, Any], replacements: Mapping[int,
     """``known``, the values of some variables, and with them what ``eqns`` define, traced here and now."""
     known = dict(known)
     for eqn in eqns:
-        results = _recompute(eqn, [read(atom, known) for atom in eqn.invars], replacements or {})
+        instead = (replacements or {}).get(id(eqn))
+        more = instead.atoms if isinstance(instead, ReadingMore) else ()
+        results = _recompute(eqn, [read(atom, known) for atom in (*eqn.invars, *more)], replacements or {})
         known.update(zip(eqn.outvars, results, strict=True))
     return known
 
@@ -103,22 +125,39 @@ def _evaluate(jaxpr: Any, values: Sequence, replacements: Mapping[int, Replaceme
     return [read(atom, known) for atom in variables.outvars]
 
 
-def _rescan(eqn, operands: list, replacements: Mapping[int, Replacement]) -> list:
+def split_operands(eqn, operands: list) -> tuple[list, list, list]:
+    """The constants, the carry and the stacks that a scan reads; further operands count as stacks."""
     num_consts, num_carry = scan_counts(eqn)
+    return operands[:num_consts], operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
 
-    def body(carry, slices):
-        results = _evaluate(eqn.params["jaxpr"], (*operands[:num_consts], *carry, *slices), replacements)
+
+def rescan(eqn, body: Callable[[list, list], list], carry: list, stacks: list) -> list:
+    """A scan of another body, as long as ``eqn`` and with its carry.
+
+    Args:
+      eqn: a scan.
+      body: ``(carry, slices) -> (*carry, *outputs)``.
+      carry: at the start.
+      stacks: what ``slices`` are of.
+    """
+    num_carry = len(carry)
+
+    def step(carry, slices):
+        results = body(list(carry), list(slices))
         return results[:num_carry], results[num_carry:]
 
-    carry, stacked = lax.scan(
-        body,
-        operands[num_consts : num_consts + num_carry],
-        operands[num_consts + num_carry :],
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-    )
+    shape = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = lax.scan(step, carry, stacks, **shape)
     return [*carry, *stacked]
+
+
+def _rescan(eqn, operands: list, replacements: Mapping[int, Replacement]) -> list:
+    consts, carry, stacks = split_operands(eqn, operands)
+
+    def body(carry: list, slices: list) -> list:
+        return _evaluate(eqn.params["jaxpr"], (*consts, *carry, *slices), replacements)
+
+    return rescan(eqn, body, carry, stacks)
 
 
 def _rewhile(eqn, operands: list, replacements: Mapping[int, Replacement]) -> list:

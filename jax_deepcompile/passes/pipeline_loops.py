@@ -16,7 +16,8 @@ After, with one layer of each (``first`` iterations before the loop, ``last`` af
     g[n - 2] = reduce_scatter(p); y, p = layer(y, W); g[n - 1] = reduce_scatter(p)
 
 Guarantees: every layer is gathered and reduced exactly as often as before, values are bitwise those of the plain loop,
-stacks are read and written in place, by index. Peeled iterations run as straight-line code.
+stacks are read and written in place, by index; a stack that an output is added to is that output's buffer. Peeled
+iterations run as straight-line code.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
 from jax_deepcompile.analysis.loops import Loop, Part, SplitBody, constants_of, find_loops, split_body
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import replace_equations
+from jax_deepcompile.ir.retrace import replace_equations, split_operands
 
 
 @dataclass(frozen=True)
@@ -123,15 +124,15 @@ class _Pipeline:
     def run(self, eqn, operands: list) -> Sequence:
         body = open_jaxpr(eqn.params["jaxpr"])
         num_consts, num_carry = scan_counts(eqn)
-        slices = body.invars[num_consts + num_carry :]
-        stacks_in = dict(zip(slices, operands[num_consts + num_carry :], strict=True))
-        consts = constants_of(eqn) | dict(zip(body.invars[:num_consts], operands[:num_consts], strict=True))
-        carried = body.invars[num_consts : num_consts + num_carry]
-        work = _Work(self, consts, stacks_in, carried)
-        outs = tuple(jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:])
+        consts, carry, stacks = split_operands(eqn, operands)
+        slices = dict(zip(self.loop.slices, stacks, strict=True))
+        known = constants_of(eqn) | dict(zip(body.invars[:num_consts], consts, strict=True))
+        work = _Work(self, known, slices, body.invars[num_consts : num_consts + num_carry])
+        outs = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
+        for output, var in self.split.in_place:
+            outs[output] = slices.pop(var)
         gathered = tuple(work.gather(t) for t in range(min(self.schedule.prefetch_layers, self.loop.length)))
-        state = _State(operands[num_consts : num_consts + num_carry], gathered, (), outs)
-        return self._iterate(work, state)
+        return self._iterate(work, _State(carry, gathered, (), tuple(outs)))
 
     def _iterate(self, work: _Work, state: _State) -> Sequence:
         length, ahead, behind = self.loop.length, self.schedule.prefetch_layers, self.schedule.delay_layers
@@ -185,7 +186,7 @@ class _Work:
         if not isinstance(t, int) or t + schedule.prefetch_layers < length:
             gathered = (*gathered, self.gather(t + schedule.prefetch_layers))
         if schedule.delay_layers and len(pending) == schedule.delay_layers:
-            reduced, pending = self._reduced(pending[0], t - schedule.delay_layers), pending[1:]
+            reduced, pending = self._reduced(state, t - schedule.delay_layers), pending[1:]
         made = dict(zip(self.carried, state.carry, strict=True))
         made |= dict(zip(split.early.outputs, gathered[0], strict=True))
         results = self._run(split.main, self._reader(t, made))
@@ -200,13 +201,14 @@ class _Work:
 
     def reduce_oldest(self, state: _State, t) -> _State:
         """Finishes the outputs of iteration ``t``, the oldest that is pending."""
-        stacks = self._stored(state.stacks, t, self._reduced(state.pending[0], t))
+        stacks = self._stored(state.stacks, t, self._reduced(state, t))
         return _State(state.carry, state.gathered, state.pending[1:], stacks)
 
-    def _reduced(self, pending: tuple, t) -> dict[int, Any]:
-        """The outputs, by position, that iteration ``t`` left to finish."""
-        split = self.pipeline.split
+    def _reduced(self, state: _State, t) -> dict[int, Any]:
+        """The outputs, by position, that iteration ``t``, the oldest that is pending, left to finish."""
+        split, pending = self.pipeline.split, state.pending[0]
         made = dict(zip(split.main.outputs[len(split.main.outputs) - len(pending) :], pending, strict=True))
+        made |= {var: self._slice(state.stacks[output], t) for output, var in split.in_place}
         return dict(zip(split.late_outputs, self._run(split.late, self._reader(t, made)), strict=True))
 
     def _stored(self, stacks: tuple, t, values: dict[int, Any]) -> tuple:
@@ -228,12 +230,15 @@ class _Work:
                 return made[var]
             if var in self.consts:
                 return self.consts[var]
-            layer = self._layer(t)
-            if isinstance(layer, int):
-                return lax.index_in_dim(self.slices[var], layer, keepdims=False)
-            return lax.dynamic_index_in_dim(self.slices[var], layer, keepdims=False)
+            return self._slice(self.slices[var], t)
 
         return read
+
+    def _slice(self, stack, t):
+        layer = self._layer(t)
+        if isinstance(layer, int):
+            return lax.index_in_dim(stack, layer, keepdims=False)
+        return lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
     def _run(self, part: Part, read: Callable) -> list:
         return eval_local(part.jaxpr, [read(var) for var in part.inputs])

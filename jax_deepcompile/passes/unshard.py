@@ -21,16 +21,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import free_variables, needed_for, slim_barriers
+from jax_deepcompile.analysis.dataflow import free_variables, needed_for, renamed, slim_barriers
 from jax_deepcompile.analysis.gathers import Gather, find_gathers, hoistable_gathers, slice_of
 from jax_deepcompile.analysis.loops import constants_of, find_loops
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import replace_equations
+from jax_deepcompile.ir.retrace import replace_equations, rescan, split_operands
 
 
 def regathers(jaxpr: Any, sources: Sequence) -> tuple[tuple[Gather, Gather], ...]:
@@ -53,13 +52,9 @@ def keep_until_backward(jaxpr: Any, sources: Sequence, again: Collection[int]) -
     for position, eqn in enumerate(flat.eqns):
         if position in again and eqn.outvars[0] in known:
             continue
-        eqns.append(eqn.replace(invars=[_read(atom, known) for atom in eqn.invars]))
-    outvars = [_read(atom, known) for atom in flat.outvars]
+        eqns.append(eqn.replace(invars=[renamed(atom, known) for atom in eqn.invars]))
+    outvars = [renamed(atom, known) for atom in flat.outvars]
     return flat.replace(eqns=slim_barriers(needed_for(eqns, outvars), outvars), outvars=outvars)
-
-
-def _read(atom, known: dict):
-    return atom if isinstance(atom, jex.Literal) else known.get(atom, atom)
 
 
 def keep_over_microbatches(program: Program, mesh: AnyMesh, kept: dict[str, Collection[int]]) -> Program:
@@ -80,7 +75,7 @@ def keep_over_microbatches(program: Program, mesh: AnyMesh, kept: dict[str, Coll
 
 def _hoist(eqn, operands: list, kept: Collection[int]) -> list:
     body = open_jaxpr(eqn.params["jaxpr"])
-    num_consts, num_carry = scan_counts(eqn)
+    num_consts, _ = scan_counts(eqn)
     gathers = [gather for index, gather in enumerate(hoistable_gathers(eqn)) if index in kept]
     given = constants_of(eqn) | dict(zip(body.invars[:num_consts], operands[:num_consts], strict=True))
     first = {gather.key: gather.result for gather in reversed(gathers)}
@@ -91,21 +86,9 @@ def _hoist(eqn, operands: list, kept: Collection[int]) -> list:
     values = eval_local(early, [given[var] for var in inputs])
     known = {gather.result: first[gather.key] for gather in gathers}
     rest = [other for other in body.eqns if not set(other.outvars) & set(known)]
-    rest = [other.replace(invars=[_read(atom, known) for atom in other.invars]) for other in rest]
+    rest = [other.replace(invars=[renamed(atom, known) for atom in other.invars]) for other in rest]
     rest = slim_barriers(needed_for(rest, body.outvars), body.outvars)
     inner = new_jaxpr([*body.constvars, *results, *body.invars], body.outvars, rest)
     consts = [*closed_consts(eqn.params["jaxpr"]), *values, *operands[:num_consts]]
-
-    def step(carry, slices):
-        made = eval_local(inner, [*consts, *carry, *slices])
-        return made[:num_carry], made[num_carry:]
-
-    carry, stacked = lax.scan(
-        step,
-        operands[num_consts : num_consts + num_carry],
-        operands[num_consts + num_carry :],
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-    )
-    return [*carry, *stacked]
+    _, carry, stacks = split_operands(eqn, operands)
+    return rescan(eqn, lambda carry, slices: eval_local(inner, [*consts, *carry, *slices]), carry, stacks)

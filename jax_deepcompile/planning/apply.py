@@ -8,8 +8,10 @@ from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.passes.accumulate_in_loops import accumulate_in_loops
 from jax_deepcompile.passes.pipeline_loops import pipeline_loops
 from jax_deepcompile.passes.prefetch import parameter_gathers, prefetch
+from jax_deepcompile.passes.stack_collectives import stack_collectives
 from jax_deepcompile.passes.uncounted_loops import hide_trip_counts
 from jax_deepcompile.passes.unshard import keep_over_microbatches, keep_until_backward, regathers
 from jax_deepcompile.planning.plan import Plan
@@ -21,11 +23,7 @@ def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     Raises:
       PlanError: the plan speaks of a loop or a gather that ``program`` does not have.
     """
-    known = {loop.name for loop in find_loops(program.jaxpr)}
-    for schedule in plan.loops:
-        if schedule.loop not in known:
-            raise errors.PlanError("the plan", f"it pipelines {schedule.loop}, which the program does not have")
-    planned = pipeline_loops(program, mesh, plan.loops)
+    planned = apply_loops(program, mesh, plan)
     known = {loop.name for loop in find_loops(planned.jaxpr)}
     for kept in plan.kept:
         if kept.loop not in known:
@@ -39,6 +37,18 @@ def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     if planned is not program:
         verify(planned)
     return planned
+
+
+def apply_loops(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
+    """``program`` with what ``plan`` says of its layer loops alone: their stacks' collectives, and how they run."""
+    known = {loop.name for loop in find_loops(program.jaxpr)}
+    for choice in (*plan.stacks, *plan.loops):
+        if choice.loop not in known:
+            raise errors.PlanError("the plan", f"it speaks of {choice.loop}, which the program does not have")
+    stacked = stack_collectives(program, mesh, plan.stacks)
+    if not plan.loops:
+        return stacked
+    return pipeline_loops(accumulate_in_loops(stacked, mesh), mesh, plan.loops)
 
 
 def _around(plan: Plan) -> list[str]:

@@ -16,8 +16,9 @@ from jax_deepcompile.lowering.compile import Options
 from jax_deepcompile.lowering.latencies import Latency, latency_options
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.passes.prefetch import Prefetch
+from jax_deepcompile.passes.stack_collectives import StackCollectives
 
-FORMAT = 1
+FORMAT = 2
 """Of the JSON; a plan of another format is replanned."""
 
 
@@ -82,6 +83,7 @@ class Plan:
     Attributes:
       fingerprint: of the program, the mesh, the device kind and the versions it was made for; empty where nothing was
         there to decide.
+      stacks: what is gathered and reduced for all layers at once, outside of their loop.
       loops: how layer loops are pipelined.
       kept: what stays gathered over a loop.
       unsharded: positions, among the straight-line gathers that repeat an earlier one, of those that reuse it.
@@ -93,6 +95,7 @@ class Plan:
     """
 
     fingerprint: str
+    stacks: tuple[StackCollectives, ...] = ()
     loops: tuple[LoopSchedule, ...] = ()
     kept: tuple[KeptGathers, ...] = ()
     unsharded: tuple[int, ...] = ()
@@ -143,7 +146,8 @@ class Plan:
 
 
 def _decisions(plan: Plan) -> list[str]:
-    lines = [
+    lines = [f"loop {stack.loop}: {_outside(stack)} outside, for all layers" for stack in plan.stacks]
+    lines += [
         f"loop {loop.loop}: gathers {loop.prefetch_layers} layer ahead, reduces {loop.delay_layers} behind, "
         f"first {loop.first_layers} and last {loop.last_layers} layers apart"
         for loop in plan.loops
@@ -153,6 +157,11 @@ def _decisions(plan: Plan) -> list[str]:
     lines += [f"gather {early.gather}: starts after equation {early.after}" for early in plan.prefetches]
     lines += [f"option {name} = {value}" for name, value in plan.options]
     return lines + [f"schedule by {len(plan.latencies)} latencies of the cost model"] * bool(plan.latencies)
+
+
+def _outside(stack: StackCollectives) -> str:
+    parts = (("gathers", stack.gathers), ("reductions", stack.reductions))
+    return " and ".join(f"{name} {', '.join(map(str, positions))}" for name, positions in parts if positions)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     Unshard(),
     UnshardStraightLine(),
 )
-"""In order: hide communication in loops, join what is left, spend the remaining memory on communicating less."""
+"""In order: hide communication in loops, join what is small, spend the remaining memory on communicating less."""
 
 
 def make_plan(

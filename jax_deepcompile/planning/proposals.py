@@ -11,9 +11,11 @@ from jax_deepcompile.analysis.loops import Loop, find_loops, split_body
 from jax_deepcompile.costs.program_time import ranks_per_node
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import combiner_options, double_buffering
-from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules, pipeline_loops
+from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
+from jax_deepcompile.planning.apply import apply_loops
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import KeptGathers, Plan
+from jax_deepcompile.planning.stacks import most_bytes, repeated_stacks, small_stacks, with_gathers
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,11 @@ class PipelineLoops:
     name: str = "pipeline_loops"
 
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        schedules = choose_schedules(base)
+        stacked = apply_loops(base, environment.mesh, now.plan)
+        schedules = choose_schedules(stacked)
         if not schedules:
             return
-        options = dict(now.plan.options) | double_buffering() | combiner_options(*layer_bytes(base, schedules))
+        options = dict(now.plan.options) | double_buffering() | combiner_options(*layer_bytes(stacked, schedules))
         plan = now.plan.replace(loops=schedules, options=options)
         ahead = sum(1 for schedule in schedules if schedule.prefetch_layers)
         behind = sum(1 for schedule in schedules if schedule.delay_layers)
@@ -35,14 +38,21 @@ class PipelineLoops:
 
 @dataclass(frozen=True)
 class BucketCollectives:
-    """Neighbours share one collective, up to the size where its latency no longer counts."""
+    """Neighbours share one collective, up to the size where its latency no longer counts.
+
+    In layer loops that is one for all layers of a small parameter; what is left of a layer, ``pipeline_loops`` joins.
+    """
 
     name: str = "bucket_collectives"
 
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        size = _bandwidth_bound_bytes(base, environment)
-        if now.plan.loops:
+        stacks = small_stacks(base, environment)
+        if stacks and not now.plan.stacks:
+            count = sum(len(choice.gathers) + len(choice.reductions) for choice in stacks)
+            yield Proposal(now.plan.replace(stacks=stacks), f"{count} small collectives of layers once for all layers")
+        if choose_schedules(base):
             return
+        size = _bandwidth_bound_bytes(base, environment)
         options = dict(now.plan.options) | combiner_options(size, size // base.mesh.size)
         yield Proposal(now.plan.replace(options=options), f"buckets of {size / 2**20:.0f} MiB")
 
@@ -57,13 +67,20 @@ class Unshard:
         expected = now.prediction
         if environment.limit_bytes is None or expected.exposed_s < _WORTH_IT * expected.step_s:
             return
-        pairs = layer_stacks(base, now.plan)
-        if not pairs:
-            return
+        program = apply_loops(base, environment.mesh, now.plan.replace(loops=()))
+        pairs = layer_stacks(program, now.plan)
         per_layer = sum(gathered_bytes(forward) for forward, _ in pairs)
+        if not per_layer:
+            return
         free_bytes = environment.limit_bytes - expected.peak_bytes
         if not now.plan.kept:
-            free_bytes -= _hoistable_bytes(pipeline_loops(base, environment.mesh, now.plan.loops))
+            free_bytes -= _hoistable_bytes(apply_loops(base, environment.mesh, now.plan))
+        stacks = most_bytes(repeated_stacks(base, now.plan.stacks), free_bytes)
+        if stacks:
+            plan = now.plan.replace(stacks=with_gathers(now.plan.stacks, stacks))
+            size = sum(stack.size_bytes for stack in stacks)
+            decision = f"{len(stacks)} parameters of every layer stay gathered, {size / 2**30:.2f} GiB"
+            yield Proposal(keep_over_loops(base, plan, environment), decision)
         more = int(free_bytes // per_layer)
         longest = max(forward.length for forward, _ in pairs)
         already = kept_layers(now.plan, pairs)
@@ -175,7 +192,7 @@ def kept_layers(plan: Plan, pairs: list[tuple[Loop, Loop]]) -> int:
 
 def keep_over_loops(base: Program, plan: Plan, environment: Environment) -> Plan:
     """Everything that the loops around the layer loops gather alike in every iteration is gathered once."""
-    program = pipeline_loops(base, environment.mesh, plan.loops)
+    program = apply_loops(base, environment.mesh, plan)
     kept = [
         KeptGathers(loop.name, tuple(range(len(hoistable_gathers(loop.eqn)))))
         for loop in find_loops(program.jaxpr)

@@ -254,6 +254,9 @@ def test_loops_of_layers(policy, meshes):
     assert_same_training(step, create, [tokens(0), tokens(1)], chosen, microbatches=2)
 
 
+CAPPED = dataclasses.replace(mixtral.MIXTRAL_TINY, capacity_factor=1.25)
+
+
 def mixtral_loss(model, batch):
     logits, balance = model(batch[:, :-1])
     return mixtral.next_token_loss(logits, batch[:, 1:]) + 0.01 * balance
@@ -275,9 +278,10 @@ def images(seed: int) -> dict[str, np.ndarray]:
     ("build", "loss_of", "make_batch", "meshes"),
     [
         (lambda: mixtral.Mixtral(mixtral.MIXTRAL_TINY, rngs=nnx.Rngs(0)), mixtral_loss, tokens, ["8", "2x4"]),
+        (lambda: mixtral.Mixtral(CAPPED, rngs=nnx.Rngs(0)), mixtral_loss, tokens, ["8"]),
         (lambda: vit.ViT(vit.VIT_TINY, rngs=nnx.Rngs(0)), vit_loss, images, ["2x4"]),
     ],
-    ids=["mixtral", "vit"],
+    ids=["mixtral", "capped mixtral", "vit"],
 )
 def test_nnx_objects(build, loss_of, make_batch, meshes):
     def step(model, optimizer, batch):

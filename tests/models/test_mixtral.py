@@ -107,8 +107,39 @@ def test_no_token_is_dropped_when_all_choose_the_same_experts(moe):
     assert balance > 1.2
 
 
+def capped(moe, factor):
+    """The same weights with room for ``factor`` times the even share of slots."""
+    graphdef, _ = nnx.split(mixtral.MixtureOfExperts(replace(moe.config, capacity_factor=factor), rngs=nnx.Rngs(0)))
+    return nnx.merge(graphdef, nnx.state(moe))
+
+
 @pytest.mark.cpu_mesh
-def test_a_sequence_is_computed_without_the_others(moe):
+def test_experts_with_room_for_all_equal_the_dense_computation(moe):
+    roomy = capped(moe, TINY.n_experts / TINY.n_active_experts)
+    graphdef, state = nnx.split(roomy)
+
+    def values_and_gradients(experts):
+        loss = lambda state, x_BxTxD: jnp.sin(experts(nnx.merge(graphdef, state), x_BxTxD)).mean()  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(state, X_BxTxD)
+
+    got, expected = values_and_gradients(lambda moe, x: moe(x)[0]), values_and_gradients(dense_experts)
+    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-3, atol=1e-5), got, expected)
+
+
+@pytest.mark.cpu_mesh
+def test_slots_beyond_the_room_are_dropped_later_tokens_first(moe):
+    same_BxTxD = np.broadcast_to(X_BxTxD[:, :1, :], X_BxTxD.shape)
+    whole_BxTxD = nnx.jit(dense_experts)(moe, same_BxTxD)
+    y_BxTxD, _ = nnx.jit(lambda moe, x: moe(x))(capped(moe, 1.0), same_BxTxD)
+    room = X_BxTxD.shape[1] * TINY.n_active_experts // TINY.n_experts
+    np.testing.assert_allclose(y_BxTxD[:, :room], whole_BxTxD[:, :room], rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(y_BxTxD[:, room:], 0)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("factor", [None, 1.25])
+def test_a_sequence_is_computed_without_the_others(moe, factor):
+    moe = capped(moe, factor)
     experts = nnx.jit(lambda moe, x: moe(x)[0])
     np.testing.assert_array_equal(
         experts(moe, X_BxTxD)[1], experts(moe, X_BxTxD * np.array([0, 1, -3], np.float32)[:, None, None])[1]

@@ -41,7 +41,7 @@ def test_json_gives_the_same_plan_back():
         "[]",
         "null",
         PLAN.to_json()[:-20],
-        PLAN.to_json().replace('"format": 1', '"format": 99'),
+        PLAN.to_json().replace('"format": 2', '"format": 99'),
         PLAN.to_json().replace("prefetch_layers", "prefetch_players"),
         PLAN.to_json().replace('"scan.0"', "7"),
     ],
@@ -77,7 +77,7 @@ def test_a_plan_that_says_nothing_changes_nothing():
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (Plan("0", loops=(LoopSchedule("scan.9"),)), "it pipelines scan.9, which the program does not have"),
+        (Plan("0", loops=(LoopSchedule("scan.9"),)), "it speaks of scan.9, which the program does not have"),
         (Plan("0", unsharded=(7,)), "it keeps repeated gather 7 of 0"),
         (Plan("0", prefetches=(Prefetch(7, 1),)), "it starts gather 7 of 0"),
         (

@@ -1,0 +1,103 @@
+"""Sums over microbatches added up in the layer loop that makes their terms.
+
+Before, in a loop over microbatches that carries the sum ``s``::
+
+    g = scan(t): g[t] = reduce_scatter(p)
+    s = s + g
+
+After::
+
+    s = scan(t): s[t] = s[t] + reduce_scatter(p)
+
+No second stack of gradients is filled, added and thrown away; a pipelined loop adds in place.
+
+Guarantees: values are bitwise the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
+from jax_deepcompile.analysis.dataflow import alike, variables
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.retrace import Compute, ReadingMore, Replacement, replace_equations, rescan, split_operands
+
+_ADDITIONS = frozenset({"add", "add_any"})
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """One stacked output of a loop that is only added to a stack which was there before the loop.
+
+    Attributes:
+      output: its position among the loop's results.
+      before: the stack it is added to.
+      addition: the equation that adds them.
+    """
+
+    output: int
+    before: Any
+    addition: Any
+
+
+def accumulate_in_loops(program: Program, mesh: AnyMesh) -> Program:
+    """``program`` with stacks added up in the loops that make them; the same object if there is nothing to add.
+
+    Args:
+      program: in the local view.
+      mesh: its mesh.
+    """
+    replacements: dict[int, Replacement] = {}
+    for outer in find_loops(program.jaxpr):
+        body = open_jaxpr(outer.eqn.params["jaxpr"])
+        for eqn in body.eqns:
+            sums = _sums(body, eqn) if eqn.primitive.name == "scan" else []
+            if sums:
+                replacements[id(eqn)] = ReadingMore(_adding(sums), tuple(each.before for each in sums))
+                for each in sums:
+                    made = each.addition.invars.index(eqn.outvars[each.output])
+                    replacements[id(each.addition)] = _already_added(made)
+    return replace_equations(program, mesh, replacements) if replacements else program
+
+
+def _sums(body, loop) -> list[_Sum]:
+    uses = Counter(atom for eqn in body.eqns for atom in variables(eqn.invars))
+    uses.update(variables(body.outvars))
+    position = body.eqns.index(loop)
+    ready = {*body.constvars, *body.invars, *(var for eqn in body.eqns[:position] for var in eqn.outvars)}
+    _, num_carry = scan_counts(loop)
+    made = {var: index for index, var in enumerate(loop.outvars) if index >= num_carry and uses[var] == 1}
+    found = []
+    for eqn in body.eqns[position:]:
+        mine = [atom for atom in variables(eqn.invars) if atom in made]
+        others = [atom for atom in variables(eqn.invars) if atom in ready and uses[atom] == 1]
+        if eqn.primitive.name in _ADDITIONS and len(mine) == len(others) == 1 and alike(mine[0], others[0]):
+            found.append(_Sum(made[mine[0]], others[0], eqn))
+    return found
+
+
+def _adding(sums: list[_Sum]) -> Compute:
+    """Runs the loop on the stacks that its outputs are added to."""
+
+    def run(eqn, operands: list) -> list:
+        consts, carry, stacks = split_operands(eqn, operands)
+
+        def step(carry: list, slices: list) -> list:
+            mine, before = slices[: len(slices) - len(sums)], slices[len(slices) - len(sums) :]
+            made = eval_local(eqn.params["jaxpr"], [*consts, *carry, *mine])
+            for each, value in zip(sums, before, strict=True):
+                made[each.output] = value + made[each.output]
+            return made
+
+        return rescan(eqn, step, carry, stacks)
+
+    return run
+
+
+def _already_added(position: int) -> Compute:
+    return lambda eqn, operands: [operands[position]]
