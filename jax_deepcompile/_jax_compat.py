@@ -22,6 +22,12 @@ def new_var(aval) -> jex.Var:
     return _core.Var(aval)
 
 
+def new_barrier(operands: Sequence, source_info) -> Any:
+    """An ``optimization_barrier`` equation with new results."""
+    held = [new_var(atom.aval) for atom in operands]
+    return jex.new_jaxpr_eqn(list(operands), held, optimization_barrier_p, {}, jex.no_effects, source_info)
+
+
 def abstract_array(shape: tuple[int, ...], dtype) -> Any:
     return _core.ShapedArray(shape, dtype)
 

@@ -24,10 +24,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from jax.extend import core as jex
-
-from jax_deepcompile._jax_compat import closed_consts, is_drop_var, new_var, open_jaxpr, optimization_barrier_p
-from jax_deepcompile.analysis.dataflow import needed_for, slim_barriers, variables
+from jax_deepcompile._jax_compat import closed_consts, is_drop_var, new_barrier, new_var, open_jaxpr
+from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers, variables
 from jax_deepcompile.analysis.gathers import Gather, find_gathers, first_uses, outermost, slice_of
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
@@ -100,11 +98,11 @@ def _moved(jaxpr: Any, moved: dict[int, list[Gather]]) -> tuple[list, list]:
     eqns: list = []
     for index, eqn in enumerate(jaxpr.eqns):
         if not results.intersection(eqn.outvars):
-            eqns.append(eqn.replace(invars=[_read(atom, known) for atom in eqn.invars]))
+            eqns.append(eqn.replace(invars=[renamed(atom, known) for atom in eqn.invars]))
         for gather in moved.get(index, ()):
             again, known[gather.result] = _copy(slice_of(jaxpr, [gather.result]), gather.result, eqn.outvars[0])
             eqns += again
-    return eqns, [_read(atom, known) for atom in jaxpr.outvars]
+    return eqns, [renamed(atom, known) for atom in jaxpr.outvars]
 
 
 def _copy(chain: list, result: Any, anchor: Any) -> tuple[list, Any]:
@@ -112,22 +110,15 @@ def _copy(chain: list, result: Any, anchor: Any) -> tuple[list, Any]:
     known: dict = {}
     eqns: list = []
     for eqn in chain:
-        operands = [_read(atom, known) for atom in eqn.invars]
+        operands = [renamed(atom, known) for atom in eqn.invars]
         if eqn.primitive.name == "all_gather" and anchor is not None:
-            held = [new_var(operands[0].aval), new_var(anchor.aval)]
-            barrier = jex.new_jaxpr_eqn(
-                [operands[0], anchor], held, optimization_barrier_p, {}, jex.no_effects, eqn.source_info
-            )
+            barrier = new_barrier([operands[0], anchor], eqn.source_info)
             eqns.append(barrier)
-            operands, anchor = held[:1], None
+            operands, anchor = barrier.outvars[:1], None
         outvars = [new_var(var.aval) for var in eqn.outvars]
         known.update(zip(eqn.outvars, outvars, strict=True))
         eqns.append(eqn.replace(invars=operands, outvars=outvars))
     return eqns, known[result]
-
-
-def _read(atom: Any, known: dict) -> Any:
-    return atom if isinstance(atom, jex.Literal) else known.get(atom, atom)
 
 
 def _anchors_before(jaxpr: Any) -> list[int]:

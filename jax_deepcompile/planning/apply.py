@@ -11,6 +11,7 @@ from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.accumulate_in_loops import accumulate_in_loops
 from jax_deepcompile.passes.pipeline_loops import pipeline_loops
 from jax_deepcompile.passes.prefetch import parameter_gathers, prefetch
+from jax_deepcompile.passes.reduce_before_loops import reduce_before_loops
 from jax_deepcompile.passes.stack_collectives import stack_collectives
 from jax_deepcompile.passes.uncounted_loops import hide_trip_counts
 from jax_deepcompile.passes.unshard import keep_over_microbatches, keep_until_backward, regathers
@@ -48,7 +49,8 @@ def apply_loops(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     stacked = stack_collectives(program, mesh, plan.stacks)
     if not plan.loops:
         return stacked
-    return pipeline_loops(accumulate_in_loops(stacked, mesh), mesh, plan.loops)
+    pipelined = pipeline_loops(accumulate_in_loops(stacked, mesh), mesh, plan.loops)
+    return reduce_before_loops(pipelined)
 
 
 def _around(plan: Plan) -> list[str]:
