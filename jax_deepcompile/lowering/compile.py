@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 
 Options = dict[str, bool | int | str]
@@ -38,7 +40,19 @@ def memory_options(limit_bytes: int, argument_bytes: int, device_bytes: int) -> 
     own = device_bytes * _XLA_SHARE - argument_bytes
     if own <= 0:
         return {}
-    return {"xla_gpu_memory_limit_slop_factor": max(int(150 * (limit_bytes - argument_bytes) / own), 100)}
+    return {_SLOP: max(int(_ROOM * 100 * (limit_bytes - argument_bytes) / own), 100)}
+
+
+def strictly_limited(options: Mapping[str, bool | int | str]) -> Options:
+    """``options`` without the room that ``memory_options`` gives XLA's estimate."""
+    slop = options.get(_SLOP)
+    return dict(options) if slop is None else dict(options) | {_SLOP: max(int(int(slop) / _ROOM), 100)}
+
+
+_SLOP = "xla_gpu_memory_limit_slop_factor"
+
+_ROOM = 1.5
+"""Half as much again as the limit."""
 
 
 _XLA_SHARE = 0.8

@@ -41,10 +41,9 @@ def _waiting(body: Any) -> Any:
     ready: list = []
     for index, original in enumerate(body.eqns):
         eqn = _renamed(_inside(original), known)
-        held = _held(eqn, reached_from(eqns, ready))
         if eqn.primitive.name == "reduce_scatter":
             ready += eqn.outvars
-        elif ready and held:
+        elif ready and (held := _held(eqn, eqns, ready)):
             waited = {var for other in needed_for(eqns, eqn.invars, effects=False) for var in other.outvars}
             reduced = reached_from(eqns, [var for var in ready if var not in waited])
             later = variables([*body.outvars, *(atom for other in body.eqns[index + 1 :] for atom in other.invars)])
@@ -81,17 +80,17 @@ def _communicates(eqn) -> bool:
     return not names.isdisjoint({"all_gather", "reduce_scatter"})
 
 
-def _held(eqn, reduced: set) -> list:
+def _held(eqn, before: list, reduced: list) -> list:
     """What of an equation's operands is made to wait; nothing for most.
 
     Of a loop that communicates it is the first array of floats that it carries; of a barrier at the end of a layer, one
     that a reduction passes already, the first array of floats.
     """
+    candidates: list = []
     if eqn.primitive.name == "scan" and _communicates(eqn):
         num_consts, num_carry = scan_counts(eqn)
         candidates = variables(eqn.invars[num_consts : num_consts + num_carry])
-    elif eqn.primitive.name == "optimization_barrier" and not reduced.isdisjoint(variables(eqn.invars)):
-        candidates = variables(eqn.invars)
-    else:
-        return []
+    elif eqn.primitive.name == "optimization_barrier":
+        operands = variables(eqn.invars)
+        candidates = [] if reached_from(before, reduced).isdisjoint(operands) else operands
     return [var for var in candidates if var.aval.ndim and jnp.issubdtype(var.aval.dtype, jnp.inexact)][:1]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +18,7 @@ from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.simulator import Simulation, simulate
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering.compile import compile_options
+from jax_deepcompile.lowering.compile import compile_options, strictly_limited
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.lowering.latencies import Latency
@@ -46,6 +50,7 @@ class Trial:
     Attributes:
       plan: the decisions.
       program: the base program rewritten by them.
+      lowered: the same, for the compiler.
       simulation: of the compiled module.
       prediction: its figures.
       argument_bytes: state and batch, of ``prediction.peak_bytes``.
@@ -53,6 +58,7 @@ class Trial:
 
     plan: Plan
     program: Program
+    lowered: jax.stages.Lowered
     simulation: Simulation
     prediction: Prediction
     argument_bytes: int
@@ -89,21 +95,23 @@ def run_passes(base: Program, environment: Environment, passes: Sequence[Pass], 
     Raises:
       MemoryExceededError: not even ``start`` fits the limit.
     """
-    now = attempt(base, start, environment)
+    taken = [attempt(base, start, environment)]
     records: list[Record] = []
     for step in passes:
         for _ in range(_ROUNDS):
-            best, tried = _best_proposal(step, base, now, environment)
+            best, tried = _best_proposal(step, base, taken[-1], environment)
             records += tried
-            if best is now:
+            if best is taken[-1]:
                 break
-            now = best
-    if environment.limit_bytes is not None and now.prediction.peak_bytes > environment.limit_bytes:
+            taken.append(best)
+    now, tried = _scheduled(taken, environment)
+    records += tried
+    if environment.limit_bytes is not None and not _fits(now, environment):
         raise errors.MemoryExceededError(
             base.name, now.prediction.peak_bytes, environment.limit_bytes, now.argument_bytes
         )
     plan = now.plan.replace(prediction=now.prediction, records=tuple(records))
-    return Trial(plan, now.program, now.simulation, now.prediction, now.argument_bytes)
+    return dataclasses.replace(now, plan=plan)
 
 
 _ROUNDS = 3
@@ -112,35 +120,69 @@ _ROUNDS = 3
 
 def _best_proposal(step: Pass, base: Program, now: Trial, environment: Environment) -> tuple[Trial, list[Record]]:
     best, records = now, []
-    for proposal in step.propose(base, now, environment):
-        if proposal.plan == now.plan:
-            continue
-        began = time.perf_counter()
-        trial = attempt(base, proposal.plan, environment)
-        reason = _objection(trial, best, environment)
-        wall_s = time.perf_counter() - began
-        change = reason or f"{best.prediction.step_s:.4g} s to {trial.prediction.step_s:.4g} s"
-        records.append(
-            Record(step.name, proposal.decision, best.prediction, trial.prediction, not reason, change, wall_s)
-        )
-        best = best if reason else trial
+    proposals = [each for each in step.propose(base, now, environment) if each.plan != now.plan]
+    trials = _side_by_side([partial(attempt, base, each.plan, environment) for each in proposals])
+    for proposal, (trial, wall_s) in zip(proposals, trials, strict=True):
+        best, record = _compared(step.name, proposal.decision, best, trial, wall_s, environment)
+        records.append(record)
     return best, records
 
 
-def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
-    """Rewrites, compiles and simulates; where communication stays exposed, lets XLA schedule by the simulated times."""
-    program = apply_plan(base, environment.mesh, plan)
-    lowered = lower(program, environment.mesh, environment.platform)
-    trial = _compiled(program, lowered, plan.replace(latencies=()), environment)
-    expected = trial.prediction
+def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial, list[Record]]:
+    """Where communication stays exposed: compiled again, with XLA told the simulated times to schedule by.
+
+    A schedule that hides more may need more memory. So XLA is also held to the limit more strictly; and if that is not
+    enough, the plans that were taken before the last one are scheduled, until one fits.
+
+    Args:
+      taken: what was taken so far, the last one being the best.
+      environment: what it is for.
+    """
+    best, records = taken[-1], []
+    expected = best.prediction
     if environment.platform != "cuda" or expected.exposed_s < _NOTABLE * expected.step_s:
-        return trial
-    told = _compiled(program, lowered, plan.replace(latencies=_latencies(trial.simulation)), environment)
-    return trial if _objection(told, trial, environment) else told
+        return best, records
+    for trial in taken[: -_ROUNDS - 1 : -1]:
+        plan = trial.plan.replace(latencies=_latencies(trial.simulation))
+        plans = list(dict.fromkeys((plan, plan.replace(options=strictly_limited(dict(plan.options))))))
+        told = _side_by_side([partial(_compiled, trial.program, trial.lowered, each, environment) for each in plans])
+        for (each, wall_s), decision in zip(told, ("XLA is told latencies", "and held to the limit"), strict=False):
+            best, record = _compared("schedule", decision, best, each, wall_s, environment)
+            records.append(record)
+        if any(_fits(each, environment) for each, _ in told):
+            break
+    return best, records
+
+
+def _side_by_side(trials: Sequence[Callable[[], Trial]]) -> list[tuple[Trial, float]]:
+    """The trials and the seconds they took, as many at a time as there are cores: most of it is one thread of XLA."""
+
+    def timed(trial: Callable[[], Trial]) -> tuple[Trial, float]:
+        began = time.perf_counter()
+        return trial(), time.perf_counter() - began
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(timed, trials))
 
 
 _NOTABLE = 0.01
-"""The share of a step that must be exposed communication before a second compilation is spent on its schedule."""
+"""The share of a step that must be exposed communication before another compilation is spent on its schedule."""
+
+
+def _compared(
+    name: str, decision: str, best: Trial, trial: Trial, wall_s: float, environment: Environment
+) -> tuple[Trial, Record]:
+    reason = _objection(trial, best, environment)
+    change = reason or f"{best.prediction.step_s:.4g} s to {trial.prediction.step_s:.4g} s"
+    record = Record(name, decision, best.prediction, trial.prediction, not reason, change, wall_s)
+    return best if reason else trial, record
+
+
+def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
+    """Rewrites, compiles and simulates."""
+    program = apply_plan(base, environment.mesh, plan)
+    lowered = lower(program, environment.mesh, environment.platform)
+    return _compiled(program, lowered, plan, environment)
 
 
 def _compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environment: Environment) -> Trial:
@@ -157,7 +199,7 @@ def _compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environ
         simulation.exposed_communication_s,
         peak,
     )
-    return Trial(plan, program, simulation, prediction, arguments)
+    return Trial(plan, program, lowered, simulation, prediction, arguments)
 
 
 def _latencies(simulation: Simulation) -> tuple[Latency, ...]:
@@ -168,8 +210,7 @@ def _latencies(simulation: Simulation) -> tuple[Latency, ...]:
 def _objection(trial: Trial, best: Trial, environment: Environment) -> str:
     """Why ``trial`` does not replace ``best``; empty if it does."""
     peak, limit = trial.prediction.peak_bytes, environment.limit_bytes
-    fits = limit is None or peak <= limit
-    best_fits = limit is None or best.prediction.peak_bytes <= limit
+    fits, best_fits = _fits(trial, environment), _fits(best, environment)
     if not fits and (best_fits or peak >= best.prediction.peak_bytes):
         return f"takes {peak / 2**30:.1f} GiB of {(limit or 0) / 2**30:.1f}"
     if fits and not best_fits:
@@ -177,3 +218,7 @@ def _objection(trial: Trial, best: Trial, environment: Environment) -> str:
     if trial.prediction.step_s >= best.prediction.step_s:
         return f"no faster: {trial.prediction.step_s:.4g} s against {best.prediction.step_s:.4g} s"
     return ""
+
+
+def _fits(trial: Trial, environment: Environment) -> bool:
+    return environment.limit_bytes is None or trial.prediction.peak_bytes <= environment.limit_bytes

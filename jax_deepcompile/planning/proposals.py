@@ -20,37 +20,35 @@ from jax_deepcompile.planning.stacks import most_bytes, repeated_stacks, small_s
 
 @dataclass(frozen=True)
 class PipelineLoops:
-    """Layer loops that gather ahead and reduce behind; one bucket a layer each way."""
+    """Layer loops that gather ahead and reduce behind: one bucket a layer each way, small parameters once for all."""
 
     name: str = "pipeline_loops"
 
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        stacked = apply_loops(base, environment.mesh, now.plan)
-        schedules = choose_schedules(stacked)
-        if not schedules:
+        if now.plan.loops or not choose_schedules(base):
             return
-        options = dict(now.plan.options) | double_buffering() | combiner_options(*layer_bytes(stacked, schedules))
-        plan = now.plan.replace(loops=schedules, options=options)
+        stacks = small_stacks(base, environment)
+        stacked = apply_loops(base, environment.mesh, now.plan.replace(stacks=stacks))
+        schedules = choose_schedules(stacked)
+        options = dict(now.plan.options)
+        if schedules:
+            options |= double_buffering() | combiner_options(*layer_bytes(stacked, schedules))
+        plan = now.plan.replace(stacks=stacks, loops=schedules, options=options)
         ahead = sum(1 for schedule in schedules if schedule.prefetch_layers)
         behind = sum(1 for schedule in schedules if schedule.delay_layers)
-        yield Proposal(plan, f"{ahead} loops gather a layer ahead, {behind} reduce a layer behind, one bucket each")
+        small = sum(len(choice.gathers) + len(choice.reductions) for choice in stacks)
+        decision = f"{ahead} loops gather a layer ahead, {behind} reduce a layer behind, one bucket each"
+        yield Proposal(plan, decision + f"; {small} small collectives once for all layers" * bool(small))
 
 
 @dataclass(frozen=True)
 class BucketCollectives:
-    """Neighbours share one collective, up to the size where its latency no longer counts.
-
-    In layer loops that is one for all layers of a small parameter; what is left of a layer, ``pipeline_loops`` joins.
-    """
+    """Neighbours outside of layer loops share one collective, up to the size where its latency no longer counts."""
 
     name: str = "bucket_collectives"
 
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        stacks = small_stacks(base, environment)
-        if stacks and not now.plan.stacks:
-            count = sum(len(choice.gathers) + len(choice.reductions) for choice in stacks)
-            yield Proposal(now.plan.replace(stacks=stacks), f"{count} small collectives of layers once for all layers")
-        if choose_schedules(base):
+        if now.plan.loops:
             return
         size = _bandwidth_bound_bytes(base, environment)
         options = dict(now.plan.options) | combiner_options(size, size // base.mesh.size)
@@ -81,17 +79,24 @@ class Unshard:
             size = sum(stack.size_bytes for stack in stacks)
             decision = f"{len(stacks)} parameters of every layer stay gathered, {size / 2**30:.2f} GiB"
             yield Proposal(keep_over_loops(base, plan, environment), decision)
-        more = int(free_bytes // per_layer)
+        surely = int(free_bytes // (_ROOM * per_layer))
         longest = max(forward.length for forward, _ in pairs)
         already = kept_layers(now.plan, pairs)
-        layers = min(already + more, longest - 1)
-        if layers > already:
-            plan = keep_over_loops(base, keep_layers(now.plan, pairs, layers), environment)
-            yield Proposal(plan, f"{layers} of {longest} layers stay gathered, {per_layer / 2**30:.2f} GiB each")
+        for more in dict.fromkeys((surely, int(_HOPE * surely))):
+            layers = min(already + more, longest - 1)
+            if layers > already:
+                plan = keep_over_loops(base, keep_layers(now.plan, pairs, layers), environment)
+                yield Proposal(plan, f"{layers} of {longest} layers stay gathered, {per_layer / 2**30:.2f} GiB each")
 
 
 _WORTH_IT = 0.01
 """The share of a step that must be exposed communication before memory is spent on it."""
+
+_ROOM = 1.1
+"""What a layer kept gathered takes, over the gathered bytes: buffers lie less well."""
+
+_HOPE = 4 / 3
+"""How many more layers may fit than memory at its peak has room for: the peak may be elsewhere."""
 
 _LATENCY_SHARE = 0.05
 """Of a bucket's time: beyond that, joining more saves less than it delays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import optax
@@ -41,8 +42,8 @@ def try_passes(monkeypatch) -> Callable[..., Trial]:
 
     def made_up(base, plan, environment):
         step_s, peak = TAKES[plan]
-        simulation: object = None
-        return Trial(plan, base, simulation, Prediction(step_s, step_s, 0.0, 0.0, peak), 10)  # pyright: ignore[reportArgumentType]
+        nothing: Any = None
+        return Trial(plan, base, nothing, nothing, Prediction(step_s, step_s, 0.0, 0.0, peak), 10)
 
     def run(*passes, limit=None, start=START) -> Trial:
         return run_passes(program, Environment(mesh, "cuda", CostModel(), limit), passes, start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ from tests.passes.test_prefetch import UNROLLED, Clock, unrolled_loss
 
 def situation(loss, params, costs: CostModel, limit: int | None = 1 << 30, plan: Plan | None = None):
     program, mesh = sharded(loss, params)
-    simulation: object = None
-    now = Trial(plan or Plan("0"), program, simulation, Prediction(1.0, 1.0, 1.0, 1.0, 0), 0)  # pyright: ignore[reportArgumentType]
+    nothing: Any = None
+    now = Trial(plan or Plan("0"), program, nothing, nothing, Prediction(1.0, 1.0, 1.0, 1.0, 0), 0)
     return program, now, Environment(mesh, "cuda", costs, limit)
 
 
