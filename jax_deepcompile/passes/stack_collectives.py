@@ -28,7 +28,7 @@ from jax import lax
 
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers
-from jax_deepcompile.analysis.gathers import slice_of
+from jax_deepcompile.analysis.gathers import Gather, slice_of
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.ir.placement import AnyMesh
@@ -79,24 +79,17 @@ def _outside(eqn, operands: list, choice: StackCollectives, at_once_bytes: int) 
     consts, carry, stacks = split_operands(eqn, operands)
     slices = body.invars[num_consts + num_carry :]
     groups = [group for index, group in enumerate(sliced_gathers(eqn)) if index in choice.gathers]
-    firsts = [group[0] for group in groups]
     gathered = []
-    for gather in firsts:
+    for gather, *_ in groups:
         part = new_jaxpr([gather.source], [gather.result], slice_of(body, [gather.result]))
         at_once = length * gather.size_bytes <= at_once_bytes
         gathered.append(_each_layer(part, stacks[slices.index(gather.source)], at_once))
 
-    names = {gather.result: group[0].result for group in groups for gather in group}
     reductions = [each for index, each in enumerate(stacked_reductions(eqn)) if index in choice.reductions]
     outvars = list(body.outvars)
     for each in reductions:
         outvars[num_carry + each.output] = each.operand
-    outvars = [renamed(atom, names) for atom in outvars]
-    rest = [inner for inner in body.eqns if not set(inner.outvars) & set(names)]
-    rest = [inner.replace(invars=[renamed(atom, names) for atom in inner.invars]) for inner in rest]
-    rest = slim_barriers(needed_for(rest, outvars), outvars)
-    results = [gather.result for gather in firsts]
-    inner = new_jaxpr([*body.constvars, *body.invars, *results], outvars, rest)
+    inner = given_gathers(body, outvars, groups)
     consts = [*closed_consts(eqn.params["jaxpr"]), *consts]
 
     def step(carry: list, layer: list) -> list:
@@ -107,6 +100,17 @@ def _outside(eqn, operands: list, choice: StackCollectives, at_once_bytes: int) 
         part = new_jaxpr([each.operand], [each.eqns[-1].outvars[0]], each.eqns)
         made[num_carry + each.output] = _each_layer(part, made[num_carry + each.output], at_once=True)
     return made
+
+
+def given_gathers(body: Any, outvars: Sequence, groups: Sequence[tuple[Gather, ...]]) -> Any:
+    """A loop's body that does not gather ``groups``: their values come last among its inputs, its constants first."""
+    names = {gather.result: group[0].result for group in groups for gather in group}
+    outvars = [renamed(atom, names) for atom in outvars]
+    rest = [inner for inner in body.eqns if not set(inner.outvars) & set(names)]
+    rest = [inner.replace(invars=[renamed(atom, names) for atom in inner.invars]) for inner in rest]
+    rest = slim_barriers(needed_for(rest, outvars), outvars)
+    given = [group[0].result for group in groups]
+    return new_jaxpr([*body.constvars, *body.invars, *given], outvars, rest)
 
 
 def _each_layer(part: Any, stack: jax.Array, at_once: bool) -> jax.Array:

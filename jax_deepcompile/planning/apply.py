@@ -9,6 +9,7 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.accumulate_in_loops import accumulate_in_loops
+from jax_deepcompile.passes.hand_over import hand_over
 from jax_deepcompile.passes.pipeline_loops import pipeline_loops
 from jax_deepcompile.passes.prefetch import parameter_gathers, prefetch
 from jax_deepcompile.passes.reduce_before_loops import reduce_before_loops
@@ -43,10 +44,12 @@ def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
 def apply_loops(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     """``program`` with what ``plan`` says of its layer loops alone: their stacks' collectives, and how they run."""
     known = {loop.name for loop in find_loops(program.jaxpr)}
-    for choice in (*plan.stacks, *plan.loops):
-        if choice.loop not in known:
-            raise errors.PlanError("the plan", f"it speaks of {choice.loop}, which the program does not have")
-    stacked = stack_collectives(program, mesh, plan.stacks)
+    named = [choice.loop for choice in (*plan.stacks, *plan.loops)]
+    named += [name for choice in plan.handed_over for name in (choice.forward, choice.backward)]
+    for name in named:
+        if name not in known:
+            raise errors.PlanError("the plan", f"it speaks of {name}, which the program does not have")
+    stacked = hand_over(stack_collectives(program, mesh, plan.stacks), mesh, plan.handed_over)
     if not plan.loops:
         return stacked
     pipelined = pipeline_loops(accumulate_in_loops(stacked, mesh), mesh, plan.loops)

@@ -14,6 +14,7 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs import frozen_json
 from jax_deepcompile.lowering.compile import Options
 from jax_deepcompile.lowering.latencies import Latency, latency_options
+from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.passes.prefetch import Prefetch
 from jax_deepcompile.passes.stack_collectives import StackCollectives
@@ -84,6 +85,7 @@ class Plan:
       fingerprint: of the program, the mesh, the device kind and the versions it was made for; empty where nothing was
         there to decide.
       stacks: what is gathered and reduced for all layers at once, outside of their loop.
+      handed_over: what forward loops leave gathered for backward loops.
       loops: how layer loops are pipelined.
       kept: what stays gathered over a loop.
       unsharded: positions, among the straight-line gathers that repeat an earlier one, of those that reuse it.
@@ -96,6 +98,7 @@ class Plan:
 
     fingerprint: str
     stacks: tuple[StackCollectives, ...] = ()
+    handed_over: tuple[HandOver, ...] = ()
     loops: tuple[LoopSchedule, ...] = ()
     kept: tuple[KeptGathers, ...] = ()
     unsharded: tuple[int, ...] = ()
@@ -147,6 +150,10 @@ class Plan:
 
 def _decisions(plan: Plan) -> list[str]:
     lines = [f"loop {stack.loop}: {_outside(stack)} outside, for all layers" for stack in plan.stacks]
+    lines += [
+        f"loops {each.forward} and {each.backward}: {', '.join(map(str, each.shared))} gathered by the first only"
+        for each in plan.handed_over
+    ]
     lines += [
         f"loop {loop.loop}: gathers {loop.prefetch_layers} layer ahead, reduces {loop.delay_layers} behind, "
         f"first {loop.first_layers} and last {loop.last_layers} layers apart"

@@ -15,7 +15,15 @@ from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.planning.apply import apply_loops
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import KeptGathers, Plan
-from jax_deepcompile.planning.stacks import most_bytes, repeated_stacks, small_stacks, with_gathers
+from jax_deepcompile.planning.stacks import (
+    Stack,
+    handing_over,
+    most_bytes,
+    repeated_stacks,
+    small_stacks,
+    turning_stacks,
+    with_gathers,
+)
 
 
 @dataclass(frozen=True)
@@ -65,9 +73,8 @@ class Unshard:
         expected = now.prediction
         if environment.limit_bytes is None or expected.exposed_s < _WORTH_IT * expected.step_s:
             return
-        program = apply_loops(base, environment.mesh, now.plan.replace(loops=()))
-        pairs = layer_stacks(program, now.plan)
-        per_layer = sum(gathered_bytes(forward) for forward, _ in pairs)
+        pairs = layer_stacks(apply_loops(base, environment.mesh, now.plan.replace(loops=(), handed_over=())), now.plan)
+        per_layer = _gathered_again(apply_loops(base, environment.mesh, now.plan.replace(loops=())), pairs)
         if not per_layer:
             return
         free_bytes = environment.limit_bytes - expected.peak_bytes
@@ -76,17 +83,30 @@ class Unshard:
         stacks = most_bytes(repeated_stacks(base, now.plan.stacks), free_bytes)
         if stacks:
             plan = now.plan.replace(stacks=with_gathers(now.plan.stacks, stacks))
-            size = sum(stack.size_bytes for stack in stacks)
-            decision = f"{len(stacks)} parameters of every layer stay gathered, {size / 2**30:.2f} GiB"
-            yield Proposal(keep_over_loops(base, plan, environment), decision)
+            yield Proposal(keep_over_loops(base, plan, environment), _every_layer(stacks))
+            return
+        stacks = most_bytes(turning_stacks(base, environment, now.plan, pairs), free_bytes)
+        if stacks:
+            yield Proposal(now.plan.replace(handed_over=handing_over(stacks)), _every_layer(stacks))
         surely = int(free_bytes // (_ROOM * per_layer))
         longest = max(forward.length for forward, _ in pairs)
         already = kept_layers(now.plan, pairs)
-        for more in dict.fromkeys((surely, int(_HOPE * surely))):
+        for more in dict.fromkeys((int(_HOPE * surely),) if stacks else (surely, int(_HOPE * surely))):
             layers = min(already + more, longest - 1)
             if layers > already:
                 plan = keep_over_loops(base, keep_layers(now.plan, pairs, layers), environment)
                 yield Proposal(plan, f"{layers} of {longest} layers stay gathered, {per_layer / 2**30:.2f} GiB each")
+
+
+def _gathered_again(program: Program, pairs: Sequence[tuple[Loop, Loop]]) -> int:
+    """The bytes of one layer that the backward loops of ``pairs`` gather in ``program``."""
+    again = {backward.name for _, backward in pairs}
+    return sum(gathered_bytes(loop) for loop in find_loops(program.jaxpr) if loop.name in again)
+
+
+def _every_layer(stacks: Sequence[Stack]) -> str:
+    size = sum(stack.size_bytes for stack in stacks)
+    return f"{len(stacks)} parameters of every layer stay gathered, {size / 2**30:.2f} GiB"
 
 
 _WORTH_IT = 0.01

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import renamed, unguarded
-from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.costs.program_time import ranks_per_node
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.passes.stack_collectives import StackCollectives
+from jax_deepcompile.passes.hand_over import HandOver, shared_gathers
+from jax_deepcompile.passes.stack_collectives import StackCollectives, stack_collectives
 from jax_deepcompile.planning.pass_manager import Environment
+from jax_deepcompile.planning.plan import Plan
 
 SMALL_STACK_BYTES = 64 << 20
 """What all layers of a small parameter may take unsharded."""
@@ -78,6 +80,38 @@ def repeated_stacks(program: Program, taken: Iterable[StackCollectives]) -> list
             found.setdefault(where, []).append((loop.name, index))
             sizes[where] = loop.length * gather.size_bytes
     return [Stack(tuple(gathers), sizes[where]) for where, gathers in found.items()]
+
+
+def turning_stacks(
+    program: Program, environment: Environment, plan: Plan, pairs: Sequence[tuple[Loop, Loop]]
+) -> list[Stack]:
+    """The stacks that a forward and a backward loop, with no loop around them, both gather.
+
+    Args:
+      program: fully sharded.
+      environment: what it is for.
+      plan: hands over nothing yet, or there is nothing left to hand over.
+      pairs: forward and backward loops.
+    """
+    if plan.handed_over:
+        return []
+    names = {(forward.name, backward.name) for forward, backward in pairs if len(forward.path) == 1}
+    stacked = stack_collectives(program, environment.mesh, plan.stacks)
+    loops = {loop.name: loop for loop in find_loops(stacked.jaxpr)}
+    return [
+        Stack(((forward, index), (backward, index)), loops[forward].length * ahead[0].size_bytes)
+        for forward, backward in sorted(names)
+        for index, (ahead, _) in enumerate(shared_gathers(stacked, loops[forward], loops[backward]).gathers)
+    ]
+
+
+def handing_over(stacks: Iterable[Stack]) -> tuple[HandOver, ...]:
+    """The decisions to hand over what ``turning_stacks`` found."""
+    shared: dict[tuple[str, str], list[int]] = {}
+    for stack in stacks:
+        (forward, index), (backward, _) = stack.gathers
+        shared.setdefault((forward, backward), []).append(index)
+    return tuple(HandOver(*names, tuple(sorted(indices))) for names, indices in shared.items())
 
 
 def most_bytes(stacks: list[Stack], free_bytes: int) -> list[Stack]:

@@ -8,8 +8,10 @@ import pytest
 
 from jax_deepcompile import errors
 from jax_deepcompile.cache import PlanCache, PlanCacheWarning
+from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.passes.prefetch import Prefetch
+from jax_deepcompile.passes.stack_collectives import StackCollectives
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.plan import KeptGathers, Plan, Prediction, Record
 from tests.passes.programs import sharded, stack_loss, stack_shapes
@@ -19,6 +21,8 @@ pytestmark = pytest.mark.pure
 EXPECTED = Prediction(1.25, 1.0, 0.5, 0.25, 10**9)
 PLAN = Plan(
     "0123",
+    stacks=(StackCollectives("scan.0", (0, 2), (1,)),),
+    handed_over=(HandOver("scan.0", "scan.1", (1, 3)),),
     loops=(LoopSchedule("scan.0", 1, 0, 0, 3), LoopSchedule("scan.1", 1, 1, 3, 1)),
     kept=(KeptGathers("scan.2", (0, 4)),),
     unsharded=(1,),

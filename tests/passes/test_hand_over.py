@@ -1,0 +1,147 @@
+"""What the forward loop leaves gathered computes the same bits, and is gathered by it alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile import errors
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.stacks import sliced_gathers
+from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.lowering.compile import compile_options, double_buffering
+from jax_deepcompile.lowering.emit import lower
+from jax_deepcompile.passes.hand_over import HandOver, hand_over, shared_gathers
+from jax_deepcompile.passes.pipeline_loops import choose_schedules, pipeline_loops
+from jax_deepcompile.planning.apply import apply_plan
+from jax_deepcompile.planning.plan import Plan
+from tests.partition.steps import shapes, training_step
+from tests.passes.programs import LAYERS, count, run, run_stack, sharded, stack_loss, stack_shapes
+
+STACK = {"stack": stack_shapes()}
+
+
+def backwards_loss(params, batch):
+    return jnp.mean(run_stack(params["stack"], batch, reverse=True) ** 2)
+
+
+def two_stacks_loss(params, batch):
+    return jnp.mean(run_stack(params["b"], run_stack(params["a"], batch)) ** 2)
+
+
+def everything(program) -> HandOver:
+    """From the last forward loop to the first backward one, all that both gather."""
+    loops = [loop for loop in find_loops(program.jaxpr) if sliced_gathers(loop.eqn)]
+    middle = len(loops) // 2
+    forward, backward = loops[middle - 1], loops[middle]
+    shared = shared_gathers(program, forward, backward)
+    return HandOver(forward.name, backward.name, tuple(range(len(shared.gathers))))
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize(
+    ("loss", "params"),
+    [
+        (stack_loss, STACK),
+        (backwards_loss, STACK),
+        (two_stacks_loss, {"a": stack_shapes(3), "b": stack_shapes()}),
+    ],
+    ids=["forward", "reverse", "two stacks"],
+)
+@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
+def test_values_stay_the_same(loss, params, pipelined):
+    program, mesh = sharded(loss, params)
+    handed = hand_over(program, mesh, [everything(program)])
+    if pipelined:
+        handed = pipeline_loops(handed, mesh, choose_schedules(program))
+    verify(handed)
+    assert count(handed, "all_gather") == count(program, "all_gather") - 3 * LAYERS
+    for got, expected in zip(run(handed, mesh), run(program, mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.cpu_mesh
+def test_inside_of_another_loop_values_stay_the_same():
+    def loss(params, batch):
+        """Forward and backward of the layers in one iteration, as microbatches have them."""
+
+        def one(total, part):
+            value, grads = jax.value_and_grad(lambda p: jnp.mean(run_stack(p["stack"], part) ** 2))(params)
+            return total + value + sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)), None
+
+        return lax.stop_gradient(lax.scan(one, 0.0, jnp.stack([batch, 2 * batch]))[0]) + stack_loss(params, batch)
+
+    program, mesh = sharded(loss, STACK)
+    inner = [loop for loop in find_loops(program.jaxpr) if "/" in loop.name and sliced_gathers(loop.eqn)]
+    shared = shared_gathers(program, inner[0], inner[1])
+    choice = HandOver(inner[0].name, inner[1].name, tuple(range(len(shared.gathers))))
+    handed = hand_over(program, mesh, [choice])
+    assert count(handed, "all_gather") < count(program, "all_gather")
+    for got, expected in zip(run(handed, mesh), run(program, mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.pure
+def test_some_of_them_is_enough():
+    program, mesh = sharded(stack_loss, STACK)
+    choice = everything(program)
+    handed = hand_over(program, mesh, [HandOver(choice.forward, choice.backward, (1,))])
+    assert count(handed, "all_gather") == count(program, "all_gather") - LAYERS
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("shared", [(), (7,)])
+def test_nothing_chosen_changes_nothing(shared):
+    program, mesh = sharded(stack_loss, STACK)
+    choice = everything(program)
+    assert hand_over(program, mesh, [HandOver(choice.forward, choice.backward, shared)]) is program
+
+
+@pytest.mark.pure
+def test_loops_over_different_layers_share_nothing():
+    program, _ = sharded(two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes()})
+    first, second, *_ = (loop for loop in find_loops(program.jaxpr) if sliced_gathers(loop.eqn))
+    assert shared_gathers(program, first, second).gathers == ()
+
+
+@pytest.mark.pure
+def test_an_unknown_loop_is_an_error():
+    program, mesh = sharded(stack_loss, STACK)
+    plan = Plan("0", handed_over=(HandOver("scan.0", "scan.9", (0,)),))
+    with pytest.raises(errors.PlanError, match=r"it speaks of scan\.9, which the program does not have"):
+        apply_plan(program, mesh, plan)
+
+
+@pytest.mark.h100_aot
+def test_one_stack_of_memory_and_no_more():
+    """The stack of 6 x 1024 x 4096 floats lies once in memory, gathered along its second dimension though it is."""
+    layers, width = 6, 1024
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+
+    def loss(params, x):
+        def layer(x, w):
+            return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None
+
+        return jnp.mean(lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    params = shapes({"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)})
+    optimizer = optax.sgd(0.1)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
+    program = step.trace(state, shapes((64, width))).sharded
+    options = compile_options("cuda") | double_buffering()
+
+    def temporary_bytes(choices) -> int:
+        handed = hand_over(program, mesh, choices)
+        planned = pipeline_loops(handed, mesh, choose_schedules(handed))
+        compiled = lower(planned, mesh, "cuda").compile(compiler_options=options)
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    choice = everything(program)
+    one = HandOver(choice.forward, choice.backward, (0,))
+    assert temporary_bytes([one]) - temporary_bytes([]) < 1.25 * 4 * layers * width * 4 * width
