@@ -81,7 +81,9 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes)
         return Planned(apply_plan(program, mesh, wishes.plan), wishes.plan, environment.limit_bytes, "given")
     passes = _passes(environment, wishes)
     if not passes and wishes.memory_limit is None:
-        return Planned(program, Plan(""), None, "nothing to hide: collectives here do not run beside compute")
+        beside = "collectives here do not run beside compute"
+        asked = beside if wishes.passes is None else "no passes were asked for"
+        return Planned(program, Plan(""), None, f"nothing to hide: {asked}")
     mark = _fingerprint(program, mesh)
     cache = PlanCache(wishes.cache_dir) if wishes.cache_dir is not None else None
     if cache is not None:

@@ -67,9 +67,11 @@ def test_a_plan_can_be_edited_by_hand():
 
 def test_a_plan_reads_in_words():
     assert str(Plan("0")) == "fully sharded, nothing more"
-    assert str(PLAN).splitlines()[0] == (
-        "loop scan.0: gathers 1 layer ahead, reduces 0 behind, first 0 and last 3 layers apart"
-    )
+    assert str(PLAN).splitlines()[:3] == [
+        "loop scan.0: gathers 0, 2 and reductions 1 outside, for all layers",
+        "loops scan.0 and scan.1: 1, 3 gathered by the first only",
+        "loop scan.0: gathers 1 layer ahead, reduces 0 behind, first 0 and last 3 layers apart",
+    ]
 
 
 def test_a_plan_that_says_nothing_changes_nothing():
