@@ -152,8 +152,9 @@ def _ways(axis: int, remaining: Sequence[int], question: _Question, before: Sequ
         ways.append(_factor_way(rule, factor, remaining))
     states = [{held.axes[axis] for held in operand.held} for operand in operands]
     partial_wanted = any(demand.axes[axis] == PARTIAL for wanted in question.demands for demand in wanted)
-    for group in rule.linear:
-        if question.mesh.is_virtual(axis) and _waits_for_a_sum(group, states):
+    virtual = question.mesh.is_virtual(axis)
+    for group in (*rule.linear, *rule.rounded) if virtual else rule.linear:
+        if virtual and _waits_for_a_sum(group, states):
             continue
         if partial_wanted or any(PARTIAL in states[index] for index in group):
             placed = tuple(PARTIAL if index in group else REPLICATE for index in range(len(operands)))
@@ -240,7 +241,10 @@ def _price(way: _Way, axis: int, question: _Question) -> tuple[float, float, int
         if way.combined:
             moved += axis_cost(PARTIAL, REPLICATE, whole, axis, question.mesh)
             launched += 1
-        for state in {placement.axes[axis] for placement in wanted}:
+        states = {placement.axes[axis] for placement in wanted}
+        if way.is_partial and PARTIAL in states and question.mesh.is_virtual(axis):
+            states = {PARTIAL}  # who would take the sum of a loop, too, gets it when that has ended
+        for state in states:
             bytes_sent = axis_cost(yielded, state, whole, axis, question.mesh)
             moved += bytes_sent
             launched += bytes_sent > 0

@@ -115,6 +115,8 @@ class OpRule:
       linear: sets of operands in which the equation is jointly linear: if all of a set are partial sums and the other
         operands whole, the results are partial sums.
       addends: operands that are added to a reduction over SUM factors; splitting one makes them partial sums too.
+      rounded: sets like those of ``linear`` of an equation that rounds what it is given. Sums over devices are finished
+        first; those over a loop round each part, as accumulated gradients do.
       emit: computes the equation on one device's blocks.
       reported: why the equation is computed whole where it could not be split, for ``explain()``; empty if by nature.
     """
@@ -124,6 +126,7 @@ class OpRule:
     results: tuple[Dims, ...]
     linear: tuple[frozenset[int], ...] = ()
     addends: frozenset[int] = frozenset()
+    rounded: tuple[frozenset[int], ...] = ()
     emit: Emit = field(default=bind_unchanged, compare=False)
     reported: str = field(default="", compare=False)
 
@@ -157,6 +160,7 @@ class RuleBuilder:
         *,
         linear: Sequence[Sequence[int]] = (),
         addends: Sequence[int] = (),
+        rounded: Sequence[Sequence[int]] = (),
         emit: Emit = bind_unchanged,
         reported: str = "",
     ) -> OpRule:
@@ -166,6 +170,7 @@ class RuleBuilder:
             tuple(tuple(dims) for dims in results),
             tuple(frozenset(group) for group in linear),
             frozenset(addends),
+            tuple(frozenset(group) for group in rounded),
             emit,
             reported,
         )

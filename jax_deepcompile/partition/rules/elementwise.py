@@ -23,7 +23,7 @@ NONLINEAR = """
 """
 
 
-def elementwise(eqn: Equation, linear: Sequence[Sequence[int]] = ()) -> OpRule:
+def elementwise(eqn: Equation, linear: Sequence[Sequence[int]] = (), rounded: Sequence[Sequence[int]] = ()) -> OpRule:
     """Operands have the results' rank, their dimensions the results' size or one, or they are scalars."""
     builder = RuleBuilder()
     shape = eqn.outvars[0].aval.shape
@@ -32,7 +32,7 @@ def elementwise(eqn: Equation, linear: Sequence[Sequence[int]] = ()) -> OpRule:
         tuple(dims[dim] if size == shape[dim] else builder.whole(size) for dim, size in enumerate(var.aval.shape))
         for var in eqn.invars
     ]
-    return builder.build(operands, [dims] * len(eqn.outvars), linear=linear)
+    return builder.build(operands, [dims] * len(eqn.outvars), linear=linear, rounded=rounded)
 
 
 @rule(*NONLINEAR.split())
@@ -70,7 +70,11 @@ def select(eqn: Equation) -> OpRule:
 @rule("convert_element_type")
 def convert(eqn: Equation) -> OpRule:
     source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    return elementwise(eqn, linear=[(0,)] if _keeps_sums(source, target) else ())
+    if _keeps_sums(source, target):
+        return elementwise(eqn, linear=[(0,)])
+    floats = jnp.issubdtype(source, jnp.inexact) and jnp.issubdtype(target, jnp.inexact)
+    real_part = jnp.issubdtype(source, jnp.complexfloating) and not jnp.issubdtype(target, jnp.complexfloating)
+    return elementwise(eqn, rounded=[(0,)] if floats and not real_part else ())
 
 
 def _keeps_sums(source: np.dtype, target: np.dtype) -> bool:
