@@ -309,6 +309,29 @@ def test_nnx_objects(build, loss_of, make_batch, meshes):
             )
 
 
+def test_scales_that_are_cast_in_a_loop_over_layers():
+    """Their gradients are rounded in the loop to half precision, each microbatch's by itself, and added in float32."""
+
+    def loss_of(params, batch):
+        def layer(x, scale):
+            return x * scale.reshape(1, 1, -1).astype(jnp.bfloat16).astype(jnp.float32) + jnp.sin(x), None
+
+        return jnp.mean(jax.lax.scan(layer, batch, params)[0] ** 2)
+
+    def step(params, batch):
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        return jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, grads), loss
+
+    random = np.random.default_rng(0)
+    params = jnp.asarray(random.normal(size=(3, 64)), jnp.float32)
+    batch = jnp.asarray(random.normal(size=(32, 4, 64)), jnp.float32)
+    expected = jax.jit(step)(params, batch)
+    for mesh in TWO_MESHES.values():
+        got = deepcompile.shard(step, mesh, microbatches=2)(params, batch)
+        np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)
+        np.testing.assert_allclose(got[0], expected[0], atol=2**-8 * float(jnp.abs(expected[0] - params).max()))
+
+
 ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu, "gelu": jax.nn.gelu, "softmax": jax.nn.softmax}
 
 

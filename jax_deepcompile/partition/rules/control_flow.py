@@ -77,8 +77,9 @@ def sums_later(wanted: Sequence[Placement], mesh: MeshAxes) -> tuple[Placement, 
     """``wanted`` and, where a loop over parts of the batch adds up what comes, the same with sums left for its end."""
     if not mesh.virtual:
         return tuple(wanted)
-    partial = Placement((PARTIAL,) * len(mesh.names))
-    late = (placement.deferring(partial) for placement in wanted)
+    every = Placement((PARTIAL,) * len(mesh.names))
+    of_loops = Placement(tuple(PARTIAL if mesh.is_virtual(i) else REPLICATE for i in range(len(mesh.names))))
+    late = (placement.deferring(sums) for sums in (every, of_loops) for placement in wanted)
     return tuple(dict.fromkeys((*wanted, *late)))
 
 

@@ -127,6 +127,19 @@ def test_conversions_that_change_sums_are_not_linear():
     assert not linear("bool", "int32")
 
 
+def test_conversions_that_round_may_round_the_parts_of_a_loop():
+    def rounds(source, target):
+        args = jnp.zeros(8, source)
+        ((_, rule),) = rules_of(lambda x: lax.convert_element_type(x, target), args, primitive="convert_element_type")
+        return bool(rule.rounded)
+
+    assert rounds("float32", "bfloat16")
+    assert rounds("float16", "bfloat16")
+    assert not rounds("bfloat16", "float32")
+    assert not rounds("float32", "int32")
+    assert not rounds("int32", "float32")
+
+
 @pytest.mark.parametrize("target", ["uint8", "uint32", "uint16"])
 def test_bitcast(target):
     check(
