@@ -13,7 +13,7 @@ from typing import Any
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import abstract_array, new_var
+from jax_deepcompile._jax_compat import abstract_array, closed_consts, new_var, open_jaxpr
 
 _DIMENSION = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
 
@@ -33,6 +33,13 @@ def collectives_along_leading_dimension(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     """
     eqns = [part for eqn in jaxpr.eqns for part in _along_leading(eqn)]
     return jaxpr.replace(eqns=eqns)
+
+
+def scan_along_leading_dimension(eqn: Any) -> Any:
+    """A scan with a body of the same inputs and outputs, whose collectives are along dimension 0."""
+    closed = eqn.params["jaxpr"]
+    body = collectives_along_leading_dimension(open_jaxpr(closed))
+    return eqn.replace(params=eqn.params | {"jaxpr": type(closed)(body, closed_consts(closed))})
 
 
 def _along_leading(eqn: Any) -> list:

@@ -26,7 +26,7 @@ from typing import Any
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr
 from jax_deepcompile.analysis.dataflow import renamed, unguarded
 from jax_deepcompile.analysis.gathers import Gather
-from jax_deepcompile.analysis.leading import collectives_along_leading_dimension
+from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers
 from jax_deepcompile.ir.placement import AnyMesh
@@ -71,13 +71,11 @@ def shared_gathers(program: Program, forward: Loop, backward: Loop) -> Shared:
     sources = unguarded(around.get(forward.path[:-1], open_jaxpr(program.jaxpr)))
 
     def groups(loop: Loop) -> tuple[Any, dict[Any, tuple[Gather, ...]]]:
-        closed = loop.eqn.params["jaxpr"]
-        body = collectives_along_leading_dimension(open_jaxpr(closed))
-        eqn = loop.eqn.replace(params=loop.eqn.params | {"jaxpr": type(closed)(body, closed_consts(closed))})
+        eqn = scan_along_leading_dimension(loop.eqn)
         _, _, operands = split_operands(eqn, list(eqn.invars))
         read = dict(zip(loop.slices, operands, strict=True))
         found = {(renamed(read[group[0].source], sources), group[0].key[1:]): group for group in sliced_gathers(eqn)}
-        return body, found
+        return open_jaxpr(eqn.params["jaxpr"]), found
 
     (ahead, first), (again, second) = groups(forward), groups(backward)
     return Shared(ahead, again, tuple((first[key], second[key]) for key in first if key in second))

@@ -29,6 +29,7 @@ from jax import lax
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers
 from jax_deepcompile.analysis.gathers import Gather, slice_of
+from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.ir.placement import AnyMesh
@@ -74,6 +75,7 @@ def stack_collectives(
 
 
 def _outside(eqn, operands: list, choice: StackCollectives, at_once_bytes: int) -> list:
+    eqn = scan_along_leading_dimension(eqn)
     body, length = open_jaxpr(eqn.params["jaxpr"]), eqn.params["length"]
     num_consts, num_carry = scan_counts(eqn)
     consts, carry, stacks = split_operands(eqn, operands)
