@@ -10,10 +10,9 @@ Put ``@jax_deepcompile.shard`` on a single-device Flax train step and it trains 
         return state, metrics
 """
 
-from jax_deepcompile import errors
+from jax_deepcompile import errors, targets
 from jax_deepcompile.api import ShardedStep, shard
 from jax_deepcompile.judge import simulate
-from jax_deepcompile.lowering import targets
 from jax_deepcompile.partition.rules.registry import REGISTRY
 
 register_rule = REGISTRY.register

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.lax import optimization_barrier_p
+from jax.experimental import topologies
 from jax.extend import core as jex
 
 _LIBRARIES = tuple(f"site-packages/{name}/" for name in ("jax", "flax", "optax"))
@@ -119,3 +123,59 @@ def _operands(eqn) -> list[jex.Var]:
 def has_side_effects(eqn) -> bool:
     """Whether ``eqn`` does more than compute its results; using a mesh axis's name does not count."""
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
+
+
+def cuda_topology_devices(name: str, config: str, topology: str) -> Sequence[Any]:
+    """Described GPUs, which only compile; there need not be any, nor any CUDA library.
+
+    Args:
+      name: of the topology.
+      config: a text ``GpuTargetConfigProto``.
+      topology: slices x hosts x GPUs of each.
+
+    Raises:
+      ImportError: there is no CUDA plugin.
+      RuntimeError, NotImplementedError, ValueError: it does not start.
+    """
+    with _quiet(_xla_bridge.__name__):
+        jax.devices()
+    if "cuda" not in _xla_bridge._topology_factories:
+        _register_cuda_compiler()
+    return topologies.get_topology_desc(
+        topology_name=name, platform="cuda", target_config=config, topology=topology
+    ).devices
+
+
+def _register_cuda_compiler() -> None:
+    """Makes the CUDA plugin known, which refuses to be without a GPU's driver and libraries.
+
+    Backends have started by now, so no client of it will: it is there to compile only.
+    """
+    # 2026-06, jax 0.10 to 0.12: `initialize` skips its checks where the platforms asked for leave CUDA out.
+    plugin = _cuda_plugin()
+    asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        with _quiet(plugin.__name__):
+            plugin.initialize()
+    finally:
+        jax.config.update("jax_platforms", asked)
+
+
+def _cuda_plugin() -> Any:
+    for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    raise ImportError("neither jax-cuda12-pjrt nor jax-cuda13-pjrt is installed")
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """The logger ``name`` says nothing inside."""
+    logger = logging.getLogger(name)
+    was = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was

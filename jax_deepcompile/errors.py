@@ -84,12 +84,25 @@ class DevicesNotAttachedError(DeepCompileError, RuntimeError):
         )
 
 
+class TargetError(DeepCompileError, ValueError):
+    def __init__(self, target: str, parameter: str, value: object, expected: str) -> None:
+        super().__init__(f"targets.{target}({parameter}={value!r}): expected {expected}.")
+
+
+class TargetMeshError(DeepCompileError, ValueError):
+    def __init__(self, target: str, axes: Mapping[str, int], places: int, gpus: int) -> None:
+        shape = ", ".join(f"{name}={size}" for name, size in axes.items())
+        super().__init__(
+            f"the mesh {shape} has {places} places for the {gpus} GPUs of this target ({target}). Give axes whose "
+            f"sizes multiply to {gpus}, or a target with other nodes and gpus_per_node."
+        )
+
+
 class TargetUnavailableError(DeepCompileError, RuntimeError):
     def __init__(self, target: str, reason: str) -> None:
         super().__init__(
             f"compiling for {target} GPUs that are not here needs JAX's CUDA compiler plugin and ptxas: install them "
-            f"with `pip install 'jax-deepcompile[h100]'`, and set JAX_PLATFORMS=cpu before importing jax. JAX said: "
-            f"{reason}"
+            f"with `pip install 'jax-deepcompile[h100]'` (no CUDA libraries are needed). JAX said: {reason}"
         )
 
 

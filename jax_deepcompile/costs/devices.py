@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from jax_deepcompile.costs.hardware import CPU_HOST, H100_SXM, H200_SXM, Hardware, Network
+
+_NETWORK = re.compile(r" \((\d+) x ([\d.]+) Gbit/s a node\)$")
 
 
 def hardware_of(device_kind: str) -> Hardware:
@@ -18,6 +21,24 @@ def hardware_of(device_kind: str) -> Hardware:
 
 
 def network_of(devices: Iterable[Any]) -> Network:
-    """The network between ``devices``: those of one process share a node."""
-    per_node = Counter(device.process_index for device in devices)
-    return Network(gpus_per_node=max(per_node.values()))
+    """The network between ``devices``: with the cards that their kind names, else one of 400 Gbit/s a GPU."""
+    devices = tuple(devices)
+    gpus_per_node = max(Counter(_node(device) for device in devices).values())
+    named = _NETWORK.search(devices[0].device_kind)
+    if named is None:
+        return Network(gpus_per_node, nics_per_node=gpus_per_node)
+    return Network(gpus_per_node, nics_per_node=int(named[1]), nic_gbps=float(named[2]))
+
+
+def kind_with_network(device_kind: str, network: Network) -> str:
+    """``device_kind``, naming a node's network cards for ``network_of`` unless they are 400 Gbit/s, one a GPU."""
+    if network == Network(network.gpus_per_node, nics_per_node=network.gpus_per_node):
+        return device_kind
+    return f"{device_kind} ({network.nics_per_node} x {network.nic_gbps:g} Gbit/s a node)"
+
+
+def _node(device: Any) -> int:
+    """GPUs that share a machine have one slice index, however many processes drive them."""
+    is_here = getattr(device.client, "runtime_type", None) != "compile_only_runtime"
+    slice_index = getattr(device, "slice_index", None) if is_here else None
+    return device.process_index if slice_index is None else slice_index

@@ -1,0 +1,122 @@
+"""Clusters of GPUs that are not here: their devices, their networks, and what they say when they cannot be had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.costs.devices import network_of
+from jax_deepcompile.costs.hardware import H100_SXM, H200_SXM
+
+pytestmark = pytest.mark.h100_aot
+
+
+def compiled_gather(mesh):
+    """A function that gathers its argument over the mesh."""
+    shards = NamedSharding(mesh, P(mesh.axis_names))
+    gather = jax.jit(lambda x: x * 2, in_shardings=shards, out_shardings=NamedSharding(mesh, P()))
+    return gather.lower(jax.ShapeDtypeStruct((1 << 20, 64), jnp.float32)).compile()
+
+
+@pytest.mark.parametrize(("target", "hardware"), [("h100", H100_SXM), ("h200", H200_SXM)])
+def test_a_target_has_devices_a_hardware_table_and_a_network(target, hardware):
+    made = getattr(deepcompile.targets, target)(nodes=3, gpus_per_node=4)
+    assert len(made.devices) == made.size == 12
+    assert [device.process_index for device in made.devices] == [0] * 4 + [1] * 4 + [2] * 4
+    assert made.hardware is hardware
+    assert made.network == network_of(made.devices)
+    assert made.network.nics_per_node == 4
+
+
+def test_a_slower_network_is_the_slower_step():
+    fast, slow = (deepcompile.targets.h100(nodes=2, nics_per_node=cards) for cards in (8, 1))
+    seconds = []
+    for target in (fast, slow):
+        mesh = target.make_mesh((16,), ("fsdp",))
+        assert network_of(mesh.devices.flat) == target.network
+        seconds.append(deepcompile.simulate(compiled_gather(mesh), mesh).communication_s)
+    assert seconds[1] == pytest.approx(8 * seconds[0], rel=0.1)
+
+
+def test_a_mesh_takes_all_gpus():
+    with pytest.raises(deepcompile.errors.TargetMeshError, match=r"data=2, fsdp=4 has 8 places for the 16 GPUs"):
+        deepcompile.targets.h100(nodes=2).make_mesh((2, 4), ("data", "fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"nodes": 0}, r"targets.h100\(nodes=0\): expected a whole number, at least 1"),
+        ({"gpus_per_node": 2.0}, r"targets.h100\(gpus_per_node=2.0\): expected a whole number"),
+        ({"nics_per_node": True}, r"targets.h100\(nics_per_node=True\): expected a whole number"),
+        ({"nic_gbps": -1}, r"targets.h100\(nic_gbps=-1\): expected a speed in Gbit/s, more than 0"),
+        ({"nic_gbps": "400"}, r"targets.h100\(nic_gbps='400'\): expected a speed in Gbit/s"),
+    ],
+)
+def test_no_cluster_has_such_figures(arguments, sentence):
+    with pytest.raises(deepcompile.errors.TargetError, match=sentence):
+        deepcompile.targets.h100(**arguments)
+
+
+def test_a_step_for_them_is_compiled_but_not_called():
+    mesh = deepcompile.targets.h200().make_mesh((8,), ("fsdp",))
+    step = deepcompile.shard(lambda state, batch: (state + batch.sum(), batch.mean()), mesh)
+    assert step.lower(jnp.zeros(8), jnp.ones((8, 2))).compile().memory_analysis() is not None
+    with pytest.raises(deepcompile.errors.DevicesNotAttachedError, match="NVIDIA H200 141GB HBM3e"):
+        step(jnp.zeros(8), jnp.ones((8, 2)))
+
+
+def in_fresh_process(program: str, **environment: str) -> str:
+    """What ``program`` prints where nobody has set any of JAX's variables."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return run.stdout
+
+
+@pytest.mark.parametrize("uses_jax_first", [False, True])
+def test_nothing_need_be_set_before_importing_jax(uses_jax_first):
+    printed = in_fresh_process(
+        f"""
+        import jax, jax.numpy as jnp
+        import jax_deepcompile as deepcompile
+        if {uses_jax_first}:
+            jnp.ones(3).sum()
+        mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+        step = deepcompile.shard(lambda state, batch: (state + batch.sum(), batch.mean()), mesh)
+        shapes = jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((8, 2), jnp.float32)
+        print("all-reduce" in step.lower(*shapes).compile().as_text(), jax.config.jax_platforms)
+        print(jnp.ones(3).sum(), jax.default_backend())
+        """
+    )
+    assert printed == "True None\n3.0 cpu\n"
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    def missing(*_):
+        raise ImportError("neither jax-cuda12-pjrt nor jax-cuda13-pjrt is installed")
+
+    monkeypatch.setattr("jax_deepcompile.targets.cuda_topology_devices", missing)
+    sentence = r"h100 GPUs that are not here .*pip install 'jax-deepcompile\[h100\]'.*neither jax-cuda12-pjrt"
+    with pytest.raises(deepcompile.errors.TargetUnavailableError, match=sentence):
+        _ = deepcompile.targets.h100().devices
+
+
+def test_a_thousand_gpus_are_one_mesh():
+    mesh = deepcompile.targets.h100(nodes=128).make_mesh((1024,), ("fsdp",))
+    assert "f32[1048576,64]{1,0} all-gather-done" in compiled_gather(mesh).as_text()

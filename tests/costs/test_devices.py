@@ -1,0 +1,57 @@
+"""The tables of a mesh's devices, and the network read off them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_deepcompile.costs.devices import hardware_of, kind_with_network, network_of
+from jax_deepcompile.costs.hardware import CPU_HOST, H100_SXM, H200_SXM, Network
+
+pytestmark = pytest.mark.pure
+
+HERE = SimpleNamespace(runtime_type="pjrt_c_api")
+DESCRIBED = SimpleNamespace(runtime_type="compile_only_runtime")
+
+
+def gpu(process: int, kind: str = "NVIDIA H100 80GB HBM3", client=DESCRIBED, **more):
+    return SimpleNamespace(process_index=process, device_kind=kind, client=client, **more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hardware"),
+    [
+        ("cpu", CPU_HOST),
+        ("NVIDIA H100 80GB HBM3", H100_SXM),
+        ("NVIDIA H200 141GB HBM3e (1 x 400 Gbit/s a node)", H200_SXM),
+    ],
+)
+def test_a_kind_has_its_table(kind, hardware):
+    assert hardware_of(kind) is hardware
+
+
+def test_gpus_of_one_process_share_a_node():
+    assert network_of([gpu(index // 4) for index in range(8)]) == Network(4, nics_per_node=4)
+
+
+def test_gpus_of_one_machine_share_a_node_however_many_processes_drive_them():
+    devices = [gpu(index, client=HERE, slice_index=index // 8) for index in range(16)]
+    assert network_of(devices) == Network(8, nics_per_node=8)
+
+
+def test_described_gpus_are_all_of_one_slice_yet_not_of_one_node():
+    assert network_of([gpu(index // 8, slice_index=0) for index in range(16)]).gpus_per_node == 8
+
+
+def test_a_card_of_400_gbit_a_gpu_goes_without_saying():
+    assert kind_with_network("NVIDIA H100 80GB HBM3", Network(4, nics_per_node=4)) == "NVIDIA H100 80GB HBM3"
+
+
+@given(st.integers(1, 16), st.integers(1, 16), st.sampled_from([25.0, 100.0, 200.0, 400.0, 800.0, 12.5]))
+def test_the_kind_names_any_other_network(gpus_per_node, cards, speed_gbps):
+    network = Network(gpus_per_node, nics_per_node=cards, nic_gbps=speed_gbps)
+    kind = kind_with_network("NVIDIA H100 80GB HBM3", network)
+    assert network_of([gpu(index // gpus_per_node, kind) for index in range(2 * gpus_per_node)]) == network
