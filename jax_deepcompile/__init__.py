@@ -14,8 +14,22 @@ from jax_deepcompile import errors, targets
 from jax_deepcompile.api import ShardedStep, shard
 from jax_deepcompile.judge import simulate
 from jax_deepcompile.partition.rules.registry import REGISTRY
+from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops, Unshard
+from jax_deepcompile.planning.straight_line import PrefetchGathers, UnshardStraightLine
 
 register_rule = REGISTRY.register
 """Decorates ``rule(eqn) -> OpRule`` as the partitioning rule of the primitives named; see ``partition.rules.base``."""
 
-__all__ = ["ShardedStep", "errors", "register_rule", "shard", "simulate", "targets"]
+__all__ = [
+    "BucketCollectives",
+    "PipelineLoops",
+    "PrefetchGathers",
+    "ShardedStep",
+    "Unshard",
+    "UnshardStraightLine",
+    "errors",
+    "register_rule",
+    "shard",
+    "simulate",
+    "targets",
+]

@@ -67,12 +67,25 @@ def provenance(eqn) -> Iterator[None]:
 
 def user_line(eqn) -> str:
     """``file:line (function)`` of the user's code that made ``eqn``: the innermost frame outside the libraries."""
+    frame = _user_frame(eqn)
+    return "an unknown line" if frame is None else f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+
+
+def user_source(eqn) -> str:
+    """``file:line`` of the same; empty where nobody knows."""
+    frame = _user_frame(eqn)
+    return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
+def name_path(eqn) -> str:
+    """The path of modules that ``eqn`` came from, its primitive last."""
+    return "/".join(part for part in (str(eqn.source_info.name_stack), eqn.primitive.name) if part)
+
+
+def _user_frame(eqn) -> Any:
     frames = list(_source_info.user_frames(eqn.source_info.traceback))
     own = [frame for frame in frames if not any(library in frame.file_name for library in _LIBRARIES)]
-    if not frames:
-        return "an unknown line"
-    frame = (own or frames)[0]
-    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+    return next(iter(own or frames), None)
 
 
 def has_user_frame(eqn) -> bool:

@@ -27,6 +27,7 @@ from jax_deepcompile.planning.limits import MemoryLimit
 from jax_deepcompile.planning.pass_manager import Pass
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.session import Planned, Wishes, plan_program
+from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.text import explain
 from jax_deepcompile.stages import LoweredStep, TracedStep
 from jax_deepcompile.tracing import (
@@ -104,35 +105,38 @@ def shard(
     """
     if isinstance(fun, (Mesh, AbstractMesh, Mapping)):
         fun, mesh = None, fun
-    options = functools.partial(
-        _make_step,
-        mesh=mesh,
-        state_argnums=_positions(state_argnums),
-        batch_argnums=_positions(batch_argnums),
-        fsdp_axes=fsdp_axes,
-        data_axes=data_axes,
-        microbatches=microbatches,
-        wishes=Wishes(
-            memory_limit,
-            None if passes is None else tuple(passes),
-            profile,
-            plan,
-            None if cache_dir is None else Path(cache_dir),
-        ),
-        donate=donate,
-    )
-    return options if fun is None else options(fun)
+    asked = {
+        "mesh": mesh,
+        "state_argnums": state_argnums,
+        "batch_argnums": batch_argnums,
+        "fsdp_axes": fsdp_axes,
+        "data_axes": data_axes,
+        "microbatches": microbatches,
+        "memory_limit": memory_limit,
+        "passes": passes,
+        "profile": profile,
+        "plan": plan,
+        "cache_dir": cache_dir,
+        "donate": donate,
+    }
+    make = functools.partial(_make_step, asked=asked)
+    return make if fun is None else make(fun)
 
 
-def _make_step(
-    fun, *, mesh, state_argnums, batch_argnums, fsdp_axes, data_axes, microbatches, wishes, donate
-) -> ShardedStep:
+def _make_step(fun: Callable, asked: Mapping[str, Any]) -> ShardedStep:
+    microbatches, passes, cache_dir = asked["microbatches"], asked["passes"], asked["cache_dir"]
     if _is_pmapped(fun):
         raise errors.PmappedStepError(function_name(fun))
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise errors.MicrobatchCountError(microbatches)
-    use = resolve_mesh(mesh, fsdp_axes, data_axes)
-    return ShardedStep(fun, use, state_argnums, batch_argnums, microbatches, wishes, donate)
+    wishes = Wishes(
+        asked["memory_limit"],
+        None if passes is None else tuple(passes),
+        asked["profile"],
+        asked["plan"],
+        None if cache_dir is None else Path(cache_dir),
+    )
+    return ShardedStep(fun, resolve_mesh(asked["mesh"], asked["fsdp_axes"], asked["data_axes"]), wishes, asked)
 
 
 def _is_pmapped(fun: Callable) -> bool:
@@ -171,21 +175,19 @@ class ShardedStep:
         self,
         fun: Callable,
         use: MeshUse,
-        state_argnums: tuple[int, ...] | None,
-        batch_argnums: tuple[int, ...] | None,
-        microbatches: int,
         wishes: Wishes,
-        donate: bool,
+        asked: Mapping[str, Any],
     ) -> None:
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._name = function_name(fun)
         self._use = use
-        self._state_argnums = state_argnums
-        self._batch_argnums = batch_argnums
-        self._microbatches = microbatches
+        self._asked = asked
+        self._state_argnums = _positions(asked["state_argnums"])
+        self._batch_argnums = _positions(asked["batch_argnums"])
+        self._microbatches = asked["microbatches"]
         self._wishes = wishes
-        self._donate = donate
+        self._donate = asked["donate"]
         self._stages: dict[Any, _Stage] = {}
         self._partitions: dict[Any, tuple[Traced, Partitioned]] = {}
         self._plans: dict[int, Planned] = {}
@@ -201,6 +203,18 @@ class ShardedStep:
     def mesh(self) -> Mesh | AbstractMesh:
         """The mesh the step runs on."""
         return self._use.mesh
+
+    def reshard(self, mesh: MeshLike | None = None, **options: Any) -> ShardedStep:
+        """The same step, sharded anew.
+
+        Args:
+          mesh: other devices; by default the same.
+          **options: of ``shard``, in place of those it was made with.
+        """
+        asked: dict[str, Any] = {**self._asked, **options}
+        if mesh is not None:
+            asked["mesh"] = mesh
+        return shard(self._fun, **asked)
 
     def __call__(self, *args, **kwargs):
         """Runs one step; state is donated, batches may be numpy arrays or arrays anywhere.
@@ -275,6 +289,23 @@ class ShardedStep:
     def plan(self, *args, **kwargs) -> Plan:
         """The decisions of every pass for these arguments; leaves may be ``jax.ShapeDtypeStruct``s."""
         return self.trace(*args, **kwargs).plan()
+
+    def profile(self, *args, runs: int = 5, known: Profile | None = None) -> Taken:
+        """Measures the step on these arguments, and the machine; ``shard(profile=...)`` plans by the result.
+
+        The step runs ``1 + 2 * runs`` times. State that it donates is used up; the result has its successor.
+
+        Args:
+          *args: state, batch and what else the step takes.
+          runs: measurements of everything; the median counts.
+          known: an earlier profile, whose entries are not measured again where they still hold.
+
+        Raises:
+          DevicesNotAttachedError: the devices are not here.
+        """
+        self._require_devices()
+        traced = self.trace(*args)
+        return take_profile(self, args, traced.lower().compile(), traced.planned, self.mesh, runs=runs, known=known)
 
     def explain(self) -> str:
         """What was decided for the last shapes traced, and why, in a screen."""
@@ -459,6 +490,9 @@ class BoundStep:
 
     def plan(self, *args, **kwargs) -> Plan:
         return self._step.plan(self._self(), *args, **kwargs)
+
+    def profile(self, *args, runs: int = 5, known: Profile | None = None) -> Taken:
+        return self._step.profile(self._self(), *args, runs=runs, known=known)
 
     def explain(self) -> str:
         return self._step.explain()

@@ -1,14 +1,15 @@
 """The ``deepcompile`` command: parsing only. What a subcommand does is imported when it is called.
 
-A subcommand is a function that adds its parser and sets ``run``, a function of the parsed arguments that returns the
-exit code; list it in ``_SUBCOMMANDS``. A parser that sets ``takes_overrides`` gets the ``key=value`` words in
-``arguments.overrides``, wherever on the line they stand.
+A function that adds parsers sets ``run`` of each, a function of the parsed arguments that returns the exit code; list
+it in ``_SUBCOMMANDS``. A parser that sets ``takes_overrides`` gets the ``key=value`` words in ``arguments.overrides``,
+wherever on the line they stand.
 """
 
 import argparse
 import difflib
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,118 @@ def _train(arguments: argparse.Namespace) -> int:
     )
 
 
+def _add_bench(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure a benchmark, on GPUs that are not here or on one that is",
+        description="Compiles and simulates whole train steps for GPUs that are not here; with --suite gpu, measures "
+        "the GPU that is.",
+        epilog="example: deepcompile bench headline --rows 0 2 --out results/headline.json",
+    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="name of the benchmark")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks")
+    parser.add_argument("--suite", choices=["gpu"], help="measure the attached GPU instead: under 8 minutes, one JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON results; a Markdown table is written beside it")
+    parser.add_argument("--rows", type=int, nargs="+", default=[], metavar="N", help="rows to measure, from 0")
+    parser.add_argument("--resume", action="store_true", help="keep what the output file holds already")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if arguments.suite == "gpu":
+        from experiments import gpu_suite
+
+        return gpu_suite.run(arguments.out or Path("gpu.json"))
+    from experiments.bench import command
+
+    return command.run(
+        arguments.config,
+        out=arguments.out,
+        rows=arguments.rows,
+        resume=arguments.resume,
+        list_only=arguments.list,
+    )
+
+
+def _add_step_commands(subparsers: Any) -> None:
+    for name, about, add_options in (
+        ("trace", "print a step as each device runs it, before planning", None),
+        ("plan", "plan a step, and print or write the plan", _add_plan_options),
+        ("explain", "say what is decided for a step, and why", _add_explain_options),
+        ("profile", "measure a step on the devices of this process", _add_profile_options),
+        ("compare", "judge jax.jit's FSDP and this package's side by side", None),
+    ):
+        parser = subparsers.add_parser(
+            name,
+            help=about,
+            description=f"{about[0].upper()}{about[1:]}.",
+            epilog=f"example: deepcompile {name} train.py:make_step --gpu h100 --nodes 4"
+            if name != "profile"
+            else "example: deepcompile profile train.py:make_step --out profile.json",
+        )
+        parser.add_argument(
+            "spec",
+            metavar="STEP",
+            help="FILE.py:NAME or package.module:NAME of a function that returns (step, state, batch); shapes will do",
+        )
+        if name != "profile":
+            _add_cluster_options(parser)
+        parser.add_argument("--microbatches", type=_positive, default=1, metavar="N", help="parts of each batch")
+        parser.add_argument("--memory-limit", metavar="SIZE", help="of each device, such as 72GiB or 0.9")
+        parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where plans are kept between runs")
+        parser.add_argument(
+            "--devices", type=_positive, metavar="N", help="virtual CPU devices where there is no accelerator"
+        )
+        if add_options is not None:
+            add_options(parser)
+        parser.set_defaults(run=_run_step_command, command=name)
+
+
+def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("GPUs that are not here (by default, the devices of this process)")
+    group.add_argument("--gpu", choices=["h100", "h200"], help="kind of GPU")
+    group.add_argument("--nodes", type=_positive, default=1, metavar="N", help="machines (default: 1)")
+    group.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="in each (default: 8)")
+    group.add_argument("--nics-per-node", type=_positive, metavar="N", help="network cards (default: one a GPU)")
+    group.add_argument("--nic-gbps", type=float, default=400.0, metavar="G", help="speed of each (default: 400)")
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the plan as JSON")
+
+
+def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="a plan to carry out instead of making one")
+
+
+def _add_profile_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=Path("profile.json"), metavar="FILE", help="where to write it")
+    parser.add_argument("--runs", type=_positive, default=5, metavar="N", help="measurements of everything")
+
+
+def _run_step_command(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    use_virtual_devices(arguments.devices)
+    from jax_deepcompile import commands, errors
+
+    known = {field for field in commands.StepRequest.__dataclass_fields__ if hasattr(arguments, field)}
+    request = commands.StepRequest(**{field: getattr(arguments, field) for field in known})
+    run: dict[str, Callable[[], str]] = {
+        "trace": lambda: commands.trace(request),
+        "plan": lambda: commands.plan(request, arguments.out),
+        "explain": lambda: commands.explain(request, arguments.plan),
+        "profile": lambda: commands.profile(request, arguments.out, arguments.runs),
+        "compare": lambda: commands.compare(request),
+    }
+    try:
+        print(run[arguments.command]())
+    except errors.DeepCompileError as error:
+        print(f"deepcompile: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def _is_override(word: str) -> bool:
     """Whether a word after ``--data`` is a ``key=value`` rather than one more file."""
     return bool(_OVERRIDE.match(word)) and not Path(word).exists()
@@ -116,4 +229,4 @@ def _unrecognized(option: str, known: Sequence[str]) -> str:
     return f"there is no option {option}" + (f"; the nearest is {nearest[0]}" if nearest else "")
 
 
-_SUBCOMMANDS: tuple[Callable[..., None], ...] = (_add_train,)
+_SUBCOMMANDS: tuple[Callable[..., None], ...] = (_add_train, _add_bench, _add_step_commands)

@@ -84,6 +84,14 @@ class DevicesNotAttachedError(DeepCompileError, RuntimeError):
         )
 
 
+class StepSpecError(DeepCompileError, ValueError):
+    def __init__(self, spec: str, problem: str) -> None:
+        super().__init__(
+            f"{spec} is no step: {problem}. Name a function without arguments that returns (step, state, batch), as "
+            f"FILE.py:NAME or package.module:NAME; jax.ShapeDtypeStructs will do for state and batch."
+        )
+
+
 class TargetError(DeepCompileError, ValueError):
     def __init__(self, target: str, parameter: str, value: object, expected: str) -> None:
         super().__init__(f"targets.{target}({parameter}={value!r}): expected {expected}.")

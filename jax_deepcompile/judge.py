@@ -1,29 +1,53 @@
-"""Any compiled function judged by the same rule: what its schedule would take on the hardware it was compiled for."""
+"""Any step, compiled or traced, judged by the same rule: what it would take on the hardware it is for."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 
+from jax_deepcompile.costs.combining import Thresholds
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.devices import hardware_of, network_of
+from jax_deepcompile.costs.program_simulation import simulate_program
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.simulator import simulate as simulate_module
+from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.hlo import read
 
 
+@runtime_checkable
 class HasText(Protocol):
     """What XLA compiled: a ``jax.stages.Compiled``, or a ``CompiledStep``."""
 
     def as_text(self) -> str | None: ...
 
 
-def simulate(compiled: HasText, mesh: Mesh) -> Simulation:
-    """Simulates one execution of a compiled function from its scheduled HLO.
+class HasOptions(Protocol):
+    """What XLA is to be told: a ``Plan``."""
+
+    def compiler_options(self) -> Mapping[str, bool | int | str]: ...
+
+
+class HasProgram(Protocol):
+    """What is still to be compiled: a ``TracedStep``."""
+
+    @property
+    def planned(self) -> Program: ...
+
+    def plan(self) -> HasOptions: ...
+
+
+def simulate(step: HasText | HasProgram, mesh: Mesh) -> Simulation:
+    """Simulates one execution of a step: of a compiled one from its scheduled HLO, of a traced one from its program.
+
+    A compiled step is played in the order that XLA chose. A traced one is planned, and its program played with
+    collectives begun as early as their operands and the network allow, whatever memory that takes.
 
     Args:
-      compiled: by ``jax.jit`` or by this package, for the devices of ``mesh``; they need not be attached.
+      step: compiled by ``jax.jit`` or by this package, or traced by ``ShardedStep.trace``; for the devices of
+        ``mesh``, which need not be attached.
       mesh: tells the kind of the devices and which of them share a node.
 
     Returns:
@@ -33,4 +57,6 @@ def simulate(compiled: HasText, mesh: Mesh) -> Simulation:
       MalformedHloError: the text is no scheduled HLO module.
     """
     costs = CostModel(hardware_of(mesh.devices.flat[0].device_kind), network_of(mesh.devices.flat))
-    return simulate_module(read(compiled.as_text() or ""), costs)
+    if isinstance(step, HasText):
+        return simulate_module(read(step.as_text() or ""), costs)
+    return simulate_program(step.planned, costs, Thresholds.of_options(step.plan().compiler_options()))

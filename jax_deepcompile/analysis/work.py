@@ -1,4 +1,4 @@
-"""How much arithmetic and memory traffic an equation is, from its shapes."""
+"""What the equations of a local program are to XLA: collectives, matrix products, and what it fuses."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend import core as jex
-
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import size_bytes
-from jax_deepcompile.ir.traversal import nested_jaxprs
+from jax_deepcompile.ir.traversal import bodies
 
 COLLECTIVES = {
     "all_gather": "all-gather",
@@ -24,63 +22,67 @@ COLLECTIVES = {
 }
 """What XLA calls the collectives of a local program."""
 
-_FREE = frozenset(
-    {
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "broadcast_in_dim",
-        "convert_element_type",
-        "iota",
-        "optimization_barrier",
-        "stop_gradient",
-        "copy_p",
-        "axis_index",
-        "slice",
-    }
-)
-"""What XLA computes where it is read."""
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "optimization_barrier"})
+"""Other names for what is in memory already."""
+
+COMPUTED_WHERE_READ = frozenset({"broadcast_in_dim", "convert_element_type", "iota", "axis_index", "slice", "split"})
+"""What XLA rather computes again than writes to memory."""
+
+
+_XLA_NAMES = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "float64": "f64",
+    "int8": "s8",
+    "float8_e4m3fn": "f8e4m3fn",
+    "float8_e5m2": "f8e5m2",
+}
+"""What XLA calls the types of elements that it has fast matrix products of."""
+
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+"""Primitives that run as kernels of their own."""
+
+_UNFUSED = frozenset({*COLLECTIVES, *PRODUCTS, "device_put", "optimization_barrier"})
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one equation asks of the machine.
+    """What one matrix product asks of the machine.
 
     Attributes:
-      matmul_flops: multiplications and additions in matrix products.
-      dtype: type of the products' factors.
+      flops: multiplications and additions.
+      dtype: type of the factors' elements, as XLA calls it; ``f32-highest`` for full float32.
       size_bytes: read and written in device memory.
     """
 
-    matmul_flops: float
+    flops: float
     dtype: str
     size_bytes: float
 
 
 def work_of(eqn: Any) -> Work:
-    """The work of an equation that is no loop, branch or collective."""
-    name = eqn.primitive.name
-    if name in _FREE:
-        return Work(0.0, "float32", 0.0)
+    """The work of one of ``PRODUCTS``."""
     moved = float(sum(size_bytes(atom) for atom in (*variables(eqn.invars), *eqn.outvars)))
-    if name == "dot_general":
+    return Work(2.0 * _depth(eqn) * math.prod(eqn.outvars[0].aval.shape), _factor(eqn), moved)
+
+
+def _depth(eqn: Any) -> float:
+    """Products that are summed for one element of the result."""
+    left, right = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
-        return Work(2.0 * depth * math.prod(eqn.outvars[0].aval.shape), str(eqn.invars[0].aval.dtype), moved)
-    if name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
-        out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-        depth = math.prod(kernel) / max(out_features, 1)
-        return Work(2.0 * depth * math.prod(eqn.outvars[0].aval.shape), str(eqn.invars[0].aval.dtype), moved)
-    if name == "ragged_dot_general":
-        groups, depth = eqn.invars[1].aval.shape[0], eqn.invars[0].aval.shape[-1]
-        flops = 2.0 * groups * depth * math.prod(eqn.outvars[0].aval.shape)
-        return Work(flops, str(eqn.invars[0].aval.dtype), moved)
-    if name == "dynamic_update_slice":
-        return Work(0.0, "float32", 2.0 * size_bytes(eqn.invars[1]))
-    if name in ("dynamic_slice", "gather"):
-        return Work(0.0, "float32", 2.0 * size_bytes(eqn.outvars[0]))
-    return Work(0.0, "float32", moved)
+        return math.prod(left[dim] for dim in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        return math.prod(right) / max(right[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
+    return right[0] * left[-1]  # XLA:GPU multiplies every row of a ragged product with every group's matrix
+
+
+def _factor(eqn: Any) -> str:
+    dtype = str(eqn.invars[0].aval.dtype)
+    name = _XLA_NAMES.get(dtype, dtype)
+    highest = name == "f32" and "HIGHEST" in str(eqn.params.get("precision"))
+    return "f32-highest" if highest else name
 
 
 def fused_away(jaxpr: Any) -> set:
@@ -88,19 +90,13 @@ def fused_away(jaxpr: Any) -> set:
     flat = open_jaxpr(jaxpr)
     uses: dict = {}
     for eqn in flat.eqns:
-        fuses = not nested_jaxprs(eqn) and eqn.primitive.name not in (*COLLECTIVES, *PRODUCTS)
         for atom in set(variables(eqn.invars)):
-            uses.setdefault(atom, []).append(fuses)
+            uses.setdefault(atom, []).append(fuses(eqn))
     kept = set(variables(flat.outvars))
-    made = {
-        var
-        for eqn in flat.eqns
-        if not nested_jaxprs(eqn) and eqn.primitive.name not in (*COLLECTIVES, *PRODUCTS)
-        for var in eqn.outvars
-        if not isinstance(var, jex.Literal)
-    }
+    made = {var for eqn in flat.eqns if fuses(eqn) for var in eqn.outvars}
     return {var for var in made if var not in kept and uses.get(var) == [True]}
 
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-"""Primitives that run as kernels of their own."""
+def fuses(eqn: Any) -> bool:
+    """Whether XLA may compute ``eqn`` in one kernel with what it reads or what reads it."""
+    return eqn.primitive.name not in _UNFUSED and not bodies(eqn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from jax_deepcompile.costs.collective_bytes import sent_bytes
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.work import results_of, work_of, written_bytes
 from jax_deepcompile.lowering import opcodes, replica_groups
@@ -35,6 +36,7 @@ class Timing:
       kind: its opcode, without ``-start``.
       bytes: of a collective or copy, as ``CostModel`` counts them; 0 for kernels.
       is_sync: whether XLA runs it on the compute stream although it is written as asynchronous.
+      sent_bytes: that one device sends to others, in a ring.
     """
 
     stream: Stream
@@ -42,6 +44,7 @@ class Timing:
     kind: str
     bytes: int = 0
     is_sync: bool = False
+    sent_bytes: int = 0
 
 
 def timing_of(module: Module, computation: Computation, instruction: Instruction, costs: CostModel) -> Timing:
@@ -86,7 +89,8 @@ def _collective(
     seconds = costs.collective_s(kind, size_bytes, groups.size, ranks)
     settings = issued.config.get("collective_backend_config") or runs.config.get("collective_backend_config") or {}
     stream = Stream.PEERS if kind == "collective-permute" else Stream.NETWORK
-    return Timing(stream, seconds, kind, size_bytes, is_sync=bool(settings.get("is_sync", False)))
+    is_sync = bool(settings.get("is_sync", False))
+    return Timing(stream, seconds, kind, size_bytes, is_sync, sent_bytes(kind, size_bytes, groups.size))
 
 
 def _direction(instruction: Instruction, operands: list[Instruction]) -> Direction | None:

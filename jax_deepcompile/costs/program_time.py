@@ -1,17 +1,24 @@
-"""What the equations of a local program take, before it is compiled: enough to place a prefetch by."""
+"""What the equations of a local program take, before it is compiled."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import size_bytes
-from jax_deepcompile.analysis.work import COLLECTIVES, PRODUCTS, fused_away, work_of
-from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.analysis.kernels import kernels_of
+from jax_deepcompile.analysis.work import COLLECTIVES, PRODUCTS, work_of
+from jax_deepcompile.costs.collective_bytes import sent_bytes
+from jax_deepcompile.costs.combining import Thresholds, combined
+from jax_deepcompile.costs.cost_model import CostModel, Direction
+from jax_deepcompile.costs.operation import Stream, Timing
 from jax_deepcompile.ir.placement import MeshAxes
-from jax_deepcompile.ir.traversal import nested_jaxprs
+from jax_deepcompile.ir.traversal import bodies
 
 
 @dataclass(frozen=True)
@@ -42,34 +49,67 @@ def equation_times(jaxpr: Any, mesh: MeshAxes, costs: CostModel) -> list[Equatio
       mesh: the sizes of its axes.
       costs: what things take.
     """
-    absent = fused_away(jaxpr)
-    return [_time(eqn, absent, mesh, costs) for eqn in open_jaxpr(jaxpr).eqns]
+    pairs = zip(open_jaxpr(jaxpr).eqns, timings_of(jaxpr, mesh, costs), strict=True)
+    return [_nested(eqn, mesh, costs) if timing is None else _of(timing) for eqn, timing in pairs]
 
 
-def _time(eqn: Any, absent: set, mesh: MeshAxes, costs: CostModel) -> EquationTime:
+def timings_of(jaxpr: Any, mesh: MeshAxes, costs: CostModel) -> list[Timing | None]:
+    """How every equation runs; None for those that run other jaxprs.
+
+    Equations that are fused take no time, but for the last of their kernel.
+    """
+    flat = open_jaxpr(jaxpr)
+    moved = kernels_of(flat).moved_bytes
+    return [
+        None if bodies(eqn) else timing_of(eqn, size, mesh, costs) for eqn, size in zip(flat.eqns, moved, strict=True)
+    ]
+
+
+def combined_timings(
+    jaxpr: Any, timings: Sequence[Timing | None], mesh: MeshAxes, costs: CostModel, thresholds: Thresholds
+) -> list[Timing | None]:
+    """``timings`` where the first of the collectives that XLA combines takes what it takes alone, and the others only
+    what they make it longer."""
+    eqns, found = open_jaxpr(jaxpr).eqns, list(timings)
+    for group in combined(jaxpr, timings, thresholds):
+        joined = 0
+        for place in group:
+            timing = found[place] = collective_of(eqns[place], mesh, costs, joined)
+            joined += timing.bytes
+    return found
+
+
+def timing_of(eqn: Any, moved_bytes: int, mesh: MeshAxes, costs: CostModel) -> Timing:
+    """How an equation runs that moves ``moved_bytes`` to and from memory, if it ends a kernel."""
     name = eqn.primitive.name
-    if bodies := nested_jaxprs(eqn):
-        inner = [sum(equation_times(body, mesh, costs), EquationTime()) for body in bodies]
-        if name == "cond":
-            return max(inner, key=lambda time: time.compute_s + time.network_s)
-        return sum(inner, EquationTime()).times(eqn.params.get("length", 1))
     if name in COLLECTIVES:
-        return EquationTime(network_s=_collective_s(eqn, mesh, costs))
-    work = work_of(eqn)
+        return collective_of(eqn, mesh, costs)
     if name in PRODUCTS:
-        return EquationTime(compute_s=costs.matmul_s(work.matmul_flops, work.dtype, work.size_bytes))
-    unread = sum(size_bytes(var) for var in {*variables(eqn.invars), *eqn.outvars} if var in absent)
-    moved = max(work.size_bytes - unread, 0.0)
-    return EquationTime(compute_s=costs.memory_s(moved) if moved else 0.0)
+        work = work_of(eqn)
+        return Timing(Stream.COMPUTE, costs.matmul_s(work.flops, work.dtype, work.size_bytes), name)
+    if name == "device_put":
+        return _copy(eqn, costs)
+    return Timing(Stream.COMPUTE, costs.memory_s(moved_bytes) if moved_bytes else 0.0, name)
 
 
-def _collective_s(eqn: Any, mesh: MeshAxes, costs: CostModel) -> float:
+def collective_of(eqn: Any, mesh: MeshAxes, costs: CostModel, joined_bytes: int = 0) -> Timing:
+    """How a collective runs that is part of one with ``joined_bytes`` of others."""
     names = eqn.params.get("axis_name", eqn.params.get("axes", ()))
     names = [names] if isinstance(names, str) else [name for name in names if isinstance(name, str)]
     whole = eqn.outvars if eqn.primitive.name == "all_gather" else eqn.invars
     size = sum(size_bytes(atom) for atom in variables(whole))
-    group = mesh.size_of(names)
-    return costs.collective_s(COLLECTIVES[eqn.primitive.name], size, group, ranks_per_node(names, mesh, costs))
+    group, kind = mesh.size_of(names), COLLECTIVES[eqn.primitive.name]
+    ranks = ranks_per_node(names, mesh, costs)
+    seconds = costs.collective_s(kind, joined_bytes + size, group, ranks)
+    if joined_bytes:
+        seconds -= costs.collective_s(kind, joined_bytes, group, ranks)
+    stream = Stream.PEERS if kind == "collective-permute" else Stream.NETWORK
+    return Timing(stream, seconds, kind, size, sent_bytes=sent_bytes(kind, size, group))
+
+
+def is_on_host(atom: Any) -> bool:
+    """Whether a value is in the host's memory."""
+    return getattr(atom.aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def ranks_per_node(names: list[str], mesh: MeshAxes, costs: CostModel) -> int:
@@ -80,3 +120,28 @@ def ranks_per_node(names: list[str], mesh: MeshAxes, costs: CostModel) -> int:
         ranks *= min(size, inside) if name in names else 1
         inside = max(inside // size, 1)
     return ranks
+
+
+def _nested(eqn: Any, mesh: MeshAxes, costs: CostModel) -> EquationTime:
+    inner = [sum(equation_times(body, mesh, costs), EquationTime()) for body in bodies(eqn)]
+    if eqn.primitive.name == "cond":
+        return max(inner, key=lambda time: time.compute_s + time.network_s)
+    return sum(inner, EquationTime()).times(eqn.params.get("length", 1))
+
+
+def _of(timing: Timing) -> EquationTime:
+    if timing.stream is Stream.COMPUTE:
+        return EquationTime(compute_s=timing.seconds)
+    return EquationTime() if timing.stream.is_copy else EquationTime(network_s=timing.seconds)
+
+
+def _copy(eqn: Any, costs: CostModel) -> Timing:
+    """A ``device_put``: one that changes no memory is no work."""
+    pairs = list(zip(eqn.invars, eqn.outvars, strict=True))
+    to_host = sum(size_bytes(out) for operand, out in pairs if is_on_host(out) and not is_on_host(operand))
+    from_host = sum(size_bytes(out) for operand, out in pairs if is_on_host(operand) and not is_on_host(out))
+    if to_host:
+        return Timing(Stream.TO_HOST, costs.copy_s(to_host, Direction.TO_HOST), "copy", to_host)
+    if from_host:
+        return Timing(Stream.FROM_HOST, costs.copy_s(from_host, Direction.FROM_HOST), "copy", from_host)
+    return Timing(Stream.COMPUTE, 0.0, "copy")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jax_deepcompile.costs.memory import MemoryUse
-from jax_deepcompile.costs.operation import Stream
+from jax_deepcompile.costs.operation import Stream, Timing
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,24 @@ class Totals:
     gathered_bytes: int = 0
     reduced_bytes: int = 0
 
+    @classmethod
+    def of(cls, timing: Timing) -> Totals:
+        """Of one operation, but for what is waited for."""
+        if timing.stream is Stream.COMPUTE:
+            return cls(compute_s=timing.seconds)
+        if timing.stream.is_copy:
+            return cls(copy_s=timing.seconds)
+        gathered = timing.bytes if timing.kind == "all-gather" else 0
+        reduced = timing.bytes if timing.kind in ("reduce-scatter", "all-reduce") else 0
+        return cls(communication_s=timing.seconds, gathered_bytes=gathered, reduced_bytes=reduced)
+
+    @classmethod
+    def of_wait(cls, stream: Stream, waited_s: float) -> Totals:
+        """Of the compute stream's wait for an operation on ``stream``."""
+        if stream is Stream.COMPUTE:
+            return cls()
+        return cls(exposed_copy_s=waited_s) if stream.is_copy else cls(exposed_communication_s=waited_s)
+
     def plus(self, other: Totals, times: int = 1) -> Totals:
         """The sum of this and ``times`` the other."""
         return Totals(**{name: mine + times * getattr(other, name) for name, mine in vars(self).items()})
@@ -47,6 +65,8 @@ class Event:
       trips: how often it runs in a step.
       op_name: the path of modules and primitives it came from.
       source: the user's ``file:line``.
+      kind: its opcode, without ``-start``.
+      sent_bytes: of a collective: what one device sends to others each time, in a ring.
     """
 
     stream: Stream
@@ -56,6 +76,8 @@ class Event:
     trips: int = 1
     op_name: str = ""
     source: str = ""
+    kind: str = ""
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +91,8 @@ class Loop:
       is_counted: whether the program says so; if not, one trip is assumed.
       trip_s: of one trip.
       trip: sums over one trip.
+      executions: how often the loop itself runs in a step.
+      is_innermost: whether no other loop is in it.
     """
 
     name: str
@@ -77,6 +101,13 @@ class Loop:
     is_counted: bool
     trip_s: float
     trip: Totals
+    executions: int = 1
+    is_innermost: bool = True
+
+    @property
+    def hideable_s(self) -> float:
+        """What a trip takes longer than its busiest stream: a better schedule of the same operations may save it."""
+        return max(0.0, self.trip_s - max(self.trip.compute_s, self.trip.communication_s, self.trip.copy_s))
 
 
 @dataclass(frozen=True)
@@ -126,6 +157,11 @@ class Simulation:
         return self.totals.reduced_bytes
 
     @property
+    def sent_bytes(self) -> int:
+        """What one device sends to others in a step, every collective done as a ring."""
+        return sum(event.trips * event.sent_bytes for event in self.timeline)
+
+    @property
     def peak_bytes(self) -> int:
         return self.memory.peak_bytes
 
@@ -140,6 +176,12 @@ class Simulation:
     def bound_s(self) -> float:
         """What no schedule of the same operations beats: the busiest stream alone."""
         return max(self.compute_s, self.communication_s)
+
+    @property
+    def attainable_s(self) -> float:
+        """What the step takes once innermost loops are scheduled so that their busiest stream is never idle."""
+        inner = (loop for loop in self.loops if loop.is_innermost)
+        return self.step_s - sum(loop.executions * loop.trip_count * loop.hideable_s for loop in inner)
 
     def __str__(self) -> str:
         return (

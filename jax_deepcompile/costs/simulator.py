@@ -90,7 +90,7 @@ class _Player:
         timing = timing_of(self.module, computation, instruction, self.costs)
         begin_s = max(run.now_s, run.free_s.get(timing.stream, 0.0))
         end_s = begin_s + timing.seconds
-        run.totals = run.totals.plus(_totals(timing))
+        run.totals = run.totals.plus(Totals.of(timing))
         self._record(instruction, timing, begin_s, run)
         if timing.stream is Stream.COMPUTE:
             run.now_s = end_s
@@ -102,7 +102,7 @@ class _Player:
 
     def _end(self, timing: Timing, end_s: float, run: _Run) -> None:
         """Holds the compute stream until ``end_s``."""
-        run.totals = run.totals.plus(_exposed(timing, max(0.0, end_s - run.now_s)))
+        run.totals = run.totals.plus(Totals.of_wait(timing.stream, max(0.0, end_s - run.now_s)))
         run.now_s = max(run.now_s, end_s)
 
     def _wait(self, computation: Computation, done: Instruction, run: _Run) -> None:
@@ -129,7 +129,10 @@ class _Player:
             steady = self.play(body, _Run(began_s, dict(first.free_s), {}, left, trips * run.trips))
             left = self._under_way(body, body.root, steady)
         trip_s = steady.now_s - began_s
-        self.loops.append(Loop(loop.name, loop.op_name, trips, counted is not None, trip_s, steady.totals))
+        innermost = len(self.loops) == loops
+        self.loops.append(
+            Loop(loop.name, loop.op_name, trips, counted is not None, trip_s, steady.totals, run.trips, innermost)
+        )
         run.totals = run.totals.plus(first.totals).plus(steady.totals, trips - 1)
         run.now_s = first.now_s + (trips - 1) * trip_s
         delay_s = run.now_s - steady.now_s
@@ -172,6 +175,8 @@ class _Player:
                 run.trips,
                 instruction.op_name,
                 self.module.source(instruction),
+                timing.kind,
+                timing.sent_bytes,
             )
         )
 
@@ -186,19 +191,3 @@ def _origin(computation: Computation, instruction: Instruction) -> Instruction:
             instruction = source
         else:
             return instruction
-
-
-def _totals(timing: Timing) -> Totals:
-    if timing.stream is Stream.COMPUTE:
-        return Totals(compute_s=timing.seconds)
-    if timing.stream.is_copy:
-        return Totals(copy_s=timing.seconds)
-    gathered = timing.bytes if timing.kind == "all-gather" else 0
-    reduced = timing.bytes if timing.kind in ("reduce-scatter", "all-reduce") else 0
-    return Totals(communication_s=timing.seconds, gathered_bytes=gathered, reduced_bytes=reduced)
-
-
-def _exposed(timing: Timing, waited_s: float) -> Totals:
-    if timing.stream.is_copy:
-        return Totals(exposed_copy_s=waited_s)
-    return Totals(exposed_communication_s=waited_s)

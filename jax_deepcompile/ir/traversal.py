@@ -45,6 +45,17 @@ def nested_jaxprs(eqn: jex.JaxprEqn) -> list:
     return found
 
 
+def bodies(eqn: jex.JaxprEqn) -> list:
+    """The jaxprs that ``eqn`` runs on whole values; not those that say how a scatter joins two elements."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "while":
+        return [params["cond_jaxpr"], params["body_jaxpr"]]
+    if name == "cond":
+        return list(params["branches"])
+    key = "jaxpr" if name in ("scan", "shard_map") else _CALLED.get(name)
+    return [params[key]] if key in params else []
+
+
 def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """``closed`` with every call replaced by the equations of what it calls, inside loops and branches too.
 

@@ -42,6 +42,10 @@ class Environment:
     costs: CostModel
     limit_bytes: int | None
 
+    def expected_s(self, trial: Trial) -> float:
+        """The step a plan will take once it is scheduled: XLA:GPU is told latencies last, when all else is decided."""
+        return trial.simulation.attainable_s if self.platform == "cuda" else trial.prediction.step_s
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -103,7 +107,10 @@ def run_passes(base: Program, environment: Environment, passes: Sequence[Pass], 
             records += tried
             if best is taken[-1]:
                 break
+            gained = 1 - environment.expected_s(best) / environment.expected_s(taken[-1])
             taken.append(best)
+            if gained < _WORTH_ANOTHER:
+                break
     now, tried = _scheduled(taken, environment)
     records += tried
     if environment.limit_bytes is not None and not _fits(now, environment):
@@ -117,14 +124,36 @@ def run_passes(base: Program, environment: Environment, passes: Sequence[Pass], 
 _ROUNDS = 3
 """How often a pass that gained is asked again, now that the truth about its last proposal is known."""
 
+_WORTH_ANOTHER = 0.003
+"""The share of a step that it must have gained for that."""
+
 
 def _best_proposal(step: Pass, base: Program, now: Trial, environment: Environment) -> tuple[Trial, list[Record]]:
-    best, records = now, []
     proposals = [each for each in step.propose(base, now, environment) if each.plan != now.plan]
     trials = _side_by_side([partial(attempt, base, each.plan, environment) for each in proposals])
-    for proposal, (trial, wall_s) in zip(proposals, trials, strict=True):
-        best, record = _compared(step.name, proposal.decision, best, trial, wall_s, environment)
-        records.append(record)
+    return _best_trial(
+        step.name, now, trials, [each.decision for each in proposals], environment.expected_s, environment
+    )
+
+
+def _best_trial(
+    name: str,
+    now: Trial,
+    trials: Sequence[tuple[Trial, float]],
+    decisions: Sequence[str],
+    seconds: Callable[[Trial], float],
+    environment: Environment,
+) -> tuple[Trial, list[Record]]:
+    """The best of ``now`` and the trials by ``seconds``, and what became of each trial."""
+    best = now
+    for trial, _ in trials:
+        best = best if _objection(trial, best, environment, seconds) else trial
+    records = []
+    for (trial, wall_s), decision in zip(trials, decisions, strict=True):
+        change = f"{seconds(now):.4g} s to {seconds(trial):.4g} s"
+        objection = "" if trial is best else _objection(trial, best, environment, seconds)
+        reason = objection or change
+        records.append(Record(name, decision, now.prediction, trial.prediction, trial is best, reason, wall_s))
     return best, records
 
 
@@ -132,25 +161,27 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
     """Where communication stays exposed: compiled again, with XLA told the simulated times to schedule by.
 
     A schedule that hides more may need more memory. So XLA is also held to the limit more strictly; and if that is not
-    enough, the plans that were taken before the last one are scheduled, until one fits.
+    enough, or does not hide what it might, the plans that were taken before the last one are scheduled too.
 
     Args:
       taken: what was taken so far, the last one being the best.
       environment: what it is for.
     """
-    best, records = taken[-1], []
-    expected = best.prediction
+    records: list[Record] = []
+    best = min((trial for trial in taken if _fits(trial, environment)), key=_step_s, default=taken[-1])
+    expected = taken[-1].prediction
     if environment.platform != "cuda" or expected.exposed_s < _NOTABLE * expected.step_s:
         return best, records
     for trial in taken[: -_ROUNDS - 1 : -1]:
+        hoped_s = (1 + _NOTABLE) * trial.simulation.attainable_s
+        if trial is not taken[-1] and _fits(best, environment) and hoped_s >= _step_s(best):
+            continue
         plan = trial.plan.replace(latencies=_latencies(trial.simulation))
         plans = list(dict.fromkeys((plan, plan.replace(options=strictly_limited(dict(plan.options))))))
         told = _side_by_side([partial(_compiled, trial.program, trial.lowered, each, environment) for each in plans])
-        for (each, wall_s), decision in zip(told, ("XLA is told latencies", "and held to the limit"), strict=False):
-            best, record = _compared("schedule", decision, best, each, wall_s, environment)
-            records.append(record)
-        if any(_fits(each, environment) for each, _ in told):
-            break
+        decisions = ("XLA is told latencies", "and held to the limit")[: len(told)]
+        best, tried = _best_trial("schedule", best, told, decisions, _step_s, environment)
+        records += tried
     return best, records
 
 
@@ -165,17 +196,8 @@ def _side_by_side(trials: Sequence[Callable[[], Trial]]) -> list[tuple[Trial, fl
         return list(pool.map(timed, trials))
 
 
-_NOTABLE = 0.01
-"""The share of a step that must be exposed communication before another compilation is spent on its schedule."""
-
-
-def _compared(
-    name: str, decision: str, best: Trial, trial: Trial, wall_s: float, environment: Environment
-) -> tuple[Trial, Record]:
-    reason = _objection(trial, best, environment)
-    change = reason or f"{best.prediction.step_s:.4g} s to {trial.prediction.step_s:.4g} s"
-    record = Record(name, decision, best.prediction, trial.prediction, not reason, change, wall_s)
-    return best if reason else trial, record
+_NOTABLE = 0.02
+"""The share of a step that must be to gain before another compilation is spent on a schedule."""
 
 
 def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
@@ -207,7 +229,11 @@ def _latencies(simulation: Simulation) -> tuple[Latency, ...]:
     return tuple(Latency(name, round(microseconds, 3)) for name, microseconds in sorted(lasting.items()))
 
 
-def _objection(trial: Trial, best: Trial, environment: Environment) -> str:
+def _step_s(trial: Trial) -> float:
+    return trial.prediction.step_s
+
+
+def _objection(trial: Trial, best: Trial, environment: Environment, seconds: Callable[[Trial], float]) -> str:
     """Why ``trial`` does not replace ``best``; empty if it does."""
     peak, limit = trial.prediction.peak_bytes, environment.limit_bytes
     fits, best_fits = _fits(trial, environment), _fits(best, environment)
@@ -215,8 +241,8 @@ def _objection(trial: Trial, best: Trial, environment: Environment) -> str:
         return f"takes {peak / 2**30:.1f} GiB of {(limit or 0) / 2**30:.1f}"
     if fits and not best_fits:
         return ""
-    if trial.prediction.step_s >= best.prediction.step_s:
-        return f"no faster: {trial.prediction.step_s:.4g} s against {best.prediction.step_s:.4g} s"
+    if seconds(trial) >= seconds(best):
+        return f"no faster: {seconds(trial):.4g} s against {seconds(best):.4g} s"
     return ""
 
 

@@ -17,6 +17,7 @@ from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import KeptGathers, Plan
 from jax_deepcompile.planning.stacks import (
     Stack,
+    enough_bytes,
     handing_over,
     most_bytes,
     repeated_stacks,
@@ -85,17 +86,35 @@ class Unshard:
             plan = now.plan.replace(stacks=with_gathers(now.plan.stacks, stacks))
             yield Proposal(keep_over_loops(base, plan, environment), _every_layer(stacks))
             return
-        stacks = most_bytes(turning_stacks(base, environment, now.plan, pairs), free_bytes)
-        if stacks:
-            yield Proposal(now.plan.replace(handed_over=handing_over(stacks)), _every_layer(stacks))
+        waiting_bytes = _waiting_bytes(now)
+        if not waiting_bytes:
+            return
+        turning = turning_stacks(base, environment, now.plan, pairs)
+        choices = (most_bytes(turning, free_bytes), enough_bytes(turning, min(waiting_bytes, free_bytes)))
+        for stacks in dict.fromkeys(map(tuple, choices)):
+            if stacks and sum(stack.size_bytes for stack in stacks) <= free_bytes:
+                yield Proposal(now.plan.replace(handed_over=handing_over(stacks)), _every_layer(stacks))
+        if any(choices) or not now.plan.loops:
+            return
         surely = int(free_bytes // (_ROOM * per_layer))
         longest = max(forward.length for forward, _ in pairs)
         already = kept_layers(now.plan, pairs)
-        for more in dict.fromkeys((int(_HOPE * surely),) if stacks else (surely, int(_HOPE * surely))):
+        for more in dict.fromkeys((surely, int(_HOPE * surely))):
             layers = min(already + more, longest - 1)
             if layers > already:
                 plan = keep_over_loops(base, keep_layers(now.plan, pairs, layers), environment)
                 yield Proposal(plan, f"{layers} of {longest} layers stay gathered, {per_layer / 2**30:.2f} GiB each")
+
+
+def _waiting_bytes(now: Trial) -> int:
+    """What loops that gather and reduce would have to gather less, for the network not to take longer than compute."""
+    total = 0.0
+    for loop in now.simulation.loops:
+        trip, waits_s = loop.trip, loop.trip.communication_s - loop.trip.compute_s
+        if loop.is_innermost and trip.reduced_bytes and trip.gathered_bytes and waits_s > 0:
+            bytes_per_s = (trip.gathered_bytes + trip.reduced_bytes) / trip.communication_s
+            total += loop.executions * loop.trip_count * min(waits_s * bytes_per_s, trip.gathered_bytes)
+    return int(total)
 
 
 def _gathered_again(program: Program, pairs: Sequence[tuple[Loop, Loop]]) -> int:
@@ -165,9 +184,12 @@ def gathered_bytes(loop: Loop) -> int:
 
 
 def layer_stacks(program: Program, plan: Plan) -> list[tuple[Loop, Loop]]:
-    """Pairs of pipelined loops, forward and backward, over the same layers: same scope, same length, opposite ways."""
+    """Pairs of loops, forward and backward, over the same layers: same scope, same length, opposite ways.
+
+    Only those that gather ahead, if the plan pipelines any.
+    """
     wanted = {schedule.loop for schedule in plan.loops if schedule.prefetch_layers}
-    loops = [loop for loop in find_loops(program.jaxpr) if loop.name in wanted]
+    loops = [loop for loop in find_loops(program.jaxpr) if loop.name in wanted or not plan.loops]
     pairs, taken = [], set()
     for forward in loops:
         for backward in loops:

@@ -81,7 +81,7 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes)
         return Planned(apply_plan(program, mesh, wishes.plan), wishes.plan, environment.limit_bytes, "given")
     passes = _passes(environment, wishes)
     if not passes and wishes.memory_limit is None:
-        beside = "collectives here do not run beside compute"
+        beside = "there is one device" if mesh.size == 1 else "collectives here do not run beside compute"
         asked = beside if wishes.passes is None else "no passes were asked for"
         return Planned(program, Plan(""), None, f"nothing to hide: {asked}")
     mark = _fingerprint(program, mesh)
@@ -121,7 +121,7 @@ def _costs(mesh: Mesh, hardware: Hardware, profile: Profile | None) -> CostModel
 def _passes(environment: Environment, wishes: Wishes) -> tuple[Pass, ...]:
     if wishes.passes is not None:
         return tuple(wishes.passes)
-    return DEFAULT_PASSES if environment.platform == "cuda" else ()
+    return DEFAULT_PASSES if environment.platform == "cuda" and environment.mesh.size > 1 else ()
 
 
 def _keep_executables(cache: PlanCache, mesh: Mesh) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -114,11 +114,8 @@ def handing_over(stacks: Iterable[Stack]) -> tuple[HandOver, ...]:
     return tuple(HandOver(*names, tuple(sorted(indices))) for names, indices in shared.items())
 
 
-def most_bytes(stacks: list[Stack], free_bytes: int) -> list[Stack]:
-    """The stacks that together come closest to ``free_bytes`` from below.
-
-    Every byte that is not gathered saves the same time. Among many stacks, the largest that fit.
-    """
+def most_bytes(stacks: Sequence[Stack], free_bytes: int) -> list[Stack]:
+    """The stacks that together come closest to ``free_bytes`` from below. Among many stacks, the largest that fit."""
     if len(stacks) > _TRY_ALL:
         chosen = []
         for stack in sorted(stacks, key=lambda stack: -stack.size_bytes):
@@ -126,9 +123,28 @@ def most_bytes(stacks: list[Stack], free_bytes: int) -> list[Stack]:
                 chosen.append(stack)
                 free_bytes -= stack.size_bytes
         return chosen
-    every = (list(some) for count in range(len(stacks) + 1) for some in combinations(stacks, count))
-    fitting = (some for some in every if sum(stack.size_bytes for stack in some) <= free_bytes)
-    return max(fitting, key=lambda some: sum(stack.size_bytes for stack in some), default=[])
+    fitting = (some for some in _subsets(stacks) if _total_bytes(some) <= free_bytes)
+    return max(fitting, key=_total_bytes, default=[])
+
+
+def enough_bytes(stacks: Sequence[Stack], wanted_bytes: int) -> list[Stack]:
+    """The stacks that together come closest to ``wanted_bytes`` from above. Among many, the largest until enough."""
+    if len(stacks) > _TRY_ALL:
+        chosen = []
+        for stack in sorted(stacks, key=lambda stack: -stack.size_bytes):
+            if _total_bytes(chosen) < wanted_bytes:
+                chosen.append(stack)
+        return chosen
+    enough = (some for some in _subsets(stacks) if _total_bytes(some) >= wanted_bytes)
+    return min(enough, key=_total_bytes, default=list(stacks))
+
+
+def _subsets(stacks: Sequence[Stack]) -> Iterator[list[Stack]]:
+    return (list(some) for count in range(len(stacks) + 1) for some in combinations(stacks, count))
+
+
+def _total_bytes(stacks: Iterable[Stack]) -> int:
+    return sum(stack.size_bytes for stack in stacks)
 
 
 _TRY_ALL = 14

@@ -132,7 +132,7 @@ def test_double_buffering_halves_the_trips():
     once, twice = simulated("llama").loops, simulated("llama", double_buffered=True).loops
     assert [loop.trip_count for loop in twice] == [loop.trip_count // 2 for loop in once]
     for one, two in zip(once, twice, strict=True):
-        assert two.trip.compute_s == pytest.approx(2 * one.trip.compute_s, rel=0.05)
+        assert two.trip.compute_s == pytest.approx(2 * one.trip.compute_s, rel=0.1)
     assert simulated("llama", double_buffered=True).gathered_bytes == simulated("llama").gathered_bytes
 
 

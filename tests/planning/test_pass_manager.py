@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -43,7 +44,8 @@ def try_passes(monkeypatch) -> Callable[..., Trial]:
     def made_up(base, plan, environment):
         step_s, peak = TAKES[plan]
         nothing: Any = None
-        return Trial(plan, base, nothing, nothing, Prediction(step_s, step_s, 0.0, 0.0, peak), 10)
+        simulation: Any = SimpleNamespace(attainable_s=step_s)
+        return Trial(plan, base, nothing, simulation, Prediction(step_s, step_s, 0.0, 0.0, peak), 10)
 
     def run(*passes, limit=None, start=START) -> Trial:
         return run_passes(program, Environment(mesh, "cuda", CostModel(), limit), passes, start)

@@ -1,0 +1,55 @@
+"""``deepcompile bench`` behind its parser."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.values import nearest_name
+
+
+def run(name: str | None, *, out: Path | None, rows: Sequence[int], resume: bool, list_only: bool) -> int:
+    """Measures a benchmark; returns the exit code, 2 after one line about a mistake of the user's."""
+    from experiments.bench.configs import BENCHMARKS
+
+    if list_only:
+        for each, benchmark in BENCHMARKS.items():
+            print(f"{each:<20}{benchmark.title} ({len(benchmark.workloads)} rows)")
+        return 0
+    if name is None:
+        return _mistake(f"say which benchmark: {', '.join(BENCHMARKS)}")
+    if name not in BENCHMARKS:
+        nearest = nearest_name(name, BENCHMARKS)
+        return _mistake(f"there is no benchmark {name}" + (f"; the nearest is {nearest}" if nearest else ""))
+    count = len(BENCHMARKS[name].workloads)
+    wrong = [row for row in rows if not 0 <= row < count]
+    if wrong:
+        return _mistake(f"{name} has no row {wrong[0]}: its rows are 0 to {count - 1}")
+    if resume and out is None:
+        return _mistake("say which results to go on with: --out FILE")
+    _measure(name, out, rows or range(count), resume)
+    return 0
+
+
+def _measure(name: str, out: Path | None, rows: Sequence[int], resume: bool) -> None:
+    from experiments.bench.configs import BENCHMARKS
+    from experiments.bench.rows import load, measure
+    from experiments.bench.table import table
+
+    benchmark, results = BENCHMARKS[name], None
+    for results in measure(name, benchmark, rows, load(out, name) if out is not None and resume else None):
+        latest = results.results[-1]
+        step = f"{latest.figures.step_s:.3f} s" if latest.figures is not None else "does not fit"
+        print(f"{latest.workload.model} {latest.system}: {step}", file=sys.stderr, flush=True)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(results.to_json())
+            out.with_suffix(".md").write_text(table(results, benchmark))
+    if results is not None:
+        print(table(results, benchmark), end="")
+
+
+def _mistake(line: str) -> int:
+    print(f"deepcompile: {line}", file=sys.stderr)
+    return 2

@@ -1,0 +1,136 @@
+"""The benchmarks, by name: which workloads, on which systems."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from experiments.bench.systems import (
+    ALL,
+    FULLY_SHARDED,
+    JIT,
+    JIT_BY_HAND,
+    JIT_FLAGS,
+    PREFETCH,
+    UNSHARD,
+    System,
+)
+from experiments.bench.workload import Cluster, Workload
+
+
+@dataclass(frozen=True)
+class Published:
+    """Tokens a second and GPU that the DeepCompile paper published, on its own software and cluster of 32 H100s.
+
+    Attributes:
+      zero3: DeepSpeed ZeRO-3.
+      fsdp: PyTorch FSDP.
+      deepcompile: the paper's prefetching and selective unsharding.
+    """
+
+    zero3: int | None
+    fsdp: int | None
+    deepcompile: int
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A table.
+
+    Attributes:
+      title: what it shows.
+      workloads: its rows.
+      systems: of every row; the first is what the others are compared with.
+      memory_limit: a GPU's, where planning has one to keep.
+      published: the paper's figures for a workload.
+    """
+
+    title: str
+    workloads: tuple[Workload, ...]
+    systems: tuple[System, ...]
+    memory_limit: str = "72GiB"
+    published: Mapping[Workload, Published] | None = None
+
+
+_EVERY_PASS = (JIT, JIT_FLAGS, FULLY_SHARDED, PREFETCH, UNSHARD, ALL)
+
+_HEADLINE = (
+    Workload("llama3_70b", 512),
+    Workload("llama3_70b", 1024),
+    Workload("llama3_70b", 2048),
+    Workload("llama3_70b", 1024, batch=4),
+    Workload("llama3_70b", 1024, microbatches=16),
+    Workload("mixtral_8x7b", 2048),
+    Workload("mixtral_8x7b", 1024, microbatches=16),
+)
+
+_PUBLISHED = {
+    Workload("llama3_70b", 512): Published(225, 215, 251),
+    Workload("llama3_70b", 1024): Published(395, 371, 466),
+    Workload("llama3_70b", 2048): Published(564, 522, 646),
+    Workload("llama3_70b", 1024, batch=4): Published(729, 686, 837),
+    Workload("llama3_70b", 1024, microbatches=16): Published(426, None, 547),
+    Workload("mixtral_8x7b", 1024): Published(480, 570, 625),
+    Workload("mixtral_8x7b", 2048): Published(923, 991, 1101),
+    Workload("mixtral_8x7b", 2048, batch=4): Published(2318, 2335, 2479),
+    Workload("mixtral_8x7b", 1024, microbatches=16): Published(508, None, 780),
+}
+
+_ONE_CARD = Cluster(nics_per_node=1)
+
+
+def _paper(model: str) -> tuple[Workload, ...]:
+    """The paper's settings on both networks: batch, sequence, then accumulation."""
+    settings = [(sequence, batch, 1) for batch in (1, 2, 4) for sequence in (512, 1024, 2048)]
+    settings += [(1024, 1, count) for count in (2, 4, 8, 16)]
+    return tuple(
+        Workload(model, sequence, batch, count, cluster)
+        for cluster in (Cluster(), _ONE_CARD)
+        for sequence, batch, count in settings
+    )
+
+
+def _grid() -> tuple[Workload, ...]:
+    """Llama-3-70B, whose state eight H100s cannot hold: there it is the 8B model."""
+    return tuple(
+        Workload("llama3_8b" if nodes == 1 else "llama3_70b", sequence, 1, count, Cluster(nodes=nodes))
+        for nodes in (1, 4, 32)
+        for sequence in (512, 1024, 2048, 4096)
+        for count in (1, 4, 16)
+    )
+
+
+_NODES = (1, 2, 4, 8, 16, 32, 64, 128)
+_GLOBAL_BATCH = 1024
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "smoke": Benchmark(
+        "One row, to see that all works", (Workload("llama3_8b", 512, cluster=Cluster(nodes=1)),), (JIT, ALL)
+    ),
+    "headline": Benchmark(
+        "Llama-3-70B and Mixtral-8x7B on 32 H100s",
+        _HEADLINE,
+        (JIT, JIT_FLAGS, JIT_BY_HAND, FULLY_SHARDED, ALL),
+        published=_PUBLISHED,
+    ),
+    "paper_llama3_70b": Benchmark(
+        "Llama-3-70B in the settings of the DeepCompile paper", _paper("llama3_70b"), _EVERY_PASS, published=_PUBLISHED
+    ),
+    "paper_mixtral_8x7b": Benchmark(
+        "Mixtral-8x7B in the settings of the DeepCompile paper",
+        _paper("mixtral_8x7b"),
+        _EVERY_PASS,
+        published=_PUBLISHED,
+    ),
+    "grid": Benchmark("Llama-3 by GPUs, sequence and accumulation", _grid(), _EVERY_PASS),
+    "weak_scaling": Benchmark(
+        "Llama-3-70B, one example of 2048 tokens a GPU",
+        tuple(Workload("llama3_70b", 2048, cluster=Cluster(nodes=nodes)) for nodes in _NODES),
+        (JIT, JIT_FLAGS, ALL),
+    ),
+    "strong_scaling": Benchmark(
+        f"Llama-3-70B, {_GLOBAL_BATCH} examples of 2048 tokens a step",
+        tuple(Workload("llama3_70b", 2048, 1, _GLOBAL_BATCH // (8 * nodes), Cluster(nodes=nodes)) for nodes in _NODES),
+        (JIT, JIT_FLAGS, ALL),
+    ),
+}

@@ -1,0 +1,150 @@
+"""What trains a workload: ``jax.jit`` as users run it, and this package with some or all of its passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+import jax_deepcompile as deepcompile
+from experiments.bench.steps import MODELS, accumulated, training_step
+from experiments.bench.workload import Workload
+
+CUBLAS_GEMMS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+"""Without a GPU nothing can be autotuned; these make dots cuBLAS calls, as tuning does."""
+
+NVIDIA_FLAGS: Mapping[str, Any] = {
+    "xla_gpu_all_gather_combine_threshold_bytes": 1 << 30,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 30,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 << 20,
+    "xla_gpu_enable_pipelined_all_gather": True,
+    "xla_gpu_enable_pipelined_reduce_scatter": True,
+    "xla_gpu_enable_pipelined_all_reduce": True,
+    "xla_gpu_enable_while_loop_double_buffering": True,
+}
+"""The options NVIDIA recommends for JAX on GPUs (JAX-Toolbox, GPU performance)."""
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One system's step on one GPU.
+
+    Attributes:
+      step_s, compute_s, communication_s, exposed_s: simulated seconds.
+      sent_gib: what a GPU sends.
+      peak_gib: XLA's figure: arguments and temporaries.
+      simulated_peak_gib: the simulator's own.
+      compile_s: of the last compilation.
+      plan_s: partitioning and planning, all compilations of theirs included.
+      plan: its decisions, in words.
+    """
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    sent_gib: float
+    peak_gib: float
+    simulated_peak_gib: float
+    compile_s: float
+    plan_s: float = 0.0
+    plan: str = ""
+
+
+@dataclass(frozen=True)
+class Jit:
+    """``jax.jit`` with FSDP NamedShardings.
+
+    Attributes:
+      name: in the table.
+      by_hand: whether the user casts parameters to bfloat16 before the loss.
+      flags: XLA's, on top of its defaults.
+    """
+
+    name: str
+    by_hand: bool = False
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+    def measure(self, workload: Workload, mesh: Mesh, memory_limit: str) -> Figures:
+        gradients, state = MODELS[workload.model](self.by_hand)
+        plain = training_step(accumulated(gradients, workload.microbatches, mesh.size))
+        lowered = deepcompile.shard(plain, mesh, passes=()).lower_gspmd(state, tokens(workload, mesh))
+        began = time.perf_counter()
+        compiled = lowered.compile(compiler_options={**CUBLAS_GEMMS, **self.flags})
+        return figures(compiled, mesh, compile_s=time.perf_counter() - began)
+
+
+@dataclass(frozen=True)
+class Ours:
+    """``deepcompile.shard``.
+
+    Attributes:
+      name: in the table.
+      passes: that planning may use; None for all.
+    """
+
+    name: str
+    passes: tuple[Any, ...] | None
+
+    def measure(self, workload: Workload, mesh: Mesh, memory_limit: str) -> Figures:
+        gradients, state = MODELS[workload.model](False)
+        limit = memory_limit if self.passes != () else None
+        step = deepcompile.shard(
+            training_step(gradients),
+            mesh,
+            microbatches=workload.microbatches,
+            memory_limit=limit,
+            passes=self.passes,
+        )
+        began = time.perf_counter()
+        traced = step.trace(state, tokens(workload, mesh))
+        plan = traced.plan()
+        plan_s = time.perf_counter() - began
+        lowered = traced.lower()
+        began = time.perf_counter()
+        compiled = lowered.compile()
+        return figures(compiled, mesh, compile_s=time.perf_counter() - began, plan_s=plan_s, plan=str(plan))
+
+
+System = Jit | Ours
+
+JIT = Jit("jit")
+JIT_FLAGS = Jit("jit + flags", flags=NVIDIA_FLAGS)
+JIT_BY_HAND = Jit("jit, bf16 gathers", by_hand=True, flags=NVIDIA_FLAGS)
+FULLY_SHARDED = Ours("fully sharded", ())
+PREFETCH = Ours(
+    "+ prefetch", (deepcompile.PipelineLoops(), deepcompile.BucketCollectives(), deepcompile.PrefetchGathers())
+)
+UNSHARD = Ours("+ unshard", (deepcompile.Unshard(), deepcompile.UnshardStraightLine()))
+ALL = Ours("all", None)
+
+
+def tokens(workload: Workload, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """The global batch, one token more than is predicted."""
+    examples = mesh.size * workload.batch * workload.microbatches
+    return jax.ShapeDtypeStruct((examples, workload.sequence + 1), jnp.int32)
+
+
+def figures(compiled: Any, mesh: Mesh, compile_s: float, plan_s: float = 0.0, plan: str = "") -> Figures:
+    """The figures of a compiled step."""
+    simulation, memory = deepcompile.simulate(compiled, mesh), compiled.memory_analysis()
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return Figures(
+        step_s=simulation.step_s,
+        compute_s=simulation.compute_s,
+        communication_s=simulation.communication_s,
+        exposed_s=simulation.exposed_communication_s,
+        sent_gib=simulation.sent_bytes / GIB,
+        peak_gib=(memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes) / GIB,
+        simulated_peak_gib=simulation.peak_bytes / GIB,
+        compile_s=compile_s,
+        plan_s=plan_s,
+        plan=plan,
+    )

@@ -1,0 +1,66 @@
+"""What a row of a benchmark trains, and on which GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.sharding import Mesh
+
+import jax_deepcompile as deepcompile
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """GPUs that are not here.
+
+    Attributes:
+      gpu: ``h100`` or ``h200``.
+      nodes: machines.
+      gpus_per_node: GPUs in each.
+      nics_per_node: network cards in each.
+      nic_gbps: speed of each card, in Gbit/s.
+    """
+
+    gpu: str = "h100"
+    nodes: int = 4
+    gpus_per_node: int = 8
+    nics_per_node: int = 8
+    nic_gbps: float = 400.0
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def network(self) -> str:
+        return f"{self.nics_per_node} x {self.nic_gbps:g} Gb/s"
+
+    def make_mesh(self) -> Mesh:
+        """All GPUs along one axis "fsdp"."""
+        make = getattr(deepcompile.targets, self.gpu)
+        target = make(self.nodes, self.gpus_per_node, nics_per_node=self.nics_per_node, nic_gbps=self.nic_gbps)
+        return target.make_mesh((self.gpus,), ("fsdp",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What one row trains.
+
+    Attributes:
+      model: a name in ``experiments.bench.steps.MODELS``.
+      sequence: tokens an example.
+      batch: examples a GPU and microbatch.
+      microbatches: over which gradients are accumulated.
+      cluster: the GPUs.
+    """
+
+    model: str
+    sequence: int
+    batch: int = 1
+    microbatches: int = 1
+    cluster: Cluster = Cluster()
+
+    @property
+    def tokens_per_gpu(self) -> int:
+        """Trained in a step."""
+        return self.sequence * self.batch * self.microbatches

@@ -1,0 +1,5 @@
+"""What one GPU does, measured in minutes, beside what the cost model says of it: ``deepcompile bench --suite gpu``."""
+
+from experiments.gpu_suite.suite import run
+
+__all__ = ["run"]

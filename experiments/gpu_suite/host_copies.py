@@ -1,0 +1,92 @@
+"""Copies between device memory and pinned host memory: alone, and beside matrix products in one program."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+
+from experiments.gpu_suite.cases import Deadline, Row, attempted, until
+from experiments.gpu_suite.sizes import Effort, Sizes
+from experiments.gpu_suite.timing import seconds_a_call
+
+TARGETS = {"to host": jax.memory.Space.Host, "from host": jax.memory.Space.Device}
+"""Where a copy goes, by direction."""
+
+
+def parts(sizes: Sizes) -> tuple[str, ...]:
+    return ("",)
+
+
+def rows(sizes: Sizes, part: str, deadline: Deadline) -> Iterator[Row]:
+    """``direction size_bytes how``, and ``seconds bytes_per_s`` of a copy alone or what ``_beside_products`` says."""
+    overlap_bytes = sizes.host_copies.overlap_bytes
+    cases = [
+        {"direction": direction, "size_bytes": size_bytes, "how": "alone"}
+        for size_bytes in sizes.host_copies.sizes_bytes
+        for direction in TARGETS
+    ]
+    beside = [{"direction": name, "size_bytes": overlap_bytes, "how": "beside products"} for name in TARGETS]
+    for case in until(deadline, [*beside, *cases]):
+        measure = _alone if case["how"] == "alone" else _beside_products
+        yield attempted(case, lambda case=case, measure=measure: measure(case, sizes))
+
+
+def _alone(case: Row, sizes: Sizes) -> Row:
+    """By ``jax.device_put``; the first copy, which allocates, does not count."""
+    original, target = _original(case)
+    seconds = [_copy_s(original, target) for _ in range(sizes.effort.samples + 1)]
+    median_s = statistics.median(seconds[1:])
+    return {"seconds": median_s, "bytes_per_s": case["size_bytes"] / median_s}
+
+
+def _beside_products(case: Row, sizes: Sizes) -> Row:
+    """``hidden`` is the part of the shorter one that the two together do not take longer than the longer one."""
+    original, _ = _original(case)
+    wanted, size = sizes.host_copies, sizes.host_copies.product_size
+    # Scaled to keep the size of its values through any number of products.
+    factor = (jax.random.normal(jax.random.key(0), (size, size)) / size**0.5).astype(jnp.bfloat16)
+    space = TARGETS[case["direction"]]
+
+    def copy(x, factor):
+        return jax.device_put(x, space)
+
+    def multiply(x, factor):
+        product = factor
+        for _ in range(wanted.products):
+            product = product @ factor
+        return product
+
+    def both(x, factor):
+        return copy(x, factor), multiply(x, factor)
+
+    copy_s, products_s, together_s = (
+        _program_s(run, (original, factor), sizes.effort) for run in (copy, multiply, both)
+    )
+    hidden = (copy_s + products_s - together_s) / min(copy_s, products_s)
+    return {"seconds": copy_s, "products_s": products_s, "together_s": together_s, "hidden": hidden}
+
+
+def _program_s(function: Callable, args: tuple, effort: Effort) -> float:
+    return seconds_a_call(jax.jit(function), args, effort)
+
+
+def _original(case: Row) -> tuple[jax.Array, Sharding]:
+    """What is to be copied, and where to."""
+    on_device = jnp.ones(case["size_bytes"] // 4, jnp.float32)
+    device, host = on_device.sharding, on_device.sharding.with_memory_kind("pinned_host")
+    if case["direction"] == "to host":
+        return jax.block_until_ready(on_device), host
+    return jax.block_until_ready(jax.device_put(on_device, host)), device
+
+
+def _copy_s(original: jax.Array, target: Sharding) -> float:
+    start = time.perf_counter()
+    copied = jax.block_until_ready(jax.device_put(original, target))
+    seconds = time.perf_counter() - start
+    copied.delete()
+    return seconds

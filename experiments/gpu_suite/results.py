@@ -1,0 +1,116 @@
+"""What a run of the suite found, as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from experiments.gpu_suite.cases import Row
+
+FORMAT = 1
+"""Of the JSON text."""
+
+
+class Status(StrEnum):
+    """How far a section got."""
+
+    COMPLETE = "complete"
+    PARTIAL = "partial"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class SectionResult:
+    """One section.
+
+    Attributes:
+      name: of the section.
+      rows: its results; a row with an ``error`` is a case that failed.
+      error: what ended it before all was done, in words; empty if nothing did.
+      seconds: it took.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    error: str
+    seconds: float
+
+    @property
+    def measured(self) -> tuple[Row, ...]:
+        """The rows without an error."""
+        return tuple(row for row in self.rows if "error" not in row)
+
+    @property
+    def status(self) -> Status:
+        if not self.measured:
+            return Status.FAILED
+        return Status.PARTIAL if self.error or len(self.measured) < len(self.rows) else Status.COMPLETE
+
+
+@dataclass(frozen=True)
+class Results:
+    """A run of the suite.
+
+    Attributes:
+      date: it was begun, such as ``2026-11-21``.
+      device_kind: as JAX names it.
+      versions: by name, of what was measured with.
+      sizes: name of what was measured, ``full`` or ``tiny``.
+      sections: in order.
+    """
+
+    date: str
+    device_kind: str
+    versions: Mapping[str, str]
+    sizes: str
+    sections: tuple[SectionResult, ...] = ()
+
+    def section(self, name: str) -> SectionResult:
+        """The section of that name; an empty one if it did not run."""
+        empty = SectionResult(name, (), "it did not run", 0.0)
+        return next((section for section in self.sections if section.name == name), empty)
+
+    def with_section(self, section: SectionResult) -> Results:
+        return dataclasses.replace(self, sections=(*self.sections, section))
+
+    def to_json(self) -> str:
+        data = dataclasses.asdict(self)
+        for section, entry in zip(self.sections, data["sections"], strict=True):
+            entry["status"] = section.status
+        return json.dumps({"format": FORMAT} | data, allow_nan=False, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Results:
+        """Raises ``ValueError`` for a text of another format."""
+        data: dict[str, Any] = json.loads(text)
+        if data.get("format") != FORMAT:
+            raise ValueError(f"results of format {data.get('format')}, and this version reads format {FORMAT}")
+        sections = tuple(_section(entry) for entry in data["sections"])
+        return cls(data["date"], data["device_kind"], data["versions"], data["sizes"], sections)
+
+    def write(self, path: Path) -> None:
+        write_whole(path, self.to_json() + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Never leaves half a file: a run may be ended while it writes."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+def section_of(name: str, lines: Sequence[Mapping[str, Any]], problems: Sequence[str], seconds: float) -> SectionResult:
+    """A section from what its workers wrote, ``row`` or ``error`` each, and how they ended."""
+    errors = [str(line["error"]) for line in lines if "error" in line]
+    rows = tuple(line["row"] for line in lines if "row" in line)
+    return SectionResult(name, rows, "; ".join([*errors, *filter(None, problems)]), seconds)
+
+
+def _section(entry: Mapping[str, Any]) -> SectionResult:
+    return SectionResult(entry["name"], tuple(entry["rows"]), entry["error"], entry["seconds"])

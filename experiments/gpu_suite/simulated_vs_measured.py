@@ -1,0 +1,95 @@
+"""Whole train steps on one device: measured, simulated, and their memory.
+
+Each workload is a part, run in a process of its own: the allocator keeps one high-water mark a process.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+import jax_deepcompile as deepcompile
+from experiments.gpu_suite.cases import Deadline, Row, attempted, until
+from experiments.gpu_suite.meshes import one_device_mesh
+from experiments.gpu_suite.sizes import Sizes, StepSizes
+from experiments.gpu_suite.workloads import Training, training
+
+
+def parts(sizes: Sizes) -> tuple[str, ...]:
+    return sizes.steps.workloads
+
+
+def rows(sizes: Sizes, part: str, deadline: Deadline) -> Iterator[Row]:
+    """``workload system``, ``step_s simulated_s simulated_over_measured``, bytes and compile seconds.
+
+    The sharded step comes first, so that the allocator's high-water mark is its own; the figure of ``jit`` has none.
+    """
+    work = training(part)
+    for system in until(deadline, ("shard", "jit")):
+        run = _sharded if system == "shard" else _jitted
+        yield attempted({"workload": part, "system": system}, lambda run=run: run(work, sizes.steps))
+
+
+def _sharded(work: Training, sizes: StepSizes) -> Row:
+    """On one device there is nothing to plan, and planning would only compile the step once more."""
+    mesh = one_device_mesh()
+    step = deepcompile.shard(work.step, mesh, passes=())
+    state, batch = step.init(work.create), jax.device_put(work.batch, mesh.devices.flat[0])
+    begun = time.perf_counter()
+    compiled = step.lower(state, batch).compile()  # the arrays themselves, or the call would compile it again
+    compile_s = time.perf_counter() - begun
+    figures = _run(step, state, batch, sizes)
+    stats = mesh.devices.flat[0].memory_stats() or {}
+    peak = {"allocator_peak_bytes": stats.get("peak_bytes_in_use"), "compile_s": compile_s}
+    return figures | _judged(compiled, mesh, figures["step_s"]) | peak
+
+
+def _jitted(work: Training, sizes: StepSizes) -> Row:
+    mesh = one_device_mesh()
+    step = jax.jit(work.step, donate_argnums=0)
+    batch = jax.device_put(work.batch, mesh.devices.flat[0])
+    begun = time.perf_counter()
+    compiled = step.lower(jax.eval_shape(work.create), batch).compile()
+    compile_s = time.perf_counter() - begun
+    figures = _run(step, jax.jit(work.create)(), batch, sizes)
+    return figures | _judged(compiled, mesh, figures["step_s"]) | {"compile_s": compile_s}
+
+
+def _run(step: Callable, state: Any, batch: Any, sizes: StepSizes) -> Row:
+    """Median seconds of a step among several in a row, and the loss of the first, which does not count."""
+    state, loss = jax.block_until_ready(step(state, batch))
+    state, loop_s = _sample(step, state, batch, 2)
+    steps = max(1, math.ceil(sizes.sample_s / loop_s))
+    seconds = []
+    for _ in range(sizes.samples):
+        state, step_s = _sample(step, state, batch, steps)
+        seconds.append(step_s)
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+    return {"step_s": statistics.median(seconds), "steps": steps * sizes.samples, "first_loss": float(loss)}
+
+
+def _sample(step: Callable, state: Any, batch: Any, steps: int) -> tuple[Any, float]:
+    begun = time.perf_counter()
+    for _ in range(steps):
+        state, loss = step(state, batch)
+    jax.block_until_ready((state, loss))
+    return state, (time.perf_counter() - begun) / steps
+
+
+def _judged(compiled: Any, mesh: Mesh, step_s: float) -> Row:
+    """The simulation's figures and XLA's own for memory."""
+    simulated, memory = deepcompile.simulate(compiled, mesh), compiled.memory_analysis()
+    held_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "simulated_s": simulated.step_s,
+        "simulated_over_measured": simulated.step_s / step_s,
+        "simulated_bytes": simulated.peak_bytes,
+        "xla_bytes": held_bytes + memory.temp_size_in_bytes,
+    }

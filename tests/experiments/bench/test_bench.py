@@ -1,0 +1,138 @@
+"""Benchmarks: what they measure, what they keep, what they print; nothing is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import jax_deepcompile as deepcompile
+from experiments.bench import rows
+from experiments.bench.command import run
+from experiments.bench.configs import BENCHMARKS, Benchmark, Published
+from experiments.bench.rows import Result, Results, load, measure
+from experiments.bench.systems import Figures, Ours
+from experiments.bench.table import table
+from experiments.bench.workload import Cluster, Workload
+
+pytestmark = pytest.mark.pure
+
+FIGURES = Figures(2.0, 1.0, 1.5, 0.5, 3.0, 60.0, 59.0, 4.0, 30.0, "a plan")
+SMALL = Workload("llama3_8b", 512)
+LARGE = Workload("llama3_70b", 512, 2, 4, Cluster(nodes=1))
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[tuple[Workload, str]]:
+    """What is measured, instead of measuring it; 70B fits no single node."""
+    seen = []
+
+    def instead(workload, system, memory_limit):
+        seen.append((workload, system.name))
+        if workload == LARGE:
+            return Result(workload, system.name, None, "needs 100 GiB")
+        return Result(workload, system.name, FIGURES)
+
+    monkeypatch.setattr(rows, "_measured", instead)
+    return seen
+
+
+def two_rows(**options) -> Benchmark:
+    systems = (Ours("first", ()), Ours("second", None))
+    return Benchmark("Two rows", (SMALL, LARGE), systems, **options)
+
+
+def test_every_system_of_every_row_is_measured_once(measured):
+    *_, results = measure("two", two_rows(), [0, 1], None)
+    assert measured == [(load, name) for load in (SMALL, LARGE) for name in ("first", "second")]
+    assert [(each.workload, each.system) for each in results.results] == measured
+
+
+def test_what_is_known_is_not_measured_again(measured):
+    first = next(measure("two", two_rows(), [0], None))
+    *_, results = measure("two", two_rows(), [0], first)
+    assert measured == [(SMALL, "first"), (SMALL, "second")]
+    assert len(results.results) == 2
+
+
+def test_results_survive_json(measured, tmp_path):
+    *_, results = measure("two", two_rows(), [0, 1], None)
+    file = tmp_path / "two.json"
+    file.write_text(results.to_json())
+    assert Results.from_json(file.read_text()) == results
+    assert load(file, "two") == results
+    assert load(file, "another") is None
+    assert load(tmp_path / "none.json", "two") is None
+
+
+def test_results_of_another_jax_are_measured_anew(tmp_path):
+    file = tmp_path / "two.json"
+    file.write_text(Results("two", "2026-01-01", "0.0.1", ()).to_json())
+    assert load(file, "two") is None
+
+
+def test_the_table_compares_with_the_first_system_and_says_what_it_rests_on(measured):
+    *_, results = measure("two", two_rows(published={SMALL: Published(10, None, 30)}), [0, 1], None)
+    faster = dataclasses.replace(FIGURES, step_s=1.0)
+    results = dataclasses.replace(
+        results, results=(results.results[0], Result(SMALL, "second", faster), *results.results[2:])
+    )
+    page = table(results, two_rows(published={SMALL: Published(10, None, 30)}))
+    assert (
+        "| llama3_8b | 32 | 8 x 400 Gb/s | 512 | 1 | 1 | second | 1.000 | 2.00 | 512 | 1.000 | 1.500 | 0.500 |" in page
+    )
+    assert "*published: ZeRO-3* |  |  | *10* |" in page
+    assert "*published: FSDP*" not in page
+    assert "| llama3_70b | 8 | 8 x 400 Gb/s | 512 | 2 | 4 | first | does not fit |" in page
+    assert "* first: needs 100 GiB" in page
+    for constant in ("matmul_fraction 0.7", "nic_gbps 400", "nvlink_bytes_per_s 3.6e+11", "memory_fraction 0.85"):
+        assert constant in page
+
+
+def test_a_step_that_does_not_fit_is_a_result(monkeypatch):
+    def full(self, workload, mesh, memory_limit):
+        raise deepcompile.errors.MemoryExceededError("step", 2 << 30, 1 << 30, 0)
+
+    monkeypatch.setattr(Ours, "measure", full)
+    monkeypatch.setattr(Cluster, "make_mesh", lambda self: None)
+    *_, results = measure("two", two_rows(), [0], None)
+    assert results.results[0].figures is None
+    assert "GiB" in results.results[0].problem
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_published_figures_belong_to_a_workload_of_the_paper(name):
+    benchmark = BENCHMARKS[name]
+    assert len(set(benchmark.workloads)) == len(benchmark.workloads)
+    for workload in benchmark.published or {}:
+        assert workload.cluster.gpus == 32
+
+
+def test_the_command_writes_after_every_system(measured, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(BENCHMARKS, "two", two_rows())
+    file = tmp_path / "made" / "two.json"
+    assert run("two", out=file, rows=[0], resume=False, list_only=False) == 0
+    assert len(Results.from_json(file.read_text()).results) == 2
+    assert file.with_suffix(".md").read_text() == capsys.readouterr().out
+    assert run("two", out=file, rows=[], resume=True, list_only=False) == 0
+    assert len(measured) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        (None, {}, "say which benchmark: smoke, headline"),
+        ("smok", {}, "there is no benchmark smok; the nearest is smoke"),
+        ("smoke", {"rows": [7]}, "smoke has no row 7: its rows are 0 to 0"),
+        ("smoke", {"resume": True}, "say which results to go on with: --out FILE"),
+    ],
+)
+def test_mistakes_are_named(name, options, sentence, capsys):
+    given = {"out": None, "rows": [], "resume": False, "list_only": False} | options
+    assert run(name, **given) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_list_names_every_benchmark(capsys):
+    assert run(None, out=None, rows=[], resume=False, list_only=True) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(BENCHMARKS)

@@ -1,0 +1,241 @@
+"""The suite as a whole: budgets, failures, files; its sections are stand-ins here but where a test says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from experiments.gpu_suite import lines, suite
+from experiments.gpu_suite.cases import Deadline
+from experiments.gpu_suite.children import run_together
+from experiments.gpu_suite.results import Results, SectionResult, Status, section_of
+from experiments.gpu_suite.sizes import Budgets, Sizes, full, tiny
+from experiments.gpu_suite.summary import summary
+from experiments.gpu_suite.table_file import file_stem, kernel_table, write_table
+from jax_deepcompile.costs.entries import CopyDirection
+from jax_deepcompile.costs.tables import CopyTime, KernelTime, MatmulTime, stored_tables
+
+pytestmark = pytest.mark.cpu_mesh
+
+FACTS = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", "versions": {"jax": "0.11.2"}}
+
+MATMUL = {"m": 64, "n": 64, "k": 64, "dtype": "bf16", "form": "nn"}
+
+
+def written(section: str, part: str, sizes: Sizes, seconds: float, out: Path) -> str:
+    """A section of one row."""
+    lines.append(out, {"row": {"section": section, "part": part, "seconds": seconds}})
+    return ""
+
+
+def run(out: Path, run_part=written, total_s: float = 1000.0) -> Results:
+    return suite.run_sizes(out, tiny(), Deadline.after(total_s), FACTS, run_part)
+
+
+def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path: Path, capsys):
+    assert suite.run(tmp_path / "out.json") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert said.err.startswith(
+        "deepcompile bench --suite gpu: no GPU is attached to this machine: JAX found cpu devices"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("rows", "code"), [(({"seconds": 1.0},), 0), (({"error": "no"},), 1)])
+def test_exit_codes_with_a_gpu(rows, code, tmp_path, monkeypatch):
+    results = Results("2026-11-21", "a GPU", {}, "full", (SectionResult("matmul", rows, "", 1.0),))
+    monkeypatch.setattr(suite, "find_facts", lambda: (FACTS, ""))
+    monkeypatch.setattr(suite, "run_sizes", lambda *args: results)
+    assert suite.run(tmp_path / "out.json") == code
+
+
+def test_a_broken_installation_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "find_facts", lambda: ({}, "RuntimeError: Unable to initialize backend 'cuda'"))
+    assert suite.run(tmp_path / "out.json") == 2
+    assert "Unable to initialize backend 'cuda'" in capsys.readouterr().err
+
+
+def test_every_section_is_run_and_written(tmp_path: Path, capsys):
+    results = run(tmp_path / "folder" / "out.json")
+    names = [name for name, _ in tiny().budgets.sections_s]
+    assert [section.name for section in results.sections] == names
+    assert {section.status for section in results.sections} == {Status.COMPLETE}
+    assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["out.json", "out.md"]
+    assert Results.from_json((tmp_path / "folder" / "out.json").read_text()) == results
+    assert "llama_block: complete" in capsys.readouterr().out
+
+
+def test_a_section_that_fails_does_not_lose_the_others(tmp_path: Path):
+    def breaking(section, part, sizes, seconds, out) -> str:
+        if section == "attention":
+            raise RuntimeError("no more memory")
+        if section == "memory":
+            lines.append(out, {"row": {"kind": "tiny"}})
+            return "exit status -11: ...Segmentation fault"
+        return written(section, part, sizes, seconds, out)
+
+    results = run(tmp_path / "out.json", breaking)
+    statuses = {section.name: section.status for section in results.sections}
+    assert statuses.pop("attention") is Status.FAILED
+    assert statuses.pop("memory") is Status.PARTIAL
+    assert set(statuses.values()) == {Status.COMPLETE}
+    assert results.section("attention").error == "RuntimeError: no more memory"
+    assert results.section("memory").error == "memory: exit status -11: ...Segmentation fault"
+    assert "Segmentation fault" in (tmp_path / "out.md").read_text()
+
+
+def test_the_file_is_there_after_each_section(tmp_path: Path):
+    seen: list[int] = []
+
+    def watching(section, part, sizes, seconds, out) -> str:
+        path = tmp_path / "out.json"
+        seen.append(len(Results.from_json(path.read_text()).sections) if path.exists() else 0)
+        return written(section, part, sizes, seconds, out)
+
+    run(tmp_path / "out.json", watching)
+    assert seen == list(range(7))
+
+
+def test_when_time_is_over_the_rest_is_not_run(tmp_path: Path):
+    results = run(tmp_path / "out.json", total_s=-1.0)
+    assert {section.status for section in results.sections} == {Status.FAILED}
+    assert all("out of time: 1 of 1 cases were not reached" in section.error for section in results.sections)
+
+
+def test_sections_get_what_those_after_them_do_not_need():
+    budgets = Budgets(100.0, (("a", 50.0), ("b", 30.0), ("c", 20.0)))
+    assert suite.section_seconds(budgets, 0, 100.0) == 50.0
+    assert suite.section_seconds(budgets, 1, 90.0) == 70.0, "what a section saves is the next one's"
+    assert suite.section_seconds(budgets, 1, 25.0) == pytest.approx(15.0), "too little is shared"
+    assert suite.section_seconds(budgets, 2, 7.0) == 7.0
+    assert suite.section_seconds(budgets, 2, 0.0) == 0.0
+
+
+def test_a_section_in_a_process_of_its_own(tmp_path: Path):
+    """The real one, as it runs on GPUs."""
+    section = suite.run_section("host_copies", tiny(), 60.0, suite.in_own_process)
+    assert section.error == ""
+    assert len(section.measured) == 6
+
+
+def test_a_worker_that_hangs_is_killed(tmp_path: Path):
+    """It waits for a second process, which never comes."""
+    command = ["--out", str(tmp_path / "out"), "rank", "0", "--port", "1", "--sizes", "tiny"]
+    ended = run_together([command], 0.5, tmp_path)
+    assert ended.problem == "killed, for it did not end within 0 s"
+    assert ended.seconds < 5
+
+
+def test_a_worker_that_fails_ends_the_others_too(tmp_path: Path):
+    waiting = ["--out", str(tmp_path / "out"), "rank", "0", "--port", "1", "--sizes", "tiny"]
+    ended = run_together([waiting, ["--no-such-option"]], 60.0, tmp_path, patience_s=0.0)
+    assert ended.problem.startswith("exit status 2: ...")
+    assert "usage:" in ended.problem
+    assert ended.seconds < 30
+
+
+def test_results_of_another_format_are_refused():
+    with pytest.raises(ValueError, match="results of format None"):
+        Results.from_json("{}")
+
+
+def test_a_section_of_lines_and_problems():
+    section = section_of("x", [{"row": {"a": 1}}, {"row": {"error": "b"}}, {"error": "c"}], ["", "d"], 2.0)
+    assert section == SectionResult("x", ({"a": 1}, {"error": "b"}), "c; d", 2.0)
+    assert section.measured == ({"a": 1},)
+    assert Results("", "", {}, "").section("x").status is Status.FAILED
+
+
+RESULTS = Results(
+    "2026-11-21",
+    "NVIDIA H100 80GB HBM3",
+    {"jax": "0.11.2"},
+    "full",
+    (
+        SectionResult(
+            "matmul",
+            (
+                MATMUL | {"compiler": "cublas", "seconds": 2e-6, "flops_per_s": 1e12},
+                MATMUL | {"compiler": "default", "seconds": 1e-6, "flops_per_s": 2e12},
+                MATMUL | {"form": "nt", "compiler": "default", "error": "XlaRuntimeError: a|b\nc"},
+            ),
+            "",
+            1.0,
+        ),
+        SectionResult(
+            "memory",
+            (
+                {"kind": "tiny", "launched": "a", "kernels": 8, "period_s": 3e-6, "kernel_s": 2e-6, "gap_s": 1e-6},
+                {"kind": "tiny", "launched": "b", "kernels": 8, "period_s": 2.5e-6, "kernel_s": None, "gap_s": None},
+                {"kind": "copy", "operand_bytes": 1, "size_bytes": 1 << 21, "seconds": 1e-6, "bytes_per_s": 2e12},
+            ),
+            "out of time",
+            1.0,
+        ),
+        SectionResult(
+            "host_copies",
+            (
+                {"direction": "to host", "size_bytes": 8, "how": "alone", "seconds": 1.0, "bytes_per_s": 8.0},
+                {
+                    "direction": "to host", "size_bytes": 8, "how": "beside products", "seconds": 1.0,
+                    "products_s": 1.0, "together_s": 1.0, "hidden": 1.0,
+                },
+            ),
+            "",
+            1.0,
+        ),
+        SectionResult(
+            "two_processes",
+            (
+                {"what": "losses", "system": "jit", "losses": [5.5, 5.25], "compile_and_first_steps_s": 3.0},
+                {"what": "agreement", "relative_difference": 1e-6, "step_s": {"jit": 0.5, "shard": 0.25}},
+            ),
+            "",
+            1.0,
+        ),
+    ),
+)  # fmt: skip
+
+
+def test_summary():
+    text = summary(RESULTS)
+    assert text.startswith("# One NVIDIA H100 80GB HBM3, measured 2026-11-21\n")
+    assert "| 64 | 64 | 64 | bf16 | nn | default | 1.0 | 2 |" in text
+    assert "* failed: 64 64 64 bf16 nt default: `XlaRuntimeError: a/b c`" in text
+    assert "partial after 1 s, 3 rows.\n\n```\nout of time\n```" in text
+    assert "| b | 8 | 2.5 |  |  |" in text
+    assert "| jit | 5.50000, 5.25000 | 3.0 |" in text
+    assert "| 1.0e-06 | jit 500.00 ms, shard 250.00 ms |" in text
+    assert "mean nothing" in summary(dataclasses.replace(RESULTS, sizes="tiny"))
+
+
+def test_a_table_of_the_results(tmp_path: Path):
+    table = kernel_table(RESULTS)
+    assert table.matmuls == (MatmulTime(64, 64, 64, "bf16", "nn", 1e-6),), "the faster of the two"
+    assert table.kernels == (KernelTime("copy", 1 << 21, 1e-6),)
+    assert table.copies == (CopyTime(CopyDirection.TO_HOST, 8, 1.0),)
+    assert table.shortest_kernel_s == 2e-6
+    assert table.kernel_launch_s == pytest.approx(0.5e-6), "launched the faster way, which the trace does not know"
+    assert (table.device_kind, table.date, table.versions) == (RESULTS.device_kind, RESULTS.date, (("jax", "0.11.2"),))
+
+    RESULTS.write(tmp_path / "results.json")
+    path = write_table(tmp_path / "results.json", tmp_path / "measured")
+    assert path.name == "nvidia_h100_80gb_hbm3_2026-11-21.json"
+    assert stored_tables(tmp_path / "measured") == (table,)
+
+
+def test_a_table_of_nothing():
+    table = kernel_table(dataclasses.replace(RESULTS, sections=()))
+    assert (table.matmuls, table.kernels, table.copies, table.shortest_kernel_s) == ((), (), (), None)
+
+
+def test_tables_are_made_of_full_sizes_only(tmp_path: Path):
+    dataclasses.replace(RESULTS, sizes="tiny").write(tmp_path / "results.json")
+    with pytest.raises(ValueError, match="figures of the sizes tiny"):
+        write_table(tmp_path / "results.json", tmp_path / "measured")
+    assert file_stem(RESULTS) == "nvidia_h100_80gb_hbm3_2026-11-21"
+    assert full().name == RESULTS.sizes
