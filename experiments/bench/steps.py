@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from models import llama, mixtral
 
@@ -77,6 +80,41 @@ MODELS: Mapping[str, Callable[[bool], tuple[Gradients, Any]]] = {
     "mixtral_8x7b": lambda by_hand: mixtral_gradients(_MIXTRAL_8X7B, by_hand),
 }
 """By name: whether parameters are cast by hand -> gradients and the abstract state."""
+
+
+def constrained(step: Callable, mesh: Mesh) -> Callable:
+    """``step`` with what every Linen module returns held to the batch's sharding, as users do who know GSPMD.
+
+    Without that it gathers activations over the batch where the shards of a weight suggest so.
+    """
+    batch = NamedSharding(mesh, P(mesh.axis_names))
+
+    def hold(next_call: Callable, args: tuple, kwargs: dict, context: nn.module.InterceptorContext) -> Any:
+        outputs = next_call(*args, **kwargs)
+        if context.method_name != "__call__":
+            return outputs
+        return jax.tree.map(lambda leaf: lax.with_sharding_constraint(leaf, batch) if leaf.ndim > 2 else leaf, outputs)
+
+    def held(*args):
+        with nn.intercept_methods(hold):
+            return step(*args)
+
+    return held
+
+
+def fsdp_shardings(state: Any, layers: int, mesh: Mesh) -> Any:
+    """Every leaf split along its first dimension that devices divide, that of stacked layers left alone."""
+
+    def of(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        stacked = leaf.ndim > 1 and leaf.shape[0] == layers
+        fitting = [dim for dim in range(int(stacked), leaf.ndim) if leaf.shape[dim] % mesh.size == 0]
+        return NamedSharding(mesh, P(*[None] * fitting[0], mesh.axis_names) if fitting else P())
+
+    return jax.tree.map(of, state)
+
+
+LINEN_LAYERS: Mapping[str, int] = {"llama3_8b": llama.LLAMA3_8B.n_layers, "llama3_70b": llama.LLAMA3_70B.n_layers}
+"""Layers of the models in Linen."""
 
 
 def accumulated(gradients: Gradients, microbatches: int, devices: int) -> Gradients:

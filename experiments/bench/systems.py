@@ -9,10 +9,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_deepcompile as deepcompile
-from experiments.bench.steps import MODELS, accumulated, training_step
+from experiments.bench.steps import (
+    LINEN_LAYERS,
+    MODELS,
+    accumulated,
+    constrained,
+    fsdp_shardings,
+    training_step,
+)
 from experiments.bench.workload import Workload
 
 CUBLAS_GEMMS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
@@ -65,17 +73,26 @@ class Jit:
     Attributes:
       name: in the table.
       by_hand: whether the user casts parameters to bfloat16 before the loss.
+      is_constrained: whether the user holds activations to the batch's sharding.
       flags: XLA's, on top of its defaults.
     """
 
     name: str
     by_hand: bool = False
+    is_constrained: bool = False
     flags: Mapping[str, Any] = field(default_factory=dict)
+
+    def trains(self, workload: Workload) -> bool:
+        """Whether there is such a step of the workload's model."""
+        return not self.is_constrained or workload.model in LINEN_LAYERS
 
     def measure(self, workload: Workload, mesh: Mesh, memory_limit: str) -> Figures:
         gradients, state = MODELS[workload.model](self.by_hand)
         plain = training_step(accumulated(gradients, workload.microbatches, mesh.size))
-        lowered = deepcompile.shard(plain, mesh, passes=()).lower_gspmd(state, tokens(workload, mesh))
+        if self.is_constrained:
+            lowered = _lower_constrained(plain, state, workload, mesh)
+        else:
+            lowered = deepcompile.shard(plain, mesh, passes=()).lower_gspmd(state, tokens(workload, mesh))
         began = time.perf_counter()
         compiled = lowered.compile(compiler_options={**CUBLAS_GEMMS, **self.flags})
         return figures(compiled, mesh, compile_s=time.perf_counter() - began)
@@ -93,14 +110,16 @@ class Ours:
     name: str
     passes: tuple[Any, ...] | None
 
+    def trains(self, workload: Workload) -> bool:
+        return True
+
     def measure(self, workload: Workload, mesh: Mesh, memory_limit: str) -> Figures:
         gradients, state = MODELS[workload.model](False)
-        limit = memory_limit if self.passes != () else None
         step = deepcompile.shard(
             training_step(gradients),
             mesh,
             microbatches=workload.microbatches,
-            memory_limit=limit,
+            memory_limit=memory_limit,
             passes=self.passes,
         )
         began = time.perf_counter()
@@ -113,11 +132,24 @@ class Ours:
         return figures(compiled, mesh, compile_s=time.perf_counter() - began, plan_s=plan_s, plan=str(plan))
 
 
+def _lower_constrained(plain: Any, state: Any, workload: Workload, mesh: Mesh) -> jax.stages.Lowered:
+    shardings = fsdp_shardings(state, LINEN_LAYERS[workload.model], mesh)
+    batch, everywhere = (NamedSharding(mesh, spec) for spec in (P(mesh.axis_names), P()))
+    step = jax.jit(
+        constrained(plain, mesh),
+        in_shardings=(shardings, batch),
+        out_shardings=(shardings, everywhere),
+        donate_argnums=0,
+    )
+    return step.trace(state, tokens(workload, mesh)).lower(lowering_platforms=("cuda",))
+
+
 System = Jit | Ours
 
 JIT = Jit("jit")
 JIT_FLAGS = Jit("jit + flags", flags=NVIDIA_FLAGS)
-JIT_BY_HAND = Jit("jit, bf16 gathers", by_hand=True, flags=NVIDIA_FLAGS)
+JIT_BY_HAND = Jit("jit + flags, bf16 by hand", by_hand=True, flags=NVIDIA_FLAGS)
+JIT_CONSTRAINED = Jit("jit + flags, constrained", is_constrained=True, flags=NVIDIA_FLAGS)
 FULLY_SHARDED = Ours("fully sharded", ())
 PREFETCH = Ours(
     "+ prefetch", (deepcompile.PipelineLoops(), deepcompile.BucketCollectives(), deepcompile.PrefetchGathers())

@@ -8,16 +8,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from jax_deepcompile.costs.hardware import CPU_HOST, H100_SXM, H200_SXM, Hardware, Network
+from jax_deepcompile.costs.tables import fitted_hardware, latest_table, stored_tables
 
 _NETWORK = re.compile(r" \((\d+) x ([\d.]+) Gbit/s a node\)$")
 
 
 def hardware_of(device_kind: str) -> Hardware:
-    """The table for a device, by what JAX calls its kind; an unknown GPU is taken for an H100."""
+    """The table for a device, by what JAX calls its kind; an unknown GPU is taken for an H100.
+
+    Fitted to what was measured on such a device, where the package has that.
+    """
     kind = device_kind.lower()
     if "cpu" in kind:
         return CPU_HOST
-    return H200_SXM if "h200" in kind else H100_SXM
+    published = H200_SXM if "h200" in kind else H100_SXM
+    measured = latest_table(_NETWORK.sub("", device_kind), stored_tables())
+    return published if measured is None else fitted_hardware(published, measured)
 
 
 def network_of(devices: Iterable[Any]) -> Network:

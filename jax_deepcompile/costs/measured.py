@@ -3,24 +3,54 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.entries import CollectiveFit, CopyDirection
+from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.costs.simulation import Simulation
 
 
 @dataclass(frozen=True)
 class MeasuredCostModel(CostModel):
-    """A cost model whose collectives and copies are those of a profile, where it has them.
+    """A cost model whose collectives, copies and kernels are those of a profile, where it has them.
 
     Attributes:
       profile: measured on the mesh that is planned for. A group of devices is known by its size: two sets of axes of
-      the
-        same size but different links are told apart by the first of the profile only.
+        the same size but different links are told apart by the first of the profile only.
+      slowdowns: measured over tabled seconds of the kernels that stem from one line of the user's, by ``file:line``.
+      slowdown: the same of all kernels together, for lines that were not measured.
     """
 
     profile: Profile = field(kw_only=True)
+    slowdowns: Mapping[str, float] = field(kw_only=True, default_factory=dict, hash=False)
+    slowdown: float = field(kw_only=True, default=1.0)
+
+    def calibrated(self, simulation: Simulation) -> MeasuredCostModel:
+        """This model with the profile's kernels, found again by name in a simulation of the program it was taken of.
+
+        Args:
+          simulation: by this model; if it has fewer than half of its kernels' seconds in common with the profile, it
+            is of another program, and the model stays as it is.
+        """
+        tabled_s: dict[str, float] = defaultdict(float)
+        measured_s: dict[str, float] = defaultdict(float)
+        for event in simulation.timeline:
+            seconds = self.profile.op_s(event.name) if event.stream is Stream.COMPUTE else None
+            if seconds is not None:
+                tabled_s[event.source] += event.trips * (event.end_s - event.start_s)
+                measured_s[event.source] += event.trips * seconds
+        common_s = sum(tabled_s.values())
+        if common_s <= simulation.compute_s / 2:
+            return self
+        slowdowns = {line: measured_s[line] / seconds for line, seconds in tabled_s.items() if seconds}
+        return replace(self, slowdowns=slowdowns, slowdown=sum(measured_s.values()) / common_s)
+
+    def kernel_s(self, seconds: float, line: str) -> float:
+        return seconds * self.slowdowns.get(line, self.slowdown)
 
     def collective_s(self, kind: str, size_bytes: float, group_size: int, ranks_per_node: int) -> float:
         for entry in self.profile.collectives:

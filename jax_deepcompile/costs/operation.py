@@ -67,7 +67,7 @@ def timing_of(module: Module, computation: Computation, instruction: Instruction
         seconds = costs.matmul_s(work.matmul_flops, work.dtype, work.bytes)
     else:
         seconds = costs.vector_s(work.vector_flops, work.bytes)
-    return Timing(Stream.COMPUTE, seconds, kind)
+    return Timing(Stream.COMPUTE, costs.kernel_s(seconds, module.source(instruction)), kind)
 
 
 def _unwrapped(module: Module, computation: Computation, instruction: Instruction) -> tuple[Computation, Instruction]:

@@ -20,6 +20,11 @@ def compile_options(platform: str) -> Options:
     return {}
 
 
+def alone_options(platform: str) -> Options:
+    """Options for a compilation that one process of several does by itself: it waits for no other's autotuning."""
+    return {"xla_gpu_shard_autotuning": False} if platform == "cuda" and jax.process_count() > 1 else {}
+
+
 def double_buffering() -> Options:
     """Two iterations of a loop in one body: what a pipelined loop carries changes buffers without being copied."""
     return {"xla_gpu_enable_while_loop_double_buffering": True}

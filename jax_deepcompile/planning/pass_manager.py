@@ -15,10 +15,11 @@ import jax
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.measured import MeasuredCostModel
 from jax_deepcompile.costs.simulator import Simulation, simulate
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering.compile import compile_options, strictly_limited
+from jax_deepcompile.lowering.compile import alone_options, compile_options, strictly_limited
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.lowering.latencies import Latency
@@ -99,7 +100,11 @@ def run_passes(base: Program, environment: Environment, passes: Sequence[Pass], 
     Raises:
       MemoryExceededError: not even ``start`` fits the limit.
     """
-    taken = [attempt(base, start, environment)]
+    first = attempt(base, start, environment)
+    if isinstance(environment.costs, MeasuredCostModel):
+        environment = dataclasses.replace(environment, costs=environment.costs.calibrated(first.simulation))
+        first = attempt(base, start, environment)
+    taken = [first]
     records: list[Record] = []
     for step in passes:
         for _ in range(_ROUNDS):
@@ -124,7 +129,7 @@ def run_passes(base: Program, environment: Environment, passes: Sequence[Pass], 
 _ROUNDS = 3
 """How often a pass that gained is asked again, now that the truth about its last proposal is known."""
 
-_WORTH_ANOTHER = 0.003
+_WORTH_ANOTHER = 0.01
 """The share of a step that it must have gained for that."""
 
 
@@ -160,8 +165,8 @@ def _best_trial(
 def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial, list[Record]]:
     """Where communication stays exposed: compiled again, with XLA told the simulated times to schedule by.
 
-    A schedule that hides more may need more memory. So XLA is also held to the limit more strictly; and if that is not
-    enough, or does not hide what it might, the plans that were taken before the last one are scheduled too.
+    A schedule that hides more may need more memory. If it needs too much, XLA is held to the limit more strictly; if
+    that is not enough, or does not hide what it might, the plans that were taken before the last one are scheduled too.
 
     Args:
       taken: what was taken so far, the last one being the best.
@@ -173,15 +178,17 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
     if environment.platform != "cuda" or expected.exposed_s < _NOTABLE * expected.step_s:
         return best, records
     for trial in taken[: -_ROUNDS - 1 : -1]:
-        hoped_s = (1 + _NOTABLE) * trial.simulation.attainable_s
+        hoped_s = (1 + _MISSED) * trial.simulation.attainable_s
         if trial is not taken[-1] and _fits(best, environment) and hoped_s >= _step_s(best):
             continue
         plan = trial.plan.replace(latencies=_latencies(trial.simulation))
-        plans = list(dict.fromkeys((plan, plan.replace(options=strictly_limited(dict(plan.options))))))
-        told = _side_by_side([partial(_compiled, trial.program, trial.lowered, each, environment) for each in plans])
-        decisions = ("XLA is told latencies", "and held to the limit")[: len(told)]
-        best, tried = _best_trial("schedule", best, told, decisions, _step_s, environment)
-        records += tried
+        strict = plan.replace(options=strictly_limited(dict(plan.options)))
+        for each, decision in {plan: "XLA is told latencies", strict: "and held to the limit"}.items():
+            tried = _side_by_side([partial(_compiled, trial.program, trial.lowered, each, environment)])
+            best, told = _best_trial("schedule", best, tried, [decision], _step_s, environment)
+            records += told
+            if _fits(tried[0][0], environment):
+                break
     return best, records
 
 
@@ -196,8 +203,11 @@ def _side_by_side(trials: Sequence[Callable[[], Trial]]) -> list[tuple[Trial, fl
         return list(pool.map(timed, trials))
 
 
-_NOTABLE = 0.02
-"""The share of a step that must be to gain before another compilation is spent on a schedule."""
+_NOTABLE = 0.01
+"""The share of a step that must be exposed communication before another compilation is spent on its schedule."""
+
+_MISSED = 0.02
+"""The share of a step by which schedules usually miss what is attainable."""
 
 
 def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
@@ -208,7 +218,8 @@ def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
 
 
 def _compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environment: Environment) -> Trial:
-    options: dict[str, Any] = compile_options(environment.platform) | plan.compiler_options()
+    platform = environment.platform
+    options: dict[str, Any] = compile_options(platform) | alone_options(platform) | plan.compiler_options()
     compiled = lowered.compile(compiler_options=options or None)
     memory: Any = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_deepcompile.costs import devices
 from jax_deepcompile.costs.devices import hardware_of, kind_with_network, network_of
 from jax_deepcompile.costs.hardware import CPU_HOST, H100_SXM, H200_SXM, Network
+from jax_deepcompile.costs.tables import KernelTable, fitted_hardware
 
 pytestmark = pytest.mark.pure
 
@@ -31,6 +33,13 @@ def gpu(process: int, kind: str = "NVIDIA H100 80GB HBM3", client=DESCRIBED, **m
 )
 def test_a_kind_has_its_table(kind, hardware):
     assert hardware_of(kind) is hardware
+
+
+def test_what_was_measured_on_such_a_device_goes_before_what_was_published(monkeypatch):
+    table = KernelTable("NVIDIA H200 141GB HBM3e", "2026-01-01", (), kernel_launch_s=2e-6, shortest_kernel_s=4e-6)
+    monkeypatch.setattr(devices, "stored_tables", lambda: (table,))
+    assert hardware_of("NVIDIA H200 141GB HBM3e (1 x 400 Gbit/s a node)") == fitted_hardware(H200_SXM, table)
+    assert hardware_of("NVIDIA H100 80GB HBM3") is H100_SXM
 
 
 def test_gpus_of_one_process_share_a_node():

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.entries import (
@@ -15,15 +20,17 @@ from jax_deepcompile.costs.entries import (
     LinearFit,
     Machine,
     Method,
+    OpTime,
     Source,
     analytical,
 )
 from jax_deepcompile.costs.measured import MeasuredCostModel
+from jax_deepcompile.costs.memory import MemoryUse
+from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.costs.simulation import Event, Simulation, Totals
 from jax_deepcompile.planning.session import Wishes, plan_program
 from tests.passes.programs import sharded, stack_loss, stack_shapes
-
-pytestmark = pytest.mark.pure
 
 MEASURED = Source(Method.MEASURED, "2026-11-21", 5)
 FIT = LinearFit(1e-3, 1e-9, 0.0, ((1024, 1e-3), (1 << 20, 2e-3)))
@@ -39,11 +46,13 @@ PROFILE = Profile(
 COSTS = MeasuredCostModel(profile=PROFILE)
 
 
+@pytest.mark.pure
 def test_measured_collectives_and_copies_are_used():
     assert COSTS.collective_s("all-gather", 1 << 20, 4, 4) == FIT.seconds(1 << 20)
     assert COSTS.copy_s(1 << 20, Direction.TO_HOST) == FIT.seconds(1 << 20)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("kind", "group_size"), [("reduce-scatter", 4), ("all-reduce", 4), ("all-gather", 2), ("all-gather", 8)]
 )
@@ -52,12 +61,58 @@ def test_other_collectives_come_from_the_tables(kind, group_size):
     assert COSTS.collective_s(kind, 1 << 20, group_size, group_size) == expected
 
 
+@pytest.mark.pure
 def test_other_work_comes_from_the_tables():
     assert COSTS.copy_s(1 << 20, Direction.FROM_HOST) == CostModel().copy_s(1 << 20, Direction.FROM_HOST)
     assert COSTS.memory_s(1 << 20) == CostModel().memory_s(1 << 20)
 
 
+@pytest.mark.pure
 def test_a_profile_of_other_devices_is_refused():
     program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
     with pytest.raises(errors.ProfileMismatchError, match="the profile is of another device kind"):
         plan_program(program, mesh, "cpu", Wishes(profile=PROFILE))
+
+
+def simulated(*events: Event) -> Simulation:
+    compute_s = sum(event.trips * (event.end_s - event.start_s) for event in events)
+    return Simulation(compute_s, Totals(compute_s=compute_s), (), events, MemoryUse(0, 0, 0, 0, (), (), ()))
+
+
+def kernel(name: str, seconds: float, line: str, trips: int = 1) -> Event:
+    return Event(Stream.COMPUTE, name, 0.0, seconds, trips, source=line)
+
+
+def op(name: str, seconds: float) -> OpTime:
+    return OpTime(name, (seconds,), 1, (), "", MEASURED)
+
+
+@pytest.mark.pure
+def test_kernels_are_as_slow_as_their_line_was_measured_to_be():
+    costs = MeasuredCostModel(profile=replace(PROFILE, ops=(op("dot.1", 3.0), op("add.1", 2.0), op("gone", 9.0))))
+    ready = costs.calibrated(simulated(kernel("dot.1", 1.0, "model.py:1", trips=4), kernel("add.1", 2.0, "model.py:2")))
+    assert ready.kernel_s(10.0, "model.py:1") == pytest.approx(30.0)
+    assert ready.kernel_s(10.0, "model.py:2") == pytest.approx(10.0)
+    assert ready.kernel_s(10.0, "model.py:3") == pytest.approx(10.0 * 14 / 6)
+
+
+@pytest.mark.pure
+def test_a_profile_of_another_program_says_nothing_of_kernels():
+    costs = MeasuredCostModel(profile=replace(PROFILE, ops=(op("dot.1", 3.0),)))
+    assert costs.calibrated(simulated(kernel("dot.1", 1.0, "a"), kernel("dot.2", 1.5, "b"))) is costs
+    assert costs.kernel_s(1.0, "a") == 1.0
+
+
+@pytest.mark.cpu_mesh
+def test_a_step_is_planned_by_its_own_profile():
+    @deepcompile.shard(passes=())
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(state)
+        return state - 0.1 * grads, loss
+
+    state, batch = jnp.ones((256, 256)), jnp.ones((64, 256))
+    taken = step.profile(state, batch, runs=1)
+    kernels = [each for each in taken.profile.ops if not each.name.startswith(("all_gather", "reduce_scatter", "psum"))]
+    measured_s = sum(each.executions * (each.seconds or 0.0) for each in kernels)
+    plan = step.reshard(memory_limit="1GiB", profile=taken.profile).plan(*taken.args)
+    assert plan.prediction.compute_s == pytest.approx(measured_s, rel=0.02)

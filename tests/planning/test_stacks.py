@@ -11,7 +11,14 @@ from jax import lax
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.passes.stack_collectives import StackCollectives, stack_collectives
 from jax_deepcompile.planning.pass_manager import Environment
-from jax_deepcompile.planning.stacks import Stack, most_bytes, repeated_stacks, small_stacks, with_gathers
+from jax_deepcompile.planning.stacks import (
+    Stack,
+    enough_bytes,
+    most_bytes,
+    repeated_stacks,
+    small_stacks,
+    with_gathers,
+)
 from tests.passes.programs import LAYERS, count, run_stack, sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
@@ -48,6 +55,23 @@ def test_many_stacks_fit_too(sizes, free_bytes):
     assert not any(
         stack.size_bytes <= free_bytes - sum(s.size_bytes for s in chosen) for stack in set(stacks) - set(chosen)
     )
+
+
+@given(st.lists(st.integers(1, 100), max_size=9), st.integers(0, 300))
+def test_no_fewer_stacks_are_enough(sizes, wanted_bytes):
+    stacks = [Stack((("scan.0/scan.0", index),), size) for index, size in enumerate(sizes)]
+    chosen = sum(stack.size_bytes for stack in enough_bytes(stacks, wanted_bytes))
+    reachable = {0}
+    for size in sizes:
+        reachable |= {size + other for other in reachable}
+    assert chosen == min((total for total in reachable if total >= wanted_bytes), default=sum(sizes))
+
+
+@given(st.lists(st.integers(1, 100), min_size=15, max_size=40), st.integers(0, 1000))
+def test_many_stacks_are_enough_too(sizes, wanted_bytes):
+    stacks = [Stack((("scan.0/scan.0", index),), size) for index, size in enumerate(sizes)]
+    chosen = enough_bytes(stacks, wanted_bytes)
+    assert sum(stack.size_bytes for stack in chosen) >= min(wanted_bytes, sum(sizes))
 
 
 def test_nothing_fits_in_no_memory():
