@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,14 @@ class Planned:
       plan: the decisions.
       limit_bytes: device memory it was planned for; None for no limit.
       origin: where the plan is from, in words.
+      profile: what was measured and planned by; None if nothing was.
     """
 
     program: Program
     plan: Plan
     limit_bytes: int | None
     origin: str
+    profile: Profile | None = None
 
 
 def plan_program(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes) -> Planned:
@@ -74,6 +76,10 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes)
       MemoryLimitError, PlanError: a wish that makes no sense.
       PlanMismatchError: the processes of this run have different programs.
     """
+    return replace(_planned(program, mesh, platform, wishes), profile=wishes.profile)
+
+
+def _planned(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes) -> Planned:
     if not isinstance(mesh, Mesh):
         return Planned(program, Plan(""), None, "not planned: an abstract mesh has no devices to plan for")
     environment = _environment(mesh, platform, wishes)

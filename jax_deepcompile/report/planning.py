@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.planning.plan import Prediction
 from jax_deepcompile.planning.session import Planned
 
@@ -18,7 +19,17 @@ def explain_plan(planned: Planned) -> list[str]:
         lines.append(f"  {record.pass_name} [{verdict}, {record.wall_s:.1f} s]: {record.decision}: {record.reason}")
     if plan.prediction is not None:
         lines += _expected(plan.prediction, planned.limit_bytes)
+    if planned.profile is not None:
+        lines += _measured(planned.profile)
     return lines
+
+
+def _measured(profile: Profile) -> list[str]:
+    """What was measured of the step the profile was taken of, and what was not."""
+    lines = []
+    if profile.step is not None:
+        lines.append(f"measured step: {profile.step.seconds:.4g} s, of the step that the profile was taken of")
+    return [*lines, *(f"not measured, left to the tables: {line}" for line in profile.fallbacks())]
 
 
 def _expected(expected: Prediction, limit_bytes: int | None) -> list[str]:

@@ -114,5 +114,7 @@ def test_a_step_is_planned_by_its_own_profile():
     taken = step.profile(state, batch, runs=1)
     kernels = [each for each in taken.profile.ops if not each.name.startswith(("all_gather", "reduce_scatter", "psum"))]
     measured_s = sum(each.executions * (each.seconds or 0.0) for each in kernels)
-    plan = step.reshard(memory_limit="1GiB", profile=taken.profile).plan(*taken.args)
-    assert plan.prediction.compute_s == pytest.approx(measured_s, rel=0.02)
+    again = step.reshard(memory_limit="1GiB", profile=taken.profile).trace(*taken.args)
+    assert again.plan().prediction.compute_s == pytest.approx(measured_s, rel=0.02)
+    assert f"measured step: {taken.profile.step.seconds:.4g} s" in again.explain()
+    assert "not measured, left to the tables: allocator peak" in again.explain()

@@ -17,7 +17,7 @@ from experiments.bench.workload import Cluster, Workload
 
 pytestmark = pytest.mark.pure
 
-FIGURES = Figures(2.0, 1.0, 1.5, 0.5, 3.0, 60.0, 59.0, 4.0, 30.0, "a plan")
+FIGURES = Figures(2.0, 1.0, 1.5, 0.5, 3.0, 60.0, 59.0, 4.0, 30.0, 0.5, "a plan")
 SMALL = Workload("llama3_8b", 512)
 LARGE = Workload("llama3_70b", 512, 2, 4, Cluster(nodes=1))
 

@@ -1,0 +1,439 @@
+"""Steps of ``jit`` FSDP and of ``deepcompile.shard``, run in turns: ``python -m experiments.cpu_side_by_side``.
+
+On a mesh of 8 virtual CPU devices, for each workload, a whole train step (forward, backward, global-norm clipping,
+AdamW) is compiled as each of:
+
+* ``jit``: ``jax.jit`` with FSDP NamedShardings on state and batch, the same as those of the other two;
+* ``fully sharded``: ``deepcompile.shard(passes=())``;
+* ``planned``: ``deepcompile.shard``, which on CPU devices has no passes to try: what it differs by is noise.
+
+With microbatches, ``jit`` runs the step with a loop of accumulation written by hand. The three run one step each, again
+and again, in an order that rotates, on states of their own. Reported are medians; the ratio of a system's step to the
+``jit`` step of the same round, with the interval that holds the median of 95 % of bootstrap resamples; and the bytes
+that one device sends in the collectives of a compiled step, each done as a ring.
+
+Prints a Markdown table; ``--out`` writes the results as JSON and the table beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jax_deepcompile as deepcompile
+from experiments.bench.steps import OPTIMIZER, accumulated, training_step
+from models import gpt2, llama, mixtral, resnet, vit
+
+WARM_UP_ROUNDS = 2
+RESAMPLES = 2000
+INTERVAL_PERCENTILES = (2.5, 97.5)
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A plain step and what it takes.
+
+    Attributes:
+      create: makes the state.
+      step: ``(state, batch) -> (state, loss)``.
+      batch: numpy arrays.
+      microbatches: in which ``shard`` works through the batch.
+      by_hand: ``devices -> step`` that accumulates gradients in a loop of its own; None where there is nothing to
+        accumulate.
+    """
+
+    create: Callable[[], Any]
+    step: Callable
+    batch: Any
+    microbatches: int = 1
+    by_hand: Callable[[int], Callable] | None = None
+
+
+def training(create_params: Callable, loss_of: Callable, batch: Any, microbatches: int = 1) -> Training:
+    """Trains by ``loss_of(params, batch, step number)``."""
+
+    def create() -> TrainState:
+        return TrainState.create(apply_fn=None, params=create_params(), tx=OPTIMIZER)
+
+    def gradients(state: TrainState, batch: Any):
+        return jax.value_and_grad(loss_of)(state.params, batch, state.step)
+
+    def by_hand(devices: int) -> Callable:
+        return training_step(accumulated(gradients, microbatches, devices))
+
+    return Training(create, training_step(gradients), batch, microbatches, by_hand if microbatches > 1 else None)
+
+
+class UnrolledLlama(nn.Module):
+    """``llama.Llama`` with its layers one by one instead of stacked and scanned, and nothing rematerialised."""
+
+    config: llama.LlamaConfig
+
+    @nn.compact
+    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
+        cfg = self.config
+        x_BxTxD = nn.Embed(cfg.vocab_size, cfg.d_model, dtype=cfg.dtype, param_dtype=cfg.param_dtype)(tokens_BxT)
+        for _ in range(cfg.n_layers):
+            x_BxTxD, _ = llama.Layer(cfg)(x_BxTxD)
+        x_BxTxD = nn.RMSNorm(dtype=cfg.dtype, param_dtype=cfg.param_dtype)(x_BxTxD)
+        logits_BxTxV = nn.Dense(cfg.vocab_size, use_bias=False, dtype=cfg.dtype, param_dtype=cfg.param_dtype)(x_BxTxD)
+        return logits_BxTxV.astype(jnp.float32)
+
+
+def tokens(examples: int, length: int, vocabulary: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, vocabulary, (examples, length + 1), np.int32)
+
+
+def images(examples: int, pixels: int, classes: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {
+        "image": random.standard_normal((examples, pixels, pixels, 3), np.float32),
+        "label": random.integers(0, classes, examples, np.int32),
+    }
+
+
+def mlp_training(width: int, layers: int, examples: int) -> Training:
+    """Square layers with biases, fitted to targets of the same width."""
+
+    def create_params() -> dict[str, dict[str, jax.Array]]:
+        keys = jax.random.split(jax.random.key(0), layers)
+        init = nn.initializers.lecun_normal()
+        return {
+            f"layer_{index}": {"kernel": init(key, (width, width)), "bias": jnp.zeros(width)}
+            for index, key in enumerate(keys)
+        }
+
+    def loss_of(params: Any, batch: dict[str, jax.Array], _: jax.Array) -> jax.Array:
+        x_BxD = batch["x"]
+        for layer in params.values():
+            x_BxD = jnp.tanh(x_BxD @ layer["kernel"] + layer["bias"][None, :])
+        return jnp.square(x_BxD - batch["y"]).mean()
+
+    random = np.random.default_rng(0)
+    batch = {name: random.standard_normal((examples, width), np.float32) for name in ("x", "y")}
+    return training(create_params, loss_of, batch)
+
+
+def llama_training(
+    config: llama.LlamaConfig, length: int, examples: int, *, unrolled: bool = False, microbatches: int = 1
+) -> Training:
+    model = UnrolledLlama(config) if unrolled else llama.Llama(config)
+
+    def create_params() -> Any:
+        return model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32))["params"]
+
+    def loss_of(params: Any, batch: jax.Array, _: jax.Array) -> jax.Array:
+        logits: Any = model.apply({"params": params}, batch[:, :-1])
+        return llama.next_token_loss(logits, batch[:, 1:])
+
+    return training(create_params, loss_of, tokens(examples, length, config.vocab_size), microbatches)
+
+
+def gpt2_training(config: gpt2.GPT2Config, length: int, examples: int, microbatches: int = 1) -> Training:
+    """With dropout."""
+    model = gpt2.GPT2(config)
+
+    def create_params() -> Any:
+        return model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32))["params"]
+
+    def loss_of(params: Any, batch: jax.Array, step: jax.Array) -> jax.Array:
+        rngs = {"dropout": jax.random.fold_in(jax.random.key(1), step)}
+        logits: Any = model.apply({"params": params}, batch[:, :-1], train=True, rngs=rngs)
+        return gpt2.next_token_loss(logits, batch[:, 1:])
+
+    return training(create_params, loss_of, tokens(examples, length, config.vocab_size), microbatches)
+
+
+def nnx_training(build: Callable[[], nnx.Module], loss_of: Callable, batch: Any, microbatches: int = 1) -> Training:
+    """Trains the parameters of an NNX model by ``loss_of(model, batch)``; the rest of it stays as it is."""
+    graph, _, rest = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
+
+    def create_params() -> Any:
+        return nnx.split(build(), nnx.Param, ...)[1]
+
+    def loss_of_params(params: Any, batch: Any, _: jax.Array) -> jax.Array:
+        return loss_of(nnx.merge(graph, params, rest), batch)
+
+    return training(create_params, loss_of_params, batch, microbatches)
+
+
+def mixtral_training(config: mixtral.MixtralConfig, length: int, examples: int, microbatches: int = 1) -> Training:
+    def loss_of(model: mixtral.Mixtral, batch: jax.Array) -> jax.Array:
+        logits, balance = model(batch[:, :-1])
+        return mixtral.next_token_loss(logits, batch[:, 1:]) + config.balance_weight * balance
+
+    batch = tokens(examples, length, config.vocab_size)
+    return nnx_training(lambda: mixtral.Mixtral(config, rngs=nnx.Rngs(0)), loss_of, batch, microbatches)
+
+
+def vit_training(config: vit.ViTConfig, examples: int) -> Training:
+    def loss_of(model: vit.ViT, batch: dict[str, jax.Array]) -> jax.Array:
+        return vit.classification_loss(model(batch["image"], train=True), batch["label"])
+
+    batch = images(examples, config.image_size, config.n_classes)
+    return nnx_training(lambda: vit.ViT(config, rngs=nnx.Rngs(0)), loss_of, batch)
+
+
+class StatisticsTrainState(TrainState):
+    """With the running averages of BatchNorm."""
+
+    statistics: Any = None
+
+
+def resnet_training(config: resnet.ResNetConfig, pixels: int, examples: int) -> Training:
+    model = resnet.ResNet(config)
+
+    def create() -> StatisticsTrainState:
+        variables = model.init(jax.random.key(0), jnp.zeros((1, pixels, pixels, 3)))
+        return StatisticsTrainState.create(
+            apply_fn=None, params=variables["params"], tx=OPTIMIZER, statistics=variables["batch_stats"]
+        )
+
+    def step(state: StatisticsTrainState, batch: dict[str, jax.Array]):
+        def loss_of(params: Any):
+            variables = {"params": params, "batch_stats": state.statistics}
+            logits, changed = model.apply(variables, batch["image"], train=True, mutable=["batch_stats"])
+            return resnet.classification_loss(logits, batch["label"]), changed["batch_stats"]
+
+        (loss, statistics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, statistics=statistics), loss
+
+    return Training(create, step, images(examples, pixels, config.n_classes))
+
+
+LLAMA = llama.LlamaConfig(
+    vocab_size=1024, d_model=256, n_layers=4, n_heads=8, n_kv_heads=4, d_ff=704, dtype=jnp.float32
+)
+LLAMA_SAVED = dataclasses.replace(LLAMA, remat_policy=None)
+LLAMA_HALF = dataclasses.replace(LLAMA, dtype=jnp.bfloat16)
+GPT2 = gpt2.GPT2Config(vocab_size=1024, max_length=128, d_model=256, n_layers=4, n_heads=8)
+MIXTRAL = mixtral.MixtralConfig(
+    vocab_size=1024,
+    d_model=128,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    d_ff=256,
+    n_experts=4,
+    n_active_experts=2,
+    dtype=jnp.float32,
+)
+MIXTRAL_CAPPED = dataclasses.replace(MIXTRAL, capacity_factor=1.25)
+VIT = vit.ViTConfig(image_size=64, patch_size=8, n_classes=100, d_model=256, n_layers=4, n_heads=8, d_ff=1024)
+
+WORKLOADS: dict[str, Callable[[], Training]] = {
+    "MLP": lambda: mlp_training(width=1024, layers=4, examples=2048),
+    "MLP, fewer examples than it is wide": lambda: mlp_training(width=1024, layers=4, examples=256),
+    "Llama, scanned, remat": lambda: llama_training(LLAMA, 64, 16),
+    "Llama, scanned, remat, bfloat16": lambda: llama_training(LLAMA_HALF, 64, 16),
+    "Llama, unrolled": lambda: llama_training(LLAMA_SAVED, 64, 16, unrolled=True),
+    "GPT-2": lambda: gpt2_training(GPT2, 64, 16),
+    "Mixtral": lambda: mixtral_training(MIXTRAL, 64, 16),
+    "Mixtral, capped": lambda: mixtral_training(MIXTRAL_CAPPED, 64, 16),
+    "ViT": lambda: vit_training(VIT, 16),
+    "ResNet-50": lambda: resnet_training(resnet.RESNET50, 32, 16),
+    "Llama, scanned, remat, 4 microbatches": lambda: llama_training(LLAMA, 32, 32, microbatches=4),
+    "GPT-2, 4 microbatches": lambda: gpt2_training(GPT2, 32, 32, microbatches=4),
+    "Mixtral, capped, 4 microbatches": lambda: mixtral_training(MIXTRAL_CAPPED, 32, 32, microbatches=4),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """One way to run a step, compiled.
+
+    Attributes:
+      run: ``(state, batch) -> (state, loss)``; donates the state.
+      simulation: of its compiled program; only its collectives count here.
+      compile_s: for tracing, lowering and compiling.
+    """
+
+    run: Callable
+    simulation: Any
+    compile_s: float
+
+    def sent_bytes(self, *kinds: str) -> int:
+        """What one device sends in a step, in collectives of these kinds."""
+        return sum(event.trips * event.sent_bytes for event in self.simulation.timeline if event.kind in kinds)
+
+    def collectives(self) -> dict[str, dict[str, int]]:
+        """For each kind, how often a step runs it and what one device sends."""
+        count: Counter[str] = Counter()
+        for event in self.simulation.timeline:
+            count[event.kind] += event.trips * bool(event.sent_bytes)
+        return {kind: {"count": times, "sent_bytes": self.sent_bytes(kind)} for kind, times in count.items() if times}
+
+
+def placed(mesh: Mesh, made: Training) -> tuple[Any, Any]:
+    """State and batch as shapes with shardings: the state's are those that ``shard`` chooses."""
+    batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made.batch)
+    state = deepcompile.shard(made.step, mesh, passes=()).init(made.create)
+    rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return state, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows), batch)
+
+
+def systems(made: Training, mesh: Mesh, state: Any, batch: Any) -> dict[str, Callable]:
+    """For each system ``(state, batch) -> (state, loss)``, not yet compiled."""
+    places, whole = jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(mesh, PartitionSpec())
+    rows = jax.tree.map(lambda leaf: leaf.sharding, batch)
+    plain = made.step if made.by_hand is None else made.by_hand(mesh.size)
+    sharded = functools.partial(deepcompile.shard, made.step, mesh, microbatches=made.microbatches)
+    return {
+        "jit": jax.jit(plain, in_shardings=(places, rows), out_shardings=(places, whole), donate_argnums=0),
+        "fully sharded": sharded(passes=()),
+        "planned": sharded(),
+    }
+
+
+def compiled_system(run: Any, mesh: Mesh, state: Any, batch: Any) -> System:
+    """Compiles a system.
+
+    Raises:
+      ValueError: it has collectives in a loop whose length its program does not tell.
+    """
+    began_s = time.perf_counter()
+    compiled = run.lower(state, batch).compile()
+    compile_s = time.perf_counter() - began_s
+    simulation = deepcompile.simulate(compiled, mesh)
+    uncounted = [loop.name for loop in simulation.loops if not loop.is_counted and loop.trip.communication_s]
+    if uncounted:
+        raise ValueError(f"collectives in loops of unknown length, so that bytes cannot be counted: {uncounted}")
+    return System(run, simulation, compile_s)
+
+
+def step_seconds(
+    compiled: dict[str, System], state: Any, batch: Any, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of every step after warming up, and the last loss, of each system; they take turns."""
+    states = {name: jax.tree.map(jnp.copy, state) for name in compiled}
+    seconds: dict[str, list[float]] = {name: [] for name in compiled}
+    losses: dict[str, float] = {}
+    names = list(compiled)
+    for number in range(WARM_UP_ROUNDS + rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            began_s = time.perf_counter()
+            states[name], loss = jax.block_until_ready(compiled[name].run(states[name], batch))
+            if number >= WARM_UP_ROUNDS:
+                seconds[name].append(time.perf_counter() - began_s)
+            losses[name] = float(loss)
+    return seconds, losses
+
+
+def ratio_interval(seconds: list[float], reference: list[float]) -> tuple[float, float, float]:
+    """The median ratio of steps of the same round, and the interval of it over bootstrap resamples of the rounds."""
+    ratios = np.array(seconds) / np.array(reference)
+    resampled = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(resampled, axis=1), INTERVAL_PERCENTILES)
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def measure(workload: str, mesh: Mesh, rounds: int) -> list[dict[str, Any]]:
+    """One result a system."""
+    made = WORKLOADS[workload]()
+    state, batch_shapes = placed(mesh, made)
+    runs = systems(made, mesh, state, batch_shapes)
+    compiled = {name: compiled_system(run, mesh, state, batch_shapes) for name, run in runs.items()}
+    batch = jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), made.batch, batch_shapes)
+    seconds, losses = step_seconds(compiled, state, batch, rounds)
+    rows = []
+    for name, system in compiled.items():
+        ratio, low, high = ratio_interval(seconds[name], seconds["jit"])
+        rows.append(
+            {
+                "workload": workload,
+                "system": name,
+                "step_ms": 1e3 * statistics.median(seconds[name]),
+                "ratio_to_jit": ratio,
+                "ratio_low": low,
+                "ratio_high": high,
+                "sent_bytes": system.simulation.sent_bytes,
+                "collectives": system.collectives(),
+                "compile_s": system.compile_s,
+                "last_loss": losses[name],
+                "all_step_ms": [round(1e3 * second, 3) for second in seconds[name]],
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The results as Markdown."""
+    titles = [
+        "workload",
+        "system",
+        "step ms",
+        "x jit",
+        "95 % interval",
+        "collectives",
+        "MiB sent",
+        "x jit",
+        "compile s",
+    ]
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    sent = {row["workload"]: row["sent_bytes"] for row in rows if row["system"] == "jit"}
+    for row in rows:
+        count = sum(kind["count"] for kind in row["collectives"].values())
+        lines.append(
+            f"| {row['workload']} | {row['system']} | {row['step_ms']:.1f} | {row['ratio_to_jit']:.3f} "
+            f"| {row['ratio_low']:.3f} to {row['ratio_high']:.3f} | {count} | {row['sent_bytes'] / MIB:.2f} "
+            f"| {row['sent_bytes'] / sent[row['workload']]:.3f} | {row['compile_s']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def title(command: str, rounds: int) -> str:
+    """What is measured, and how."""
+    return (
+        f"`{command}`, jax {jax.__version__}, {jax.device_count()} virtual CPU devices.\n\n"
+        f"Medians of {rounds} steps of each system, which take turns. `x jit` of a step is the median ratio to the "
+        f"`jit` step of the same round, with its bootstrap interval. `MiB sent` is what one device sends in the "
+        f"collectives of a step, each done as a ring. `planned` tries no passes on CPU devices: what it differs by "
+        f"from `fully sharded` is noise."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40, help="steps of each system that are timed")
+    parser.add_argument("--only", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS), metavar="WORKLOAD")
+    parser.add_argument("--out", type=Path, help="file for the results as JSON; a table is written beside it")
+    arguments = parser.parse_args()
+    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    command = f"JAX_PLATFORMS=cpu python -m experiments.cpu_side_by_side {' '.join(sys.argv[1:])}".strip()
+    rows: list[dict[str, Any]] = []
+    for workload in arguments.only:
+        new = measure(workload, mesh, arguments.rounds)
+        rows += new
+        print(table(new), flush=True)
+        jax.clear_caches()
+        if arguments.out is not None:
+            head = {"command": command, "jax": jax.__version__, "devices": mesh.size, "rounds": arguments.rounds}
+            arguments.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+            arguments.out.with_suffix(".md").write_text(f"{title(command, arguments.rounds)}\n\n{table(rows)}\n")
+
+
+if __name__ == "__main__":
+    main()
