@@ -109,12 +109,47 @@ def _answer(question: _Question):
         if way.factor is not None:
             remaining[way.factor] //= size
             splits[way.factor].append(name)
+    if _transposes_first(ways, question):
+        natural = question.operands[0].held[0].axes
+        ways = [
+            _Way(None, (state,), (PARTIAL,)) if state == PARTIAL else way
+            for state, way in zip(natural, ways, strict=True)
+        ]
+        splits = [[name for name in names if natural[mesh.names.index(name)] != PARTIAL] for names in splits]
     return (
         tuple(tuple(names) for names in splits),
         tuple(Placement(tuple(way.operands[i] for way in ways)) for i in range(len(rule.operands))),
         tuple(Placement(tuple(way.results[i] for way in ways)) for i in range(len(rule.results))),
         tuple(Placement(tuple(states)) for states in kept),
     )
+
+
+def _transposes_first(ways: Sequence[_Way], question: _Question) -> bool:
+    """Whether partial sums, about to be scattered and transposed, had better be transposed and scattered.
+
+    A scatter along another dimension than the leading one rewrites the whole value first, so that what each device
+    gets is in one piece. Transposing costs as much and is often free, as the matrix product that made the value can
+    make it transposed. Bytes sent are the same, unless others want the scattered value as it was.
+    """
+    rule, mesh = question.rule, question.mesh
+    if rule.linear != (frozenset({0}),) or not len(rule.operands) == len(rule.results) == 1:
+        return False
+    if sorted(rule.operands[0]) != sorted(rule.results[0]):
+        return False
+    (operand,), natural = question.operands, question.operands[0].held[0].axes
+    moved = [axis for axis, way in enumerate(ways) if way.operands[0] != natural[axis]]
+    known = {placement.axes[axis] for placement in (*operand.held, *operand.expected) for axis in moved}
+    scattered = [axis for axis in moved if ways[axis].operands[0] >= 0]
+    if known != {PARTIAL} or not scattered or any(mesh.is_virtual(axis) for axis in scattered):
+        return False
+    before = max(_pieces(rule.operands[0], ways[axis].operands[0], rule) for axis in scattered)
+    after = max(_pieces(rule.results[0], ways[axis].results[0], rule) for axis in scattered)
+    return after < before
+
+
+def _pieces(dims: Dims, dim: int, rule: OpRule) -> int:
+    """In how many pieces a part of ``dim`` lies in memory."""
+    return math.prod(rule.factors[factor].size for factors in dims[:dim] for factor in factors)
 
 
 def _gathers_the_batch(way: _Way, axis: int, question: _Question) -> bool:

@@ -85,8 +85,11 @@ def _microbatches(partitioned: Partitioned) -> list[str]:
     length = mesh.size_of(mesh.virtual)
     batch = next(port for port in partitioned.program.inputs if port.role is Role.BATCH)
     examples = batch.where.local_shape(batch.shape, partitioned.program.mesh)[0] // length
-    fetches = [*(fetch for step, _ in layout.walk() for fetch in step.fetches), *layout.outputs]
-    moves = [move for fetch in fetches for move in plan_moves(fetch.source, fetch.target, mesh)]
+    steps = [step for step, _ in layout.walk()]
+    fetches = [*(fetch for step in steps for fetch in step.fetches), *layout.outputs]
+    changes = [(fetch.source, fetch.target) for fetch in fetches]
+    changes += [pair for step in steps for pair in zip(step.results, step.kept, strict=True)]
+    moves = [move for source, target in changes for move in plan_moves(source, target, mesh)]
     sums = sum(move.kind is MoveKind.ALL_REDUCE and not set(mesh.virtual).isdisjoint(move.axes) for move in moves)
     of = f"{examples} example{'s' if examples > 1 else ''}"
     return [f"gradient accumulation: {length} microbatches of {of} a device; {sums} sums over the loop", ""]

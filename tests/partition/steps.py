@@ -23,7 +23,7 @@ MLP = {"w0": (D, D), "w1": (D, D), "w2": (D, D)}
 ADAM = optax.adam(1e-3)
 
 GATHER = "all_gather fsdp: f32[2,16] -> f32[16,16]"
-SCATTER = "reduce_scatter fsdp: f32[16,16] -> f32[16,2]"
+SCATTER = "reduce_scatter fsdp: f32[16,16] -> f32[2,16]"
 SUM = "psum fsdp: f32[] -> f32[]"
 COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "all_to_all", "pmax", "pmin", "ppermute")
 

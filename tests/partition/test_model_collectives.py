@@ -15,7 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.partition.layout import Layout
+from jax_deepcompile.partition.layout import Fetch, Layout
 from jax_deepcompile.partition.reshard import MoveKind, plan_moves
 from models import gpt2, llama, mixtral, resnet, vit
 
@@ -111,9 +111,16 @@ def fetches(layout: Layout):
         yield from ((atom, fetch, trips) for atom, fetch in zip(inner.jaxpr.outvars, inner.outputs, strict=True))
 
 
+def kept(layout: Layout):
+    """``(var, fetch, trips)`` for every result, from how it is computed to how it is kept."""
+    for step, trips in layout.walk():
+        for var, computed, placement in zip(step.eqn.outvars, step.results, step.kept, strict=True):
+            yield var, Fetch(computed, placement), trips
+
+
 def moves(layout: Layout):
     """``(atom, fetch, move, trips)`` for everything that is communicated."""
-    for atom, fetch, trips in fetches(layout):
+    for atom, fetch, trips in (*fetches(layout), *kept(layout)):
         for move in plan_moves(fetch.source, fetch.target, layout.mesh):
             if move.kind.communicates:
                 yield atom, fetch, move, trips

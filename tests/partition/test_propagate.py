@@ -45,11 +45,31 @@ class TestPerceptron:
             "broadcast_in_dim f32[] -> f32[4,16]",
             "mul f32[4,16] f32[4,16] -> f32[4,16]",
             "dot_general f32[4,16] f32[4,16] -> f32[16,16]",
-            "reduce_scatter fsdp: f32[16,16] -> f32[16,2]",
-            "transpose f32[16,2] -> f32[2,16]",
+            "transpose f32[16,16] -> f32[16,16]",
+            "reduce_scatter fsdp: f32[16,16] -> f32[2,16]",
             "mul f32[] f32[2,16] -> f32[2,16]",
             "sub f32[2,16] f32[2,16] -> f32[2,16]",
         ]
+
+    def test_what_is_scattered_in_one_piece_is_transposed_afterwards(self):
+        """The leading dimension of ``w`` does not divide, so its gradient is scattered where that one leads."""
+
+        def step(w, batch):
+            return w - 0.1 * jax.grad(lambda w: jnp.mean((batch["x"][:, :6] @ w) ** 2))(w)
+
+        found = lines(trace(step, (6, D), BATCH).sharded)
+        scatter = found.index("reduce_scatter fsdp: f32[16,6] -> f32[2,6]")
+        assert found[scatter + 1] == "transpose f32[2,6] -> f32[6,2]"
+
+    def test_sums_that_others_want_as_they_are_are_scattered_once(self):
+        """``u`` is read as it is and transposed: one scatter serves both."""
+
+        def step(p, batch):
+            u = jnp.einsum("bi,bj->ij", batch["x"], batch["x"])
+            return {"a": p["a"] - u, "b": p["b"] - jnp.transpose(jnp.sin(u))}
+
+        traced = trace(step, {"a": (D, D), "b": (D, D)}, BATCH)
+        assert count(traced, "reduce_scatter") + count(traced, "psum") == 1
 
     def test_three_layers_with_adam(self):
         """The first layer needs no gradient of its input and the last is used again at once: one gather each."""
@@ -84,7 +104,7 @@ class TestPerceptron:
     def test_hybrid_meshes_sum_shards_over_data(self):
         found = moves(trace_training(mlp, MLP, BATCH, HYBRID, ADAM))
         gather = "all_gather fsdp: f32[4,16] -> f32[16,16]"
-        summed = ["reduce_scatter fsdp: f32[16,16] -> f32[16,4]", "psum data: f32[16,4] -> f32[16,4]"]
+        summed = ["reduce_scatter fsdp: f32[16,16] -> f32[4,16]", "psum data: f32[4,16] -> f32[4,16]"]
         assert found == [gather] * 3 + ["psum data,fsdp: f32[] -> f32[]", *summed * 2, gather, *summed]
 
     def test_clipping_by_the_global_norm_sums_one_number_more(self):

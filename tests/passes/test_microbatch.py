@@ -87,15 +87,15 @@ def test_a_product_before_and_after():
         "reduce_sum f32[1,4] -> f32[]",
         "broadcast_in_dim f32[] -> f32[1,4]",
         "dot_general f32[1,4] f32[1,8] -> f32[4,8]",
-        "reduce_scatter fsdp: f32[4,8] -> f32[4,1]",
-        "psum microbatch: f32[4,1] -> f32[4,1]",
-        "transpose f32[4,1] -> f32[1,4]",
+        "transpose f32[4,8] -> f32[8,4]",
+        "reduce_scatter fsdp: f32[8,4] -> f32[1,4]",
+        "psum microbatch: f32[1,4] -> f32[1,4]",
         "sub f32[1,4] f32[1,4] -> f32[1,4]",
         "psum fsdp,microbatch: f32[] -> f32[]",
     ]
     assert [line for line in lines(after) if line.split()[0] not in counting] == [
         "iota  -> i32[2]",
-        "broadcast_in_dim f32[] -> f32[4,1]",
+        "broadcast_in_dim f32[] -> f32[1,4]",
         "scan 2",
         "  add i32[] i32[] -> i32[]",
         "  add i32[] i32[] -> i32[]",
@@ -105,11 +105,11 @@ def test_a_product_before_and_after():
         "  reduce_sum f32[1,4] -> f32[]",
         "  broadcast_in_dim f32[] -> f32[1,4]",
         "  dot_general f32[1,4] f32[1,8] -> f32[4,8]",
-        "  reduce_scatter fsdp: f32[4,8] -> f32[4,1]",
-        "  add f32[4,1] f32[4,1] -> f32[4,1]",
+        "  transpose f32[4,8] -> f32[8,4]",
+        "  reduce_scatter fsdp: f32[8,4] -> f32[1,4]",
+        "  add f32[1,4] f32[1,4] -> f32[1,4]",
         "  add f32[] f32[] -> f32[]",
         "psum fsdp: f32[] -> f32[]",
-        "transpose f32[4,1] -> f32[1,4]",
         "sub f32[1,4] f32[1,4] -> f32[1,4]",
     ]
 
@@ -132,7 +132,7 @@ def test_gradients_are_summed_over_replicas_once_after_the_loop():
     assert not any(line.startswith("psum") for line in inside)
     assert sorted(after) == [
         "psum data,fsdp: f32[] -> f32[]",
-        "psum data: f32[32,4] -> f32[32,4]",
+        "psum data: f32[4,32] -> f32[4,32]",
         "psum data: f32[8,8] -> f32[8,8]",
         "psum data: f32[8] -> f32[8]",
     ]
@@ -159,13 +159,13 @@ def test_half_precision_gradients_are_added_in_32_bits():
 def test_half_precision_state_is_added_in_32_bits_too():
     params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in PARAMS.items()}
     traced = trace(mean_loss, params=params, optimizer=optax.sgd(0.1))
-    assert carried(traced) == ["f32[]", "f32[4]", "f32[8,4]", "f32[32,2]"]
-    assert "convert_element_type f32[8,4] -> bf16[8,4]" in lines(traced.sharded)
+    assert carried(traced) == ["f32[]", "f32[4]", "f32[4,8]", "f32[2,32]"]
+    assert "convert_element_type f32[4,8] -> bf16[4,8]" in lines(traced.sharded)
 
 
 def test_every_gradient_is_carried_once_whoever_reads_it():
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    assert carried(trace(mean_loss, optimizer=optimizer)) == ["f32[]", "f32[4]", "f32[8,4]", "f32[32,2]"]
+    assert carried(trace(mean_loss, optimizer=optimizer)) == ["f32[]", "f32[4]", "f32[4,8]", "f32[2,32]"]
 
 
 def test_what_does_not_depend_on_the_microbatch_is_computed_once():
