@@ -44,8 +44,12 @@ class Environment:
     limit_bytes: int | None
 
     def expected_s(self, trial: Trial) -> float:
-        """The step a plan will take once it is scheduled: XLA:GPU is told latencies last, when all else is decided."""
-        return trial.simulation.attainable_s if self.platform == "cuda" else trial.prediction.step_s
+        """The step a plan will take once it is scheduled: XLA:GPU is told latencies last, when all else is decided.
+
+        Only pipelined loops have work beside every collective of theirs.
+        """
+        schedules = self.platform == "cuda" and trial.plan.loops
+        return trial.simulation.attainable_s if schedules else trial.prediction.step_s
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
     if environment.platform != "cuda" or expected.exposed_s < _NOTABLE * expected.step_s:
         return best, records
     for trial in taken[: -_ROUNDS - 1 : -1]:
-        hoped_s = (1 + _MISSED) * trial.simulation.attainable_s
+        hoped_s = (1 + _MISSED) * environment.expected_s(trial)
         if trial is not taken[-1] and _fits(best, environment) and hoped_s >= _step_s(best):
             continue
         plan = trial.plan.replace(latencies=_latencies(trial.simulation))
