@@ -252,7 +252,7 @@ class ShardedStep:
         call, kwargs = self._bind(args, kwargs)
         stage = self._stage(call, kwargs)
         leaves, tree = jax.tree.flatten((*call.args, kwargs))
-        shapes = jax.tree.unflatten(tree, map(_shape_only, leaves, stage.targets))
+        shapes = jax.tree.unflatten(tree, map(_shape_only, leaves, stage.targets, stage.roles))
         traced, partitioned = self._partition(call, shapes[:-1], kwargs)
         return TracedStep(
             traced.program,
@@ -283,7 +283,7 @@ class ShardedStep:
             donate_argnums=self._signature(call).state if self._donate else (),
         )
         leaves, tree = jax.tree.flatten((*call.args, kwargs))
-        shapes = jax.tree.unflatten(tree, map(_shape_only, leaves, stage.targets))
+        shapes = jax.tree.unflatten(tree, map(_shape_only, leaves, stage.targets, stage.roles))
         return plain.trace(*shapes).lower(lowering_platforms=(self._platform(),))
 
     def plan(self, *args, **kwargs) -> Plan:
@@ -507,8 +507,10 @@ class BoundStep:
         return self._instance
 
 
-def _shape_only(leaf: Any, target: NamedSharding | None) -> Any:
-    """``leaf`` without its values; with the right sharding, so that a call finds what was compiled ahead of time."""
+def _shape_only(leaf: Any, target: NamedSharding | None, role: Role) -> Any:
+    """``leaf`` without its values, with the sharding of a call's: that finds what was compiled ahead of time."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) and role.is_state and leaf.sharding is None:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
     if isinstance(leaf, jax.Array) and leaf.committed and target in (None, leaf.sharding):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
     if isinstance(leaf, (jax.Array, np.ndarray)):

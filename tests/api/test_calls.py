@@ -408,6 +408,16 @@ def test_what_is_compiled_ahead_of_time_is_what_runs():
     assert "1 of 2 leaves sharded" in sharded.explain()
 
 
+def test_a_call_finds_what_was_compiled_from_shapes(caplog):
+    sharded = deepcompile.shard(step)
+    state = sharded.init(create)
+    shapes = jax.eval_shape(create), jax.eval_shape(batch)
+    sharded.lower(*shapes).compile()
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        sharded(state, jax.tree.map(np.asarray, batch()))
+    assert not [record for record in caplog.messages if "XLA compilation" in record and "step" in record]
+
+
 def test_a_primitive_without_a_rule_is_computed_whole_and_named():
     from jax.extend.core import Primitive
     from jax.interpreters import mlir
