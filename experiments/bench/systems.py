@@ -47,6 +47,7 @@ class Figures:
 
     Attributes:
       step_s, compute_s, communication_s, exposed_s: simulated seconds.
+      bound_s: what no schedule of the same operations beats.
       sent_gib: what a GPU sends.
       peak_gib: XLA's figure: arguments and temporaries.
       simulated_peak_gib: the simulator's own.
@@ -60,6 +61,7 @@ class Figures:
     compute_s: float
     communication_s: float
     exposed_s: float
+    bound_s: float
     sent_gib: float
     peak_gib: float
     simulated_peak_gib: float
@@ -188,6 +190,7 @@ def figures(
         compute_s=simulation.compute_s,
         communication_s=simulation.communication_s,
         exposed_s=simulation.exposed_communication_s,
+        bound_s=simulation.bound_s,
         sent_gib=simulation.sent_bytes / GIB,
         peak_gib=(memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes) / GIB,
         simulated_peak_gib=simulation.peak_bytes / GIB,

@@ -23,6 +23,7 @@ _COLUMNS = (
     "compute s",
     "comm. s",
     "exposed s",
+    "bound s",
     "peak GiB",
     "compile s",
     "plan s",
@@ -50,7 +51,8 @@ def _statement(results: Results, benchmark: Benchmark) -> list[str]:
         f"`deepcompile bench {results.benchmark} --out FILE`, jax {results.jax}. Nothing was run: each step was",
         "compiled by XLA:GPU for GPUs that are not attached, and simulated from its scheduled HLO by these constants.",
         "`x jit` compares with the first system of a row; `comm.` is the network's busy time, `exposed` the part that",
-        "compute waited for, `peak` XLA's own figure, `warm` planning with the plan kept from an earlier run.",
+        "compute waited for, `bound` what no schedule of the same operations beats, `peak` XLA's own figure, `warm`",
+        "planning with the plan kept from an earlier run.",
         f"Planned steps keep to {benchmark.memory_limit} a GPU.",
         "",
     ]
@@ -94,6 +96,7 @@ def _cells(result: Result, first: Result) -> tuple[str, ...]:
         f"{found.compute_s:.3f}",
         f"{found.communication_s:.3f}",
         f"{found.exposed_s:.3f}",
+        f"{found.bound_s:.3f}",
         f"{found.peak_gib:.1f}",
         f"{found.compile_s:.0f}",
         f"{found.plan_s:.0f}",
@@ -110,7 +113,7 @@ def _published(workload: Workload, benchmark: Benchmark) -> list[str]:
     load = workload
     row = (load.model, "32", "", str(load.sequence), str(load.batch), str(load.microbatches))
     return [
-        _line((*row, f"*published: {name}*", "", "", f"*{tokens}*", *("",) * 7))
+        _line((*row, f"*published: {name}*", "", "", f"*{tokens}*", *("",) * 8))
         for name, tokens in names.items()
         if tokens is not None
     ]

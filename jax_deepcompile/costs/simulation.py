@@ -120,6 +120,8 @@ class Simulation:
       loops: each while, inner ones before the one they are in.
       timeline: what ran when, in the order of issue; bodies of loops once.
       memory: what is in the device's memory when.
+      in_order_s: the most that collectives a loop needs, with those of the loops before it, and the compute after that
+        loop take together: such a phase of the step has no other compute to hide its collectives under.
     """
 
     step_s: float
@@ -127,6 +129,7 @@ class Simulation:
     loops: tuple[Loop, ...]
     timeline: tuple[Event, ...]
     memory: MemoryUse
+    in_order_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -174,8 +177,8 @@ class Simulation:
 
     @property
     def bound_s(self) -> float:
-        """What no schedule of the same operations beats: the busiest stream alone."""
-        return max(self.compute_s, self.communication_s)
+        """What no schedule of the same operations beats: the busiest stream alone, or one phase after the other."""
+        return max(self.compute_s, self.communication_s, self.in_order_s)
 
     @property
     def attainable_s(self) -> float:

@@ -32,8 +32,9 @@ def simulate(module: Module, costs: CostModel) -> Simulation:
     if not module.is_scheduled:
         raise errors.UnscheduledHloError(module.name)
     player = _Player(module, costs)
-    run = player.play(module.entry, _Run())
-    return Simulation(run.ended_s, run.totals, tuple(player.loops), tuple(player.events), memory_of(module))
+    run = player.play(module.entry, _Run(is_entry=True))
+    in_order_s = max((needed_s + run.totals.compute_s - done_s for needed_s, done_s in player.loop_ends), default=0.0)
+    return Simulation(run.ended_s, run.totals, tuple(player.loops), tuple(player.events), memory_of(module), in_order_s)
 
 
 @dataclass
@@ -45,6 +46,8 @@ class _Run:
       free_s: when the other streams are.
       started: when each asynchronous operation under way ends.
       carried: the same for those that a loop's previous trip, or what came before the loop, has left under way.
+      waited_s: what the collectives took that it waited for, hidden or not.
+      is_entry: whether it is the program itself, not a loop's body.
     """
 
     now_s: float = 0.0
@@ -53,6 +56,8 @@ class _Run:
     carried: dict[int, tuple[Timing, float]] = field(default_factory=dict)
     trips: int = 1
     totals: Totals = field(default_factory=Totals)
+    waited_s: float = 0.0
+    is_entry: bool = False
 
     @property
     def ended_s(self) -> float:
@@ -61,10 +66,19 @@ class _Run:
 
 @dataclass
 class _Player:
+    """Plays computations.
+
+    Attributes:
+      events, loops: what has been played.
+      loop_ends: at the end of each of the program's own loops: seconds of the collectives that loops have waited for by
+        then, and of all compute by then.
+    """
+
     module: Module
     costs: CostModel
     events: list[Event] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
+    loop_ends: list[tuple[float, float]] = field(default_factory=list)
 
     def play(self, computation: Computation, run: _Run) -> _Run:
         for instruction in computation.instructions:
@@ -104,6 +118,8 @@ class _Player:
         """Holds the compute stream until ``end_s``."""
         run.totals = run.totals.plus(Totals.of_wait(timing.stream, max(0.0, end_s - run.now_s)))
         run.now_s = max(run.now_s, end_s)
+        if timing.stream is Stream.NETWORK:
+            run.waited_s += timing.seconds
 
     def _wait(self, computation: Computation, done: Instruction, run: _Run) -> None:
         start = _origin(computation, computation.operand(done, 0))
@@ -134,6 +150,12 @@ class _Player:
             Loop(loop.name, loop.op_name, trips, counted is not None, trip_s, steady.totals, run.trips, innermost)
         )
         run.totals = run.totals.plus(first.totals).plus(steady.totals, trips - 1)
+        waited_s = first.waited_s + (trips - 1) * steady.waited_s
+        if run.is_entry:
+            needed_s = self.loop_ends[-1][0] if self.loop_ends else 0.0
+            self.loop_ends.append((needed_s + waited_s, run.totals.compute_s))
+        else:
+            run.waited_s += waited_s
         run.now_s = first.now_s + (trips - 1) * trip_s
         delay_s = run.now_s - steady.now_s
         run.free_s = {stream: end_s + delay_s for stream, end_s in steady.free_s.items()}

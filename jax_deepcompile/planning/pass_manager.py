@@ -235,6 +235,7 @@ def _compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environ
         simulation.communication_s,
         simulation.exposed_communication_s,
         peak,
+        simulation.bound_s,
     )
     return Trial(plan, program, lowered, simulation, prediction, arguments)
 

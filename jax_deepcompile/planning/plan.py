@@ -19,7 +19,7 @@ from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.passes.prefetch import Prefetch
 from jax_deepcompile.passes.stack_collectives import StackCollectives
 
-FORMAT = 2
+FORMAT = 3
 """Of the JSON; a plan of another format is replanned."""
 
 
@@ -46,6 +46,7 @@ class Prediction:
       communication_s: seconds the network is busy.
       exposed_s: seconds spent waiting for the network.
       peak_bytes: XLA's figure: arguments and temporaries.
+      bound_s: what no schedule of the same operations beats; see ``Simulation.bound_s``.
     """
 
     step_s: float
@@ -53,6 +54,7 @@ class Prediction:
     communication_s: float
     exposed_s: float
     peak_bytes: int
+    bound_s: float = 0.0
 
 
 @dataclass(frozen=True)

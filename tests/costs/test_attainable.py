@@ -43,3 +43,10 @@ def test_no_step_takes_longer_than_it_did(compute_s, communication_s, idle_s):
     each = loop(max(compute_s, communication_s) + idle_s, totals)
     run = Simulation(10 * each.trip_s, Totals(), (each,), (), NOTHING)
     assert 0.0 <= run.attainable_s <= run.step_s + 1e-9
+
+
+def test_a_phase_that_only_gathers_is_followed_by_what_only_computes():
+    """Forward gathers 0.4 s and computes 0.2; backward computes 0.8 s: no schedule takes less than 1.2 s."""
+    run = Simulation(1.3, Totals(compute_s=1.0, communication_s=0.9), (), (), NOTHING, in_order_s=1.2)
+    assert run.bound_s == 1.2
+    assert Simulation(1.3, Totals(compute_s=1.0, communication_s=0.9), (), (), NOTHING).bound_s == 1.0

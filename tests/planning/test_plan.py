@@ -13,7 +13,7 @@ from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.passes.prefetch import Prefetch
 from jax_deepcompile.passes.stack_collectives import StackCollectives
 from jax_deepcompile.planning.apply import apply_plan
-from jax_deepcompile.planning.plan import KeptGathers, Plan, Prediction, Record
+from jax_deepcompile.planning.plan import FORMAT, KeptGathers, Plan, Prediction, Record
 from tests.passes.programs import sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
@@ -45,7 +45,7 @@ def test_json_gives_the_same_plan_back():
         "[]",
         "null",
         PLAN.to_json()[:-20],
-        PLAN.to_json().replace('"format": 2', '"format": 99'),
+        PLAN.to_json().replace(f'"format": {FORMAT}', '"format": 99'),
         PLAN.to_json().replace("prefetch_layers", "prefetch_players"),
         PLAN.to_json().replace('"scan.0"', "7"),
     ],
