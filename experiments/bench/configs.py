@@ -111,7 +111,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "headline": Benchmark(
         "Llama-3-70B and Mixtral-8x7B on 32 H100s",
         _HEADLINE,
-        (JIT, JIT_FLAGS, JIT_BY_HAND, JIT_CONSTRAINED, FULLY_SHARDED, PREFETCH, ALL),
+        (JIT, JIT_FLAGS, JIT_BY_HAND, JIT_CONSTRAINED, FULLY_SHARDED, ALL),
         published=_PUBLISHED,
     ),
     "paper_llama3_70b": Benchmark(
