@@ -119,4 +119,6 @@ def test_what_is_missing_is_named(monkeypatch):
 
 def test_a_thousand_gpus_are_one_mesh():
     mesh = deepcompile.targets.h100(nodes=128).make_mesh((1024,), ("fsdp",))
-    assert "f32[1048576,64]{1,0} all-gather-done" in compiled_gather(mesh).as_text()
+    text = compiled_gather(mesh).as_text()
+    assert "all-gather" in text
+    assert "->f32[1048576,64]" in text
