@@ -283,7 +283,8 @@ def test_bfloat16_is_as_near_to_float32_as_on_one_device(name: str):
     for index, found in enumerate(sharded(name, "momentum", "bfloat16", "two", "2x4")):
         near, nearer = (distances(after, exact[index], noise=KEY_BIAS) for after in (found, plain[index]))
         off, allowed = (np.sqrt(np.mean(np.square(list(each.values())))) for each in (near, nearer))
-        assert off <= (1.5 if index else 1.25) * allowed, f"after step {index}: {off:.2e} from float32, on one device {allowed:.2e}"
+        times = 1.5 if index else 1.25
+        assert off <= times * allowed, f"after step {index}: {off:.2e} from float32, on one device {allowed:.2e}"
         if index == 0:
             between = distances(found, plain[index], noise=KEY_BIAS)
             worst = max(between, key=between.__getitem__)
