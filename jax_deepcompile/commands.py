@@ -18,7 +18,7 @@ from jax_deepcompile import errors, targets
 from jax_deepcompile.api import ShardedStep, shard
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.judge import simulate
-from jax_deepcompile.lowering.compile import compile_options
+from jax_deepcompile.lowering.compile import compile_options, peak_bytes
 from jax_deepcompile.planning.plan import Plan
 
 _GIB = 1 << 30
@@ -109,7 +109,7 @@ def compare(request: StepRequest) -> str:
     rows = []
     for name, compiled in systems.items():
         made = compiled()
-        rows.append((name, simulate(made, mesh), _peak_bytes(made)))
+        rows.append((name, simulate(made, mesh), peak_bytes(made.memory_analysis())))
     return _table(rows)
 
 
@@ -171,12 +171,6 @@ def _attribute(spec: str, module: Any, name: str) -> Callable[[], Any]:
 
 def _zeros(leaf: Any) -> Any:
     return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-
-
-def _peak_bytes(compiled: Any) -> int:
-    memory = compiled.memory_analysis()
-    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
 
 
 def _table(rows: Sequence[tuple[str, Simulation, int]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -18,6 +19,12 @@ def compile_options(platform: str) -> Options:
     if platform == "cuda" and not _gpu_attached():
         return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
     return {}
+
+
+def peak_bytes(memory: Any) -> int:
+    """Device memory a program takes, by ``memory_analysis()``: arguments, results of their own, and temporaries."""
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
 def alone_options(platform: str) -> Options:

@@ -15,11 +15,10 @@ import jax
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.measured import MeasuredCostModel
 from jax_deepcompile.costs.simulator import Simulation, simulate
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering.compile import alone_options, compile_options, strictly_limited
+from jax_deepcompile.lowering.compile import alone_options, compile_options, peak_bytes, strictly_limited
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.lowering.latencies import Latency
@@ -105,8 +104,9 @@ def run_passes(base: Program, environment: Environment, passes: Sequence[Pass], 
       MemoryExceededError: not even ``start`` fits the limit.
     """
     first = attempt(base, start, environment)
-    if isinstance(environment.costs, MeasuredCostModel):
-        environment = dataclasses.replace(environment, costs=environment.costs.calibrated(first.simulation))
+    costs = environment.costs.calibrated(first.simulation)
+    if costs is not environment.costs:
+        environment = dataclasses.replace(environment, costs=costs)
         first = attempt(base, start, environment)
     taken = [first]
     records: list[Record] = []
@@ -227,14 +227,13 @@ def _compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environ
     compiled = lowered.compile(compiler_options=options or None)
     memory: Any = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
-    peak = arguments + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     simulation = simulate(read(compiled.as_text() or ""), environment.costs)
     prediction = Prediction(
         simulation.step_s,
         simulation.compute_s,
         simulation.communication_s,
         simulation.exposed_communication_s,
-        peak,
+        peak_bytes(memory),
         simulation.bound_s,
     )
     return Trial(plan, program, lowered, simulation, prediction, arguments)
