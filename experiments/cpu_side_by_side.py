@@ -43,6 +43,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
 from experiments.bench.steps import OPTIMIZER, accumulated, training_step
+from experiments.random_batches import images, tokens
 from models import gpt2, llama, mixtral, resnet, vit
 
 WARM_UP_ROUNDS = 2
@@ -100,18 +101,6 @@ class UnrolledLlama(nn.Module):
         x_BxTxD = nn.RMSNorm(dtype=cfg.dtype, param_dtype=cfg.param_dtype)(x_BxTxD)
         logits_BxTxV = nn.Dense(cfg.vocab_size, use_bias=False, dtype=cfg.dtype, param_dtype=cfg.param_dtype)(x_BxTxD)
         return logits_BxTxV.astype(jnp.float32)
-
-
-def tokens(examples: int, length: int, vocabulary: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, vocabulary, (examples, length + 1), np.int32)
-
-
-def images(examples: int, pixels: int, classes: int) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
-    return {
-        "image": random.standard_normal((examples, pixels, pixels, 3), np.float32),
-        "label": random.integers(0, classes, examples, np.int32),
-    }
 
 
 def mlp_training(width: int, layers: int, examples: int) -> Training:

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from flax.training import train_state
 
 from experiments.gpu_suite.sizes import LLAMA_SMALLEST
+from experiments.random_batches import images, tokens
 from models import gpt2, llama, mixtral, resnet, vit
 
 LLAMA_1B = dataclasses.replace(llama.LLAMA3_8B, d_model=2048, n_layers=16, n_heads=32, d_ff=8192)
@@ -64,7 +64,7 @@ def llama_training(config: llama.LlamaConfig, batch: int, sequence: int) -> Trai
     return _training(
         loss_of,
         lambda: _state(model.init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))["params"]),
-        _tokens(batch, sequence, config.vocab_size),
+        tokens(batch, sequence, config.vocab_size),
     )
 
 
@@ -80,7 +80,7 @@ def gpt2_training(config: gpt2.GPT2Config, batch: int) -> Training:
         params = model.init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))["params"]
         return _state(params, dropout_key=jax.random.key(1))
 
-    return _training(loss_of, create, _tokens(batch, config.max_length, config.vocab_size))
+    return _training(loss_of, create, tokens(batch, config.max_length, config.vocab_size))
 
 
 def mixtral_training(config: mixtral.MixtralConfig, batch: int, sequence: int) -> Training:
@@ -90,7 +90,7 @@ def mixtral_training(config: mixtral.MixtralConfig, batch: int, sequence: int) -
         logits, balance = merge(params)(tokens[:, :-1])
         return mixtral.next_token_loss(logits, tokens[:, 1:]) + config.balance_weight * balance, None
 
-    return _training(loss_of, create, _tokens(batch, sequence, config.vocab_size))
+    return _training(loss_of, create, tokens(batch, sequence, config.vocab_size))
 
 
 def vit_training(config: vit.ViTConfig, batch: int) -> Training:
@@ -100,7 +100,7 @@ def vit_training(config: vit.ViTConfig, batch: int) -> Training:
     def loss_of(params, state, batch):
         return vit.classification_loss(merge(params)(batch["image"], train=True), batch["label"]), None
 
-    return _training(loss_of, create, _images(batch, config.image_size, config.n_classes))
+    return _training(loss_of, create, images(batch, config.image_size, config.n_classes))
 
 
 def resnet_training(config: resnet.ResNetConfig, batch: int, pixels: int) -> Training:
@@ -115,7 +115,7 @@ def resnet_training(config: resnet.ResNetConfig, batch: int, pixels: int) -> Tra
         variables = model.init(jax.random.key(0), jnp.zeros((1, pixels, pixels, 3)))
         return _state(variables["params"], batch_stats=variables["batch_stats"])
 
-    return _training(loss_of, create, _images(batch, pixels, config.n_classes))
+    return _training(loss_of, create, images(batch, pixels, config.n_classes))
 
 
 def _training(loss_of: Callable, create: Callable[[], TrainState], batch: Any) -> Training:
@@ -137,18 +137,6 @@ def _functional(make: Callable[[], nnx.Module]) -> tuple[Callable[[], TrainState
     """What creates the state of an NNX model, and what makes the model of its parameters."""
     graph, _, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
     return lambda: _state(nnx.split(make(), nnx.Param, ...)[1]), lambda params: nnx.merge(graph, params, rest)
-
-
-def _tokens(batch: int, sequence: int, vocab_size: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, vocab_size, (batch, sequence + 1), np.int32)
-
-
-def _images(batch: int, pixels: int, n_classes: int) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
-    return {
-        "image": random.standard_normal((batch, pixels, pixels, 3), np.float32),
-        "label": random.integers(0, n_classes, batch, np.int32),
-    }
 
 
 _WORKLOADS: dict[str, Callable[[], Training]] = {
