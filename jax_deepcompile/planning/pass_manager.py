@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -74,10 +75,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan that a pass would rather have, and why in words."""
+    """A plan that a pass would rather have.
+
+    Attributes:
+      plan: the decisions.
+      decision: what it changes, in words.
+      otherwise: a more modest proposal, tried if this one does not fit.
+    """
 
     plan: Plan
     decision: str
+    otherwise: Proposal | None = None
 
 
 class Pass(Protocol):
@@ -137,32 +145,49 @@ _WORTH_ANOTHER = 0.01
 """The share of a step that it must have gained for that."""
 
 
+@dataclass(frozen=True)
+class _Tried:
+    """A trial, the decision that it tries, and the seconds that took."""
+
+    decision: str
+    trial: Trial
+    wall_s: float
+
+    @classmethod
+    def of(cls, decision: str, attempted: Callable[[], Trial]) -> _Tried:
+        began = time.perf_counter()
+        return cls(decision, attempted(), time.perf_counter() - began)
+
+
 def _best_proposal(step: Pass, base: Program, now: Trial, environment: Environment) -> tuple[Trial, list[Record]]:
+    """As many proposals at a time as there are cores: most of a trial is one thread of XLA."""
     proposals = [each for each in step.propose(base, now, environment) if each.plan != now.plan]
-    trials = _side_by_side([partial(attempt, base, each.plan, environment) for each in proposals])
-    return _best_trial(
-        step.name, now, trials, [each.decision for each in proposals], environment.expected_s, environment
-    )
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        tried = list(itertools.chain(*pool.map(lambda each: _tried(base, each, environment), proposals)))
+    return _best_tried(step.name, now, tried, environment.expected_s, environment)
 
 
-def _best_trial(
-    name: str,
-    now: Trial,
-    trials: Sequence[tuple[Trial, float]],
-    decisions: Sequence[str],
-    seconds: Callable[[Trial], float],
-    environment: Environment,
+def _tried(base: Program, proposal: Proposal, environment: Environment) -> list[_Tried]:
+    """The proposal and, as long as they do not fit, the more modest ones."""
+    tried = _Tried.of(proposal.decision, lambda: attempt(base, proposal.plan, environment))
+    if proposal.otherwise is None or _fits(tried.trial, environment):
+        return [tried]
+    return [tried, *_tried(base, proposal.otherwise, environment)]
+
+
+def _best_tried(
+    name: str, now: Trial, tried: Sequence[_Tried], seconds: Callable[[Trial], float], environment: Environment
 ) -> tuple[Trial, list[Record]]:
-    """The best of ``now`` and the trials by ``seconds``, and what became of each trial."""
+    """The best of ``now`` and what was tried by ``seconds``, and what became of each trial."""
     best = now
-    for trial, _ in trials:
-        best = best if _objection(trial, best, environment, seconds) else trial
+    for each in tried:
+        best = best if _objection(each.trial, best, environment, seconds) else each.trial
     records = []
-    for (trial, wall_s), decision in zip(trials, decisions, strict=True):
-        change = f"{seconds(now):.4g} s to {seconds(trial):.4g} s"
-        objection = "" if trial is best else _objection(trial, best, environment, seconds)
-        reason = objection or change
-        records.append(Record(name, decision, now.prediction, trial.prediction, trial is best, reason, wall_s))
+    for each in tried:
+        change = f"{seconds(now):.4g} s to {seconds(each.trial):.4g} s"
+        objection = "" if each.trial is best else _objection(each.trial, best, environment, seconds)
+        taken, after = each.trial is best, each.trial.prediction
+        records.append(Record(name, each.decision, now.prediction, after, taken, objection or change, each.wall_s))
     return best, records
 
 
@@ -188,23 +213,12 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
         plan = trial.plan.replace(latencies=_latencies(trial.simulation))
         strict = plan.replace(options=strictly_limited(dict(plan.options)))
         for each, decision in {plan: "XLA is told latencies", strict: "and held to the limit"}.items():
-            tried = _side_by_side([partial(_compiled, trial.program, trial.lowered, each, environment)])
-            best, told = _best_trial("schedule", best, tried, [decision], _step_s, environment)
+            tried = _Tried.of(decision, partial(_compiled, trial.program, trial.lowered, each, environment))
+            best, told = _best_tried("schedule", best, [tried], _step_s, environment)
             records += told
-            if _fits(tried[0][0], environment):
+            if _fits(tried.trial, environment):
                 break
     return best, records
-
-
-def _side_by_side(trials: Sequence[Callable[[], Trial]]) -> list[tuple[Trial, float]]:
-    """The trials and the seconds they took, as many at a time as there are cores: most of it is one thread of XLA."""
-
-    def timed(trial: Callable[[], Trial]) -> tuple[Trial, float]:
-        began = time.perf_counter()
-        return trial(), time.perf_counter() - began
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(timed, trials))
 
 
 _NOTABLE = 0.01

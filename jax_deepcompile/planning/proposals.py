@@ -96,14 +96,55 @@ class Unshard:
                 yield Proposal(now.plan.replace(handed_over=handing_over(stacks)), _every_layer(stacks))
         if any(choices) or not now.plan.loops:
             return
-        surely = int(free_bytes // (_ROOM * per_layer))
-        longest = max(forward.length for forward, _ in pairs)
-        already = kept_layers(now.plan, pairs)
-        for more in dict.fromkeys((surely, int(_HOPE * surely))):
-            layers = min(already + more, longest - 1)
-            if layers > already:
-                plan = keep_over_loops(base, keep_layers(now.plan, pairs, layers), environment)
-                yield Proposal(plan, f"{layers} of {longest} layers stay gathered, {per_layer / 2**30:.2f} GiB each")
+        yield from _longer_turns(base, now, environment, pairs, free_bytes, per_layer)
+
+
+def _longer_turns(
+    base: Program,
+    now: Trial,
+    environment: Environment,
+    pairs: list[tuple[Loop, Loop]],
+    free_bytes: int,
+    per_layer: int,
+) -> Iterator[Proposal]:
+    """More layers gathered once at the turn from forward to backward: as many as may fit, otherwise as surely do.
+
+    Args:
+      base, now, environment: as for ``propose``.
+      pairs: forward and backward loops.
+      free_bytes: memory left at the peak.
+      per_layer: what a layer kept gathered saves gathering.
+    """
+    surely = hoped = int(free_bytes // (_ROOM * per_layer))
+    already = kept_layers(now.plan, pairs)
+    if not already and all(len(forward.path) == 1 for forward, _ in pairs):
+        spare_bytes = (environment.limit_bytes or 0) - _before_turn_bytes(now)
+        hoped = max(surely, spare_bytes // sum(gathered_bytes(forward) for forward, _ in pairs))
+    longest = max(forward.length for forward, _ in pairs)
+    proposal = None
+    for more in sorted({surely, hoped}):
+        layers = min(already + more, longest - 1)
+        if layers > already and (layers - already) * per_layer >= _worthwhile_bytes(now):
+            plan = keep_over_loops(base, keep_layers(now.plan, pairs, layers), environment)
+            decision = f"{layers} of {longest} layers stay gathered, {per_layer / 2**30:.2f} GiB each"
+            proposal = Proposal(plan, decision, otherwise=proposal)
+    if proposal is not None:
+        yield proposal
+
+
+def _before_turn_bytes(now: Trial) -> int:
+    """What is in memory where a loop starts that only gathers: a forward one, when nothing of backward is there yet."""
+    memory = now.simulation.memory
+    live_bytes = dict(zip(memory.names, memory.live_bytes, strict=True))
+    forward = (loop for loop in now.simulation.loops if loop.trip.gathered_bytes and not loop.trip.reduced_bytes)
+    return max((live_bytes[loop.name] for loop in forward), default=now.prediction.peak_bytes)
+
+
+def _worthwhile_bytes(now: Trial) -> float:
+    """What must be gathered less for ``_WORTH_IT`` of a step's time."""
+    simulation = now.simulation
+    moved = simulation.gathered_bytes + simulation.reduced_bytes
+    return _WORTH_IT * now.prediction.step_s * moved / max(simulation.communication_s, 1e-12)
 
 
 def _waiting_bytes(now: Trial) -> int:
@@ -133,9 +174,6 @@ _WORTH_IT = 0.01
 
 _ROOM = 1.1
 """What a layer kept gathered takes, over the gathered bytes: buffers lie less well."""
-
-_HOPE = 4 / 3
-"""How many more layers may fit than memory at its peak has room for: the peak may be elsewhere."""
 
 _LATENCY_SHARE = 0.05
 """Of a bucket's time: beyond that, joining more saves less than it delays."""

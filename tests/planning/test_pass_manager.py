@@ -87,6 +87,34 @@ def test_what_is_over_the_limit_is_left_however_fast(try_passes):
     assert decided(try_passes(Proposes((LARGER, BETTER)))) == LARGER
 
 
+@dataclass(frozen=True)
+class ProposesLess:
+    """Proposes a plan, and others should it not fit."""
+
+    plans: tuple[Plan, ...]
+    name: str = "fake"
+
+    def propose(self, base, now, environment):
+        proposal = None
+        for plan in reversed(self.plans):
+            proposal = Proposal(plan, "try it", otherwise=proposal)
+        return [proposal]
+
+
+@pytest.mark.pure
+def test_what_does_not_fit_gives_way_to_what_is_more_modest(try_passes):
+    best = try_passes(ProposesLess((LARGER, BETTER, WORSE)), limit=150)
+    assert decided(best) == BETTER
+    assert [record.taken for record in best.plan.records[:2]] == [False, True]
+    assert all(record.reason != "2 s to 3 s" for record in best.plan.records)
+
+
+@pytest.mark.pure
+def test_what_is_more_modest_is_not_tried_if_all_fits(try_passes):
+    (record,) = try_passes(ProposesLess((LARGER, BETTER))).plan.records
+    assert (record.taken, record.reason) == (True, "2 s to 0.5 s")
+
+
 @pytest.mark.pure
 def test_what_fits_replaces_what_does_not_however_slow(try_passes):
     best = try_passes(Proposes((BETTER, WORSE)), limit=60)

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
+from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.passes.pipeline_loops import choose_schedules
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import Plan, Prediction
 from jax_deepcompile.planning.proposals import Unshard
+from jax_deepcompile.planning.proposals import gathered_bytes as layer_bytes
 from tests.passes.programs import LAYERS, WIDTH, sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
@@ -23,12 +26,33 @@ MATRIX_BYTES = LAYERS * WIDTH * 2 * WIDTH * 4
 LIMIT = 1 << 30
 
 
-def proposals(trip: Totals, free_bytes: int = LIMIT, pipelined: bool = True) -> list[Proposal]:
-    """What is proposed where every trip of the backward loop is ``trip``."""
+def proposals(
+    trip: Totals,
+    free_bytes: int = LIMIT,
+    pipelined: bool = True,
+    forward_bytes: int | None = None,
+    gathered_bytes: int = 0,
+) -> list[Proposal]:
+    """What is proposed.
+
+    Args:
+      trip: every trip of the backward loop.
+      free_bytes: at the peak.
+      pipelined: whether its layers are gathered ahead.
+      forward_bytes: live where a loop begins that only gathers; None for no such loop. One matrix is handed over then.
+      gathered_bytes: of the whole step.
+    """
     plan = Plan("0").replace(loops=choose_schedules(PROGRAM) if pipelined else ())
     backward = Loop("while", "", LAYERS, True, 1.0, trip)
     nothing: Any = None
-    run = Simulation(10.0, Totals(), (backward,), (), MemoryUse(0, 0, 0, 0, (), (), ()))
+    memory = MemoryUse(0, 0, 0, 0, (), (), ())
+    loops = (backward,)
+    if forward_bytes is not None:
+        memory = replace(memory, names=("ahead",), live_bytes=(forward_bytes,))
+        loops = (Loop("ahead", "", LAYERS, True, 1.0, replace(trip, reduced_bytes=0)), backward)
+        plan = plan.replace(handed_over=(HandOver("scan.0", "scan.1", (0,)),))
+    totals = Totals(communication_s=10.0, gathered_bytes=gathered_bytes)
+    run = Simulation(10.0, totals, loops, (), memory)
     prediction = Prediction(10.0, 5.0, 9.0, 5.0, LIMIT - free_bytes)
     now = Trial(plan, PROGRAM, nothing, run, prediction, 0)
     return list(Unshard().propose(PROGRAM, now, Environment(MESH, "cuda", CostModel(), LIMIT)))
@@ -68,6 +92,32 @@ def test_nothing_is_kept_that_does_not_fit():
 
 def test_without_memory_nothing_is_proposed():
     assert proposals(trip(4.0), free_bytes=0) == []
+
+
+def layers_kept(proposal: Proposal | None) -> int:
+    return 0 if proposal is None else int(proposal.decision.split()[0])
+
+
+LAYER_BYTES = layer_bytes(next(find_loops(PROGRAM.jaxpr)))
+
+
+def test_layers_are_kept_where_they_fit_before_backward_begins():
+    """The peak is in backward, when the layers that were kept are gone."""
+    (found,) = proposals(trip(4.0), free_bytes=0, forward_bytes=LIMIT - 2 * LAYER_BYTES)
+    assert (layers_kept(found), found.otherwise) == (2, None)
+
+
+def test_what_fits_beside_the_peak_is_what_is_kept_otherwise():
+    """One of the two matrices is handed over already: backward gathers but half of a layer."""
+    room = int(1.2 * LAYER_BYTES)
+    (found,) = proposals(trip(4.0), free_bytes=room, forward_bytes=LIMIT - 3 * LAYER_BYTES)
+    assert (layers_kept(found), layers_kept(found.otherwise)) == (3, 2)
+
+
+def test_layers_that_save_little_are_not_kept():
+    room = 2 * LAYER_BYTES
+    assert proposals(trip(4.0), free_bytes=room, forward_bytes=LIMIT, gathered_bytes=100 * LAYER_BYTES)
+    assert not proposals(trip(4.0), free_bytes=room, forward_bytes=LIMIT, gathered_bytes=200 * LAYER_BYTES)
 
 
 def test_loops_that_are_not_pipelined_hand_over_too():
