@@ -245,7 +245,7 @@ class ShardedStep:
         program = partitioned.program
         outputs = [sharding_of(port, program, self._use.mesh) for port in program.outputs]
         leaves = jax.jit(emit(program, self._use.mesh), out_shardings=outputs)(*jax.tree.leaves((args, kwargs)))
-        return creation.finish(jax.tree.unflatten(traced.out_tree, leaves))
+        return creation.finish(jax.tree.unflatten(traced.program.out_tree, leaves))
 
     def trace(self, *args, **kwargs) -> TracedStep:
         """Traces and partitions the step; leaves may be ``jax.ShapeDtypeStruct``s."""
@@ -279,7 +279,7 @@ class ShardedStep:
         plain = jax.jit(
             lambda *args: call.fun(*args[:-1], **args[-1]),
             in_shardings=(*positional, keywords),
-            out_shardings=jax.tree.unflatten(stage.traced.out_tree, outputs),
+            out_shardings=jax.tree.unflatten(stage.traced.program.out_tree, outputs),
             donate_argnums=self._signature(call).state if self._donate else (),
         )
         leaves, tree = jax.tree.flatten((*call.args, kwargs))
@@ -370,14 +370,14 @@ class ShardedStep:
         def staged(*args):
             _, part = self._partition(call, args[:-1], args[-1])
             outs = emit(self._planned(part).program, self._use.mesh)(*jax.tree.leaves((args[:-1], args[-1])))
-            return jax.tree.unflatten(traced.out_tree, outs)
+            return jax.tree.unflatten(traced.program.out_tree, outs)
 
         staged.__name__ = staged.__qualname__ = self._name.rsplit(".", 1)[-1]
         return jax.jit(
             staged,
             in_shardings=(*args, kwargs_shardings),
             out_shardings=jax.tree.unflatten(
-                traced.out_tree, [self._sharding(port, program) for port in program.outputs]
+                traced.program.out_tree, [self._sharding(port, program) for port in program.outputs]
             ),
             donate_argnums=self._signature(call).state if self._donate else (),
             compiler_options=planned.plan.compiler_options() or None,
@@ -385,7 +385,7 @@ class ShardedStep:
 
     def _planned(self, partitioned: Partitioned) -> Planned:
         if id(partitioned) not in self._plans:
-            program = partitioned.program
+            program = partitioned.program if self._donate else partitioned.program.replace(state_outputs=())
             self._plans[id(partitioned)] = plan_program(program, self._use.mesh, self._platform(), self._wishes)
         return self._plans[id(partitioned)]
 

@@ -50,17 +50,15 @@ class Signature:
 
 @dataclass(frozen=True)
 class Traced:
-    """A step's program and how the user's trees map to its inputs and outputs.
+    """A step's program and how the user's arguments map to its inputs.
 
     Attributes:
       program: the global view.
       in_tree: structure of ``(args, kwargs)``.
-      out_tree: structure of what the step returns.
     """
 
     program: Program
     in_tree: Any
-    out_tree: Any
 
 
 def function_name(fun: Callable) -> str:
@@ -97,8 +95,8 @@ def trace_step(fun: Callable, args: tuple, kwargs: dict, signature: Signature, m
         by_output.get(index, _port(f"out{jax.tree_util.keystr(path)}", Role.OTHER, leaf))
         for index, (path, leaf) in enumerate(out_leaves)
     )
-    program = Program(signature.function, closed, ports, outputs, state_outputs, mesh)
-    return Traced(program, in_tree, out_tree)
+    program = Program(signature.function, closed, ports, outputs, out_tree, state_outputs, mesh)
+    return Traced(program, in_tree)
 
 
 def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Traced:
@@ -108,7 +106,7 @@ def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Trac
     closed, out_shape = _trace(fun, args, kwargs, ports, name)
     leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
     outputs = tuple(_port(f"state{jax.tree_util.keystr(path)}", _state_role(path), leaf) for path, leaf in leaves)
-    return Traced(Program(name, closed, ports, outputs, (), mesh), in_tree, out_tree)
+    return Traced(Program(name, closed, ports, outputs, out_tree, (), mesh), in_tree)
 
 
 def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name: str) -> tuple[jex.ClosedJaxpr, Any]:

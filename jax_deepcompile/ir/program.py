@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from jax.extend import core as jex
 
@@ -69,6 +70,7 @@ class Program:
       jaxpr: closed; in the local view it contains collectives over the mesh's axes.
       inputs: one port for each input of the jaxpr.
       outputs: one port for each output.
+      out_tree: the ``PyTreeDef`` that the user nests the outputs in.
       state_outputs: pairs (input, output): the output is the next step's input, and takes its buffer.
       mesh: the axes it is (to be) partitioned over.
       view: whether shapes in the jaxpr are global or local.
@@ -78,6 +80,7 @@ class Program:
     jaxpr: jex.ClosedJaxpr
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    out_tree: Any
     state_outputs: tuple[tuple[int, int], ...]
     mesh: MeshAxes
     view: View = View.GLOBAL

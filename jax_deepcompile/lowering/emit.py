@@ -30,7 +30,9 @@ def sharding_of(port: Port, program: Program, mesh: AnyMesh) -> NamedSharding:
 
 
 def lower(program: Program, mesh: AnyMesh, platform: str) -> jax.stages.Lowered:
-    """``program`` in StableHLO, its state's buffers donated.
+    """``program`` in StableHLO, its state's buffers donated: to the letter what ``jax.jit`` makes of the user's step.
+
+    So JAX's persistent compilation cache has what was compiled for planning when the step is called.
 
     Args:
       program: in the local view.
@@ -44,12 +46,14 @@ def lower(program: Program, mesh: AnyMesh, platform: str) -> jax.stages.Lowered:
     flat = emit(program, mesh)
 
     def step(*inputs):
-        return flat(*inputs)
+        return jax.tree.unflatten(program.out_tree, flat(*inputs))
 
     step.__name__ = step.__qualname__ = program.name.rsplit(".", 1)[-1]
     jitted = jax.jit(
         step,
-        out_shardings=[sharding_of(port, program, mesh) for port in program.outputs],
+        out_shardings=jax.tree.unflatten(
+            program.out_tree, [sharding_of(port, program, mesh) for port in program.outputs]
+        ),
         donate_argnums=tuple(index for index, _ in program.state_outputs),
     )
     return jitted.trace(*shapes).lower(lowering_platforms=(platform,))

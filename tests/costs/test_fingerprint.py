@@ -39,7 +39,7 @@ def program(scale: float = 2.0) -> Program:
 
     port = Port("x", Role.OTHER, (8,), "float32")
     axes = MeshAxes(("fsdp",), (8,))
-    return Program("fun", jax.make_jaxpr(fun)(jnp.ones(8)), (port,), (port,), (), axes)
+    return Program("fun", jax.make_jaxpr(fun)(jnp.ones(8)), (port,), (port,), jax.tree.structure(0), (), axes)
 
 
 def digest(program_: Program, machine: Machine = MACHINE, **options) -> str:

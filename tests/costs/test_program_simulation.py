@@ -43,7 +43,16 @@ def program(fun, *shapes, donated=(), dtype=jnp.int8) -> Program:
         tuple(Port(str(at), Role.OTHER, var.aval.shape, str(var.aval.dtype)) for at, var in enumerate(variables))
         for variables in (flat.invars, flat.outvars)
     )
-    return Program("test", closed, inputs, outputs, tuple(donated), MeshAxes((AXIS,), (4,)), View.LOCAL)
+    return Program(
+        "test",
+        closed,
+        inputs,
+        outputs,
+        jax.tree.structure([*outputs]),
+        tuple(donated),
+        MeshAxes((AXIS,), (4,)),
+        View.LOCAL,
+    )
 
 
 def played(fun, *shapes, thresholds=ALONE, **kwargs):

@@ -41,7 +41,9 @@ def program(function=jnp.sin, inputs=(W,), outputs=None, state=((0, 0),), view=V
         p.shape if view is View.GLOBAL or p.placement is None else p.placement.local_shape(p.shape, MESH)
         for p in inputs
     ]
-    return Program("step", closed(function, *shapes), inputs, inputs if outputs is None else outputs, state, MESH, view)
+    outputs = inputs if outputs is None else outputs
+    tree = jax.tree.structure([*outputs])
+    return Program("step", closed(function, *shapes), inputs, outputs, tree, state, MESH, view)
 
 
 def with_equations(valid: Program, change) -> Program:
