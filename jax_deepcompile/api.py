@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_deepcompile import errors
-from jax_deepcompile.binding import Creation, PureCall, bind, holds_objects, update_objects
+from jax_deepcompile.arguments import place, shapes_only
+from jax_deepcompile.binding import Creation, PureCall, bind, update_objects
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.program import Role
 from jax_deepcompile.lowering.emit import emit, sharding_of
 from jax_deepcompile.meshes import AxisNames, MeshUse, attached, resolve_mesh
+from jax_deepcompile.methods import BoundStep
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.passes.microbatch import accumulate
 from jax_deepcompile.planning.limits import MemoryLimit
@@ -89,8 +89,7 @@ def shard(
       microbatches: into how many parts each device divides its examples, to work on one after the other and update the
         state once, with the gradients of all of them: a step takes the memory of a smaller batch and computes the same.
       memory_limit: device memory a step may take: bytes, "72GiB", a fraction of the device's memory such as 0.9, or
-      None
-        for the device's memory less a reserve.
+        None for the device's memory less a reserve.
       passes: what to try to make the step faster, in order; by default everything there is. ``()`` shards and no more.
       profile: measured times to plan by; by default tables for the device.
       plan: decisions to carry out as they are, such as another run's ``step.plan(...)``.
@@ -251,8 +250,7 @@ class ShardedStep:
         """Traces and partitions the step; leaves may be ``jax.ShapeDtypeStruct``s."""
         call, kwargs = self._bind(args, kwargs)
         stage = self._stage(call, kwargs)
-        leaves, tree = jax.tree.flatten((*call.args, kwargs))
-        shapes = jax.tree.unflatten(tree, map(_shape_only, leaves, stage.targets, stage.roles))
+        shapes = shapes_only((*call.args, kwargs), stage.targets, stage.roles)
         traced, partitioned = self._partition(call, shapes[:-1], kwargs)
         return TracedStep(
             traced.program,
@@ -282,8 +280,7 @@ class ShardedStep:
             out_shardings=jax.tree.unflatten(stage.traced.program.out_tree, outputs),
             donate_argnums=self._signature(call).state if self._donate else (),
         )
-        leaves, tree = jax.tree.flatten((*call.args, kwargs))
-        shapes = jax.tree.unflatten(tree, map(_shape_only, leaves, stage.targets, stage.roles))
+        shapes = shapes_only((*call.args, kwargs), stage.targets, stage.roles)
         return plain.trace(*shapes).lower(lowering_platforms=(self._platform(),))
 
     def plan(self, *args, **kwargs) -> Plan:
@@ -318,7 +315,8 @@ class ShardedStep:
         self._require_devices()
         call, kwargs = self._bind(args, kwargs)
         stage = self._stage(call, kwargs)
-        placed, moved_inputs = self._place((*call.args, kwargs), stage)
+        args_of_run = (*call.args, kwargs)
+        placed, moved_inputs = place(args_of_run, stage.targets, stage.roles, self._use.mesh, self._donate)
         try:
             out = self._run_of(stage)(*placed)
         except (TypeError, ValueError):
@@ -428,30 +426,6 @@ class ShardedStep:
         automatic = len(self._use.mesh.axis_names) > len(self._use.axes.names)
         return None if automatic and port.role.is_state else sharding_of(port, program, self._use.mesh)
 
-    def _place(self, args: tuple, stage: _Stage) -> tuple[tuple, bool]:
-        """Puts what ``jax.jit`` would refuse where the step wants it; says whether anything but state was moved."""
-        leaves, tree = jax.tree.flatten(args)
-        placed, moved = [], False
-        donated: set[int] = set()
-        for leaf, target, role in zip(leaves, stage.targets, stage.roles, strict=True):
-            new = self._place_leaf(leaf, target, role)
-            moved |= new is not leaf and not role.is_state
-            placed.append(jnp.copy(new) if id(new) in donated else new)
-            if role.is_state and self._donate and isinstance(new, jax.Array):
-                donated.add(id(new))
-        return jax.tree.unflatten(tree, placed), moved
-
-    def _place_leaf(self, leaf: Any, target: NamedSharding | None, role: Role) -> Any:
-        if isinstance(leaf, jax.Array):
-            if target is None:
-                on_mesh = len(leaf.sharding.device_set) == self._use.mesh.size
-                return leaf if on_mesh else jax.device_put(leaf, NamedSharding(self._use.mesh, PartitionSpec()))
-            fits = not leaf.committed or leaf.sharding.is_equivalent_to(target, leaf.ndim)
-            return leaf if fits else jax.device_put(leaf, target)
-        if jax.process_count() > 1 and role is Role.BATCH and target is not None:
-            return jax.make_array_from_process_local_data(target, np.asarray(leaf))
-        return leaf
-
     def _platform(self) -> str:
         if isinstance(self._use.mesh, AbstractMesh):
             return jax.default_backend()
@@ -463,56 +437,3 @@ class ShardedStep:
             mesh = self._use.mesh
             kind = "abstract mesh" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind
             raise errors.DevicesNotAttachedError(kind, mesh.size)
-
-
-class BoundStep:
-    """A ``ShardedStep`` that is a method, bound to its object: the first argument of every call."""
-
-    def __init__(self, step: ShardedStep, instance: Any) -> None:
-        self._step = step
-        self._instance = instance
-
-    def __call__(self, *args, **kwargs):
-        return self._step(self._self(), *args, **kwargs)
-
-    def init(self, create_state: Callable, *args, **kwargs) -> Any:
-        """As ``ShardedStep.init``: the object has no part in it."""
-        return self._step.init(create_state, *args, **kwargs)
-
-    def trace(self, *args, **kwargs) -> TracedStep:
-        return self._step.trace(self._self(), *args, **kwargs)
-
-    def lower(self, *args, **kwargs) -> LoweredStep:
-        return self._step.lower(self._self(), *args, **kwargs)
-
-    def lower_gspmd(self, *args, **kwargs) -> jax.stages.Lowered:
-        return self._step.lower_gspmd(self._self(), *args, **kwargs)
-
-    def plan(self, *args, **kwargs) -> Plan:
-        return self._step.plan(self._self(), *args, **kwargs)
-
-    def profile(self, *args, runs: int = 5, known: Profile | None = None) -> Taken:
-        return self._step.profile(self._self(), *args, runs=runs, known=known)
-
-    def explain(self) -> str:
-        return self._step.explain()
-
-    @property
-    def mesh(self) -> Mesh | AbstractMesh:
-        return self._step.mesh
-
-    def _self(self) -> Any:
-        if not holds_objects(self._instance) and jax.tree_util.all_leaves([self._instance]):
-            raise errors.PlainSelfError(self._step._name, self._instance)
-        return self._instance
-
-
-def _shape_only(leaf: Any, target: NamedSharding | None, role: Role) -> Any:
-    """``leaf`` without its values, with the sharding of a call's: that finds what was compiled ahead of time."""
-    if isinstance(leaf, jax.ShapeDtypeStruct) and role.is_state and leaf.sharding is None:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
-    if isinstance(leaf, jax.Array) and leaf.committed and target in (None, leaf.sharding):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
-    if isinstance(leaf, (jax.Array, np.ndarray)):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
-    return leaf

@@ -1,0 +1,72 @@
+"""A call's arguments where a step wants them, and what compiling needs to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jax_deepcompile.ir.program import Role
+
+
+def place(
+    args: tuple,
+    targets: Sequence[NamedSharding | None],
+    roles: Sequence[Role],
+    mesh: Mesh | AbstractMesh,
+    donate: bool,
+) -> tuple[tuple, bool]:
+    """Puts what ``jax.jit`` would refuse where the step wants it.
+
+    Args:
+      args: positional arguments, and a dictionary of the others.
+      targets: where every leaf goes; None where it may stay.
+      roles: what every leaf is.
+      mesh: the step's.
+      donate: whether the step takes the buffers of its state: a leaf that occurs twice is copied.
+
+    Returns:
+      The arguments placed, and whether anything but state was moved.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    placed, moved = [], False
+    donated: set[int] = set()
+    for leaf, target, role in zip(leaves, targets, roles, strict=True):
+        new = _placed(leaf, target, role, mesh)
+        moved |= new is not leaf and not role.is_state
+        placed.append(jnp.copy(new) if id(new) in donated else new)
+        if role.is_state and donate and isinstance(new, jax.Array):
+            donated.add(id(new))
+    return jax.tree.unflatten(tree, placed), moved
+
+
+def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], roles: Sequence[Role]) -> tuple:
+    """``args`` without their values, with the shardings of a call's: that finds what was compiled ahead of time."""
+    leaves, tree = jax.tree.flatten(args)
+    return jax.tree.unflatten(tree, map(_shape_only, leaves, targets, roles))
+
+
+def _placed(leaf: Any, target: NamedSharding | None, role: Role, mesh: Mesh | AbstractMesh) -> Any:
+    if isinstance(leaf, jax.Array):
+        if target is None:
+            on_mesh = len(leaf.sharding.device_set) == mesh.size
+            return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+        fits = not leaf.committed or leaf.sharding.is_equivalent_to(target, leaf.ndim)
+        return leaf if fits else jax.device_put(leaf, target)
+    if jax.process_count() > 1 and role is Role.BATCH and target is not None:
+        return jax.make_array_from_process_local_data(target, np.asarray(leaf))
+    return leaf
+
+
+def _shape_only(leaf: Any, target: NamedSharding | None, role: Role) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct) and role.is_state and leaf.sharding is None:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
+    if isinstance(leaf, jax.Array) and leaf.committed and target in (None, leaf.sharding):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
+    if isinstance(leaf, (jax.Array, np.ndarray)):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    return leaf
