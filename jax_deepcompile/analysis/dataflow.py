@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from jax.extend import core as jex
 
@@ -51,6 +52,19 @@ def reached_from(eqns: Sequence, sources: Collection) -> set:
         if any(atom in reached for atom in variables(eqn.invars)):
             reached.update(eqn.outvars)
     return reached
+
+
+def needs(eqns: Sequence, counts: Callable[[Any], bool] = lambda eqn: True) -> list[int]:
+    """For each equation those it depends on, as the bits of a number; only those that ``counts`` is true of."""
+    before: dict = {}
+    needed = []
+    for place, eqn in enumerate(eqns):
+        bits = 0
+        for var in variables(eqn.invars):
+            bits |= before.get(var, 0)
+        needed.append(bits)
+        before |= dict.fromkeys(eqn.outvars, bits | counts(eqn) << place)
+    return needed
 
 
 def needed_for(eqns: Sequence, targets: Iterable, effects: bool = True) -> list:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.dataflow import variables
+from jax_deepcompile.analysis.dataflow import needs
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.costs.operation import Timing
 
@@ -50,7 +50,7 @@ def combined(jaxpr: Any, timings: Sequence[Timing | None], thresholds: Threshold
     flat = open_jaxpr(jaxpr)
     open_groups: dict[tuple, list[int]] = {}
     groups: list[list[int]] = []
-    behind = _behind(flat)
+    behind = needs(flat.eqns)
     for place, (eqn, timing) in enumerate(zip(flat.eqns, timings, strict=True)):
         limit = 0 if timing is None else thresholds.of(timing.kind)
         size = sum(map(size_bytes, eqn.outvars))
@@ -70,16 +70,3 @@ def _alike(eqn: Any) -> tuple:
     gathers = eqn.primitive.name == "all_gather"
     axes = str(eqn.params.get("axis_name", eqn.params.get("axes")))
     return eqn.primitive.name, axes, "" if gathers else str(eqn.outvars[0].aval.dtype)
-
-
-def _behind(flat: Any) -> list[int]:
-    """For each equation those that it depends on, as the bits of a number."""
-    before: dict = {}
-    behind = []
-    for place, eqn in enumerate(flat.eqns):
-        bits = 0
-        for var in variables(eqn.invars):
-            bits |= before.get(var, 0)
-        behind.append(bits)
-        before |= dict.fromkeys(eqn.outvars, bits | 1 << place)
-    return behind

@@ -25,7 +25,7 @@ from itertools import accumulate
 from typing import Any
 
 from jax_deepcompile._jax_compat import closed_consts, is_drop_var, new_barrier, new_var, open_jaxpr
-from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers, variables
+from jax_deepcompile.analysis.dataflow import needed_for, needs, renamed, slim_barriers
 from jax_deepcompile.analysis.gathers import Gather, find_gathers, first_uses, outermost, slice_of
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
@@ -56,7 +56,7 @@ def choose_prefetches(program: Program, costs: CostModel, slack: float = 1.25) -
     starts = [0.0, *accumulate(time.compute_s for time in times)]
     network = {eqn.outvars[0]: time.network_s for eqn, time in zip(jaxpr.eqns, times, strict=True) if eqn.outvars}
     uses = first_uses(jaxpr, [gather.result for gather in gathers])
-    anchors = _anchors_before(jaxpr)
+    anchors = needs(jaxpr.eqns, _is_anchor)
     queue_free_s = float("inf")
     chosen = []
     used = [index for index in range(len(gathers)) if uses[index] < len(jaxpr.eqns)]
@@ -119,19 +119,6 @@ def _copy(chain: list, result: Any, anchor: Any) -> tuple[list, Any]:
         known.update(zip(eqn.outvars, outvars, strict=True))
         eqns.append(eqn.replace(invars=operands, outvars=outvars))
     return eqns, known[result]
-
-
-def _anchors_before(jaxpr: Any) -> list[int]:
-    """For every equation the equations it needs whose end marks a time, as a set of bits."""
-    behind: dict = {}
-    before = []
-    for index, eqn in enumerate(jaxpr.eqns):
-        bits = 0
-        for atom in variables(eqn.invars):
-            bits |= behind.get(atom, 0)
-        before.append(bits)
-        behind.update(dict.fromkeys(eqn.outvars, bits | _is_anchor(eqn) << index))
-    return before
 
 
 def _is_anchor(eqn: Any) -> bool:
