@@ -186,12 +186,11 @@ def _ways(axis: int, remaining: Sequence[int], question: _Question, before: Sequ
     for factor in sorted(_touched_factors(axis, remaining, question, before)):
         ways.append(_factor_way(rule, factor, remaining))
     states = [{held.axes[axis] for held in operand.held} for operand in operands]
-    partial_wanted = any(demand.axes[axis] == PARTIAL for wanted in question.demands for demand in wanted)
     virtual = question.mesh.is_virtual(axis)
     for group in (*rule.linear, *rule.rounded) if virtual else rule.linear:
         if virtual and _waits_for_a_sum(group, states):
             continue
-        if partial_wanted or any(PARTIAL in states[index] for index in group):
+        if any(PARTIAL in states[index] for index in group):
             placed = tuple(PARTIAL if index in group else REPLICATE for index in range(len(operands)))
             ways.append(_Way(None, placed, (PARTIAL,) * len(rule.results)))
     return ways

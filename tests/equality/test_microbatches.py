@@ -309,13 +309,22 @@ def test_nnx_objects(build, loss_of, make_batch, meshes):
             )
 
 
-def test_scales_that_are_cast_in_a_loop_over_layers():
+def scaled(x, scale):
+    return x * scale.reshape(1, 1, -1).astype(jnp.bfloat16).astype(jnp.float32) + jnp.sin(x), None
+
+
+def multiplied(x, matrix):
+    """The matrix in half precision is saved for the backward pass, though no microbatch changes it."""
+    half = matrix.reshape(8, 8).astype(jnp.bfloat16)
+    product = x.reshape(-1, 8).astype(jnp.bfloat16) @ half
+    return x + jnp.tanh(product.astype(jnp.float32)).reshape(x.shape), None
+
+
+@pytest.mark.parametrize("layer", [scaled, multiplied])
+def test_parameters_that_are_cast_in_a_loop_over_layers(layer):
     """Their gradients are rounded in the loop to half precision, each microbatch's by itself, and added in float32."""
 
     def loss_of(params, batch):
-        def layer(x, scale):
-            return x * scale.reshape(1, 1, -1).astype(jnp.bfloat16).astype(jnp.float32) + jnp.sin(x), None
-
         return jnp.mean(jax.lax.scan(layer, batch, params)[0] ** 2)
 
     def step(params, batch):
