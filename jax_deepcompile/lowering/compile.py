@@ -37,6 +37,11 @@ def double_buffering() -> Options:
     return {"xla_gpu_enable_while_loop_double_buffering": True}
 
 
+def two_collectives() -> Options:
+    """A second collective may start while one is in flight."""
+    return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+
+
 def memory_options(limit_bytes: int, argument_bytes: int, device_bytes: int) -> Options:
     """Keeps XLA's scheduler from running short of memory too early.
 

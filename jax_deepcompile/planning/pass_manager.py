@@ -16,10 +16,17 @@ import jax
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.simulator import Simulation, simulate
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering.compile import alone_options, compile_options, peak_bytes, strictly_limited
+from jax_deepcompile.lowering.compile import (
+    alone_options,
+    compile_options,
+    peak_bytes,
+    strictly_limited,
+    two_collectives,
+)
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.lowering.latencies import Latency
@@ -194,8 +201,10 @@ def _best_tried(
 def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial, list[Record]]:
     """Where communication stays exposed: compiled again, with XLA told the simulated times to schedule by.
 
-    A schedule that hides more may need more memory. If it needs too much, XLA is held to the limit more strictly; if
-    that is not enough, or does not hide what it might, the plans that were taken before the last one are scheduled too.
+    A schedule that hides more may need more memory. If it needs too much, XLA is held to the limit more strictly. If it
+    does not hide what it might, two collectives may be in flight at a time, so that the network is not idle until
+    compute comes to where the next one starts. If that is not enough, the plans that were taken before the last one are
+    scheduled too.
 
     Args:
       taken: what was taken so far, the last one being the best.
@@ -210,19 +219,30 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
         hoped_s = (1 + _MISSED) * environment.expected_s(trial)
         if trial is not taken[-1] and _fits(best, environment) and hoped_s >= _step_s(best):
             continue
-        plan = trial.plan.replace(latencies=_latencies(trial.simulation))
-        strict = plan.replace(options=strictly_limited(dict(plan.options)))
-        for each, decision in {plan: "XLA is told latencies", strict: "and held to the limit"}.items():
-            tried = _Tried.of(decision, partial(_compiled, trial.program, trial.lowered, each, environment))
-            best, told = _best_tried("schedule", best, [tried], _step_s, environment)
-            records += told
-            if _fits(tried.trial, environment):
-                break
+        told = trial.plan.replace(latencies=_latencies(trial.simulation))
+        tried = [_scheduled_by(told, "XLA is told latencies", trial, environment)]
+        if not _fits(tried[0].trial, environment):
+            strict = told.replace(options=strictly_limited(dict(told.options)))
+            tried.append(_scheduled_by(strict, "and held to the limit", trial, environment))
+        elif _step_s(tried[0].trial) > hoped_s:
+            options, latencies = dict(told.options) | two_collectives(), _latencies(trial.simulation, _SHARING)
+            shared = told.replace(options=options, latencies=latencies)
+            tried.append(_scheduled_by(shared, "and two collectives at a time", trial, environment))
+        best, told_of = _best_tried("schedule", best, tried, _step_s, environment)
+        records += told_of
     return best, records
+
+
+def _scheduled_by(plan: Plan, decision: str, trial: Trial, environment: Environment) -> _Tried:
+    return _Tried.of(decision, partial(_compiled, trial.program, trial.lowered, plan, environment))
 
 
 _NOTABLE = 0.01
 """The share of a step that must be exposed communication before another compilation is spent on its schedule."""
+
+_SHARING = 1.9
+"""How many times as long a collective takes beside another: they share the network. A little less than 2, lest their
+ends come after the end of the loop that has just as much else to do."""
 
 _MISSED = 0.02
 """The share of a step by which schedules usually miss what is attainable."""
@@ -253,8 +273,12 @@ def _compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environ
     return Trial(plan, program, lowered, simulation, prediction, arguments)
 
 
-def _latencies(simulation: Simulation) -> tuple[Latency, ...]:
-    lasting = {event.name: 1e6 * (event.end_s - event.start_s) for event in simulation.timeline}
+def _latencies(simulation: Simulation, of_communication: float = 1.0) -> tuple[Latency, ...]:
+    """What everything takes, collectives ``of_communication`` times as long."""
+    lasting = {
+        event.name: 1e6 * (event.end_s - event.start_s) * (of_communication if event.stream is Stream.NETWORK else 1.0)
+        for event in simulation.timeline
+    }
     return tuple(Latency(name, round(microseconds, 3)) for name, microseconds in sorted(lasting.items()))
 
 
