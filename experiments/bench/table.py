@@ -51,8 +51,8 @@ def _statement(results: Results, benchmark: Benchmark) -> list[str]:
         f"`deepcompile bench {results.benchmark} --out FILE`, jax {results.jax}. Nothing was run: each step was",
         "compiled by XLA:GPU for GPUs that are not attached, and simulated from its scheduled HLO by these constants.",
         "`x jit` compares with the first system of a row; `comm.` is the network's busy time, `exposed` the part that",
-        "compute waited for, `bound` what no schedule of the same operations beats, `peak` XLA's own figure, `warm`",
-        "planning with the plan kept from an earlier run.",
+        "compute waited for, `bound` what no schedule of the same operations beats, `peak` XLA's own figure (in bold: more",
+        "than a GPU has; such a step would not run), `warm` planning with the plan kept from an earlier run.",
         f"Planned steps keep to {benchmark.memory_limit} a GPU.",
         "",
     ]
@@ -97,11 +97,16 @@ def _cells(result: Result, first: Result) -> tuple[str, ...]:
         f"{found.communication_s:.3f}",
         f"{found.exposed_s:.3f}",
         f"{found.bound_s:.3f}",
-        f"{found.peak_gib:.1f}",
+        _peak(found.peak_gib, load.cluster.gpu),
         f"{found.compile_s:.0f}",
         f"{found.plan_s:.0f}",
         f"{found.warm_plan_s:.1f}",
     )
+
+
+def _peak(peak_gib: float, gpu: str) -> str:
+    over = peak_gib * 2**30 > getattr(deepcompile.targets, gpu)().hardware.memory_bytes
+    return f"**{peak_gib:.1f}**" if over else f"{peak_gib:.1f}"
 
 
 def _published(workload: Workload, benchmark: Benchmark) -> list[str]:

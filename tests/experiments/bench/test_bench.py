@@ -90,6 +90,14 @@ def test_the_table_compares_with_the_first_system_and_says_what_it_rests_on(meas
         assert constant in page
 
 
+@pytest.mark.parametrize(("peak_gib", "cell"), [(79.0, "| 79.0 |"), (80.0, "| **80.0** |")])
+def test_a_peak_beyond_the_gpus_memory_stands_out(measured, peak_gib, cell):
+    """An H100 has 79.1 GiB."""
+    *_, results = measure("two", two_rows(), [0], None)
+    over = Result(SMALL, "second", dataclasses.replace(FIGURES, peak_gib=peak_gib))
+    assert cell in table(dataclasses.replace(results, results=(over,)), two_rows())
+
+
 def test_a_step_that_does_not_fit_is_a_result(monkeypatch):
     def full(self, workload, mesh, memory_limit):
         raise deepcompile.errors.MemoryExceededError("step", 2 << 30, 1 << 30, 0)
