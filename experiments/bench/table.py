@@ -51,8 +51,8 @@ def _statement(results: Results, benchmark: Benchmark) -> list[str]:
         f"`deepcompile bench {results.benchmark} --out FILE`, jax {results.jax}. Nothing was run: each step was",
         "compiled by XLA:GPU for GPUs that are not attached, and simulated from its scheduled HLO by these constants.",
         "`x jit` compares with the first system of a row; `comm.` is the network's busy time, `exposed` the part that",
-        "compute waited for, `bound` what no schedule of the same operations beats, `peak` XLA's own figure (in bold if a",
-        "GPU has less: such a step would not run), `warm` planning with the plan kept from an earlier run.",
+        "compute waited for, `bound` what no schedule of the same operations beats, `peak` XLA's own figure (in",
+        "bold if a GPU has less: such a step would not run), `warm` planning with the plan kept from an earlier run.",
         f"Planned steps keep to {benchmark.memory_limit} a GPU.",
         "",
     ]

@@ -110,8 +110,9 @@ class _Player:
             run.now_s = end_s
         else:
             run.free_s[timing.stream] = end_s
-            run.started[instruction.name] = timing, end_s
-            if not is_start or timing.is_sync:
+            if is_start and not timing.is_sync:
+                run.started[instruction.name] = timing, end_s
+            else:
                 self._end(timing, end_s, run)
 
     def _end(self, timing: Timing, end_s: float, run: _Run) -> None:

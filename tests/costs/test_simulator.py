@@ -121,6 +121,12 @@ def test_a_loop_is_its_trip_times_its_count():
     assert run.gathered_bytes == 1_000_000
 
 
+def test_what_a_loop_runs_synchronously_counts_once_in_its_bound():
+    sync = f'{START}, backend_config={{"collective_backend_config":{{"is_sync":true}}}}'
+    run = simulate(module(WHILE, BODY.replace(START, sync)), COSTS)
+    assert (run.step_s, run.communication_s, run.bound_s) == pytest.approx((12.5, 7.5, 7.5))
+
+
 def test_a_loop_without_a_count_runs_once_and_says_so():
     run = simulate(module(WHILE, BODY.replace("direction=LT", "direction=NE")), COSTS)
     assert (run.loops[0].trip_count, run.loops[0].is_counted) == (1, False)
