@@ -383,7 +383,7 @@ class ShardedStep:
 
     def _planned(self, partitioned: Partitioned) -> Planned:
         if id(partitioned) not in self._plans:
-            program = partitioned.program if self._donate else partitioned.program.replace(state_outputs=())
+            program = partitioned.program
             self._plans[id(partitioned)] = plan_program(program, self._use.mesh, self._platform(), self._wishes)
         return self._plans[id(partitioned)]
 
@@ -395,7 +395,10 @@ class ShardedStep:
             partitioned = partition_step(
                 traced.program, self._use.mesh, self._use.state, self._use.batch, self._microbatches
             )
-            partitioned = replace(partitioned, program=accumulate(partitioned.program, self._use.mesh))
+            program = accumulate(partitioned.program, self._use.mesh)
+            if not self._donate:
+                program = program.replace(state_outputs=())
+            partitioned = replace(partitioned, program=program)
             self._partitions[key] = (traced, partitioned)
         return self._partitions[key]
 

@@ -35,6 +35,9 @@ class BoundStep:
         """As ``ShardedStep.init``: the object has no part in it."""
         return self._step.init(create_state, *args, **kwargs)
 
+    def reshard(self, mesh: Any = None, **options: Any) -> BoundStep:
+        return BoundStep(self._step.reshard(mesh, **options), self._instance)
+
     def trace(self, *args, **kwargs) -> TracedStep:
         return self._step.trace(self._self(), *args, **kwargs)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import NamedSharding
 
-from jax_deepcompile._jax_compat import eval_local
+from jax_deepcompile._jax_compat import eval_local, open_jaxpr
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Port, Program
 
@@ -30,9 +30,10 @@ def sharding_of(port: Port, program: Program, mesh: AnyMesh) -> NamedSharding:
 
 
 def lower(program: Program, mesh: AnyMesh, platform: str) -> jax.stages.Lowered:
-    """``program`` in StableHLO, its state's buffers donated: to the letter what ``jax.jit`` makes of the user's step.
+    """``program`` in StableHLO, its state's buffers donated.
 
-    So JAX's persistent compilation cache has what was compiled for planning when the step is called.
+    Where no mesh axis is automatic, it is to the letter what the step is when it is called. So JAX's persistent
+    compilation cache has what was compiled for planning, unless several processes share the run.
 
     Args:
       program: in the local view.
@@ -40,8 +41,8 @@ def lower(program: Program, mesh: AnyMesh, platform: str) -> jax.stages.Lowered:
       platform: ``cpu`` or ``cuda``.
     """
     shapes = [
-        jax.ShapeDtypeStruct(port.shape, port.dtype, sharding=sharding_of(port, program, mesh))
-        for port in program.inputs
+        jax.ShapeDtypeStruct(port.shape, var.aval.dtype, sharding=sharding_of(port, program, mesh))
+        for port, var in zip(program.inputs, open_jaxpr(program.jaxpr).invars, strict=True)
     ]
     flat = emit(program, mesh)
 

@@ -167,19 +167,22 @@ class _Tried:
 
 
 def _best_proposal(step: Pass, base: Program, now: Trial, environment: Environment) -> tuple[Trial, list[Record]]:
-    """As many proposals at a time as there are cores: most of a trial is one thread of XLA."""
+    """The best of ``now`` and what ``step`` proposes.
+
+    As many proposals are tried at a time as there are cores: most of a trial is one thread of XLA.
+    """
     proposals = [each for each in step.propose(base, now, environment) if each.plan != now.plan]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        tried = list(itertools.chain(*pool.map(lambda each: _tried(base, each, environment), proposals)))
+        tried = list(itertools.chain(*pool.map(lambda each: _attempt_or_less(base, each, environment), proposals)))
     return _best_tried(step.name, now, tried, environment.expected_s, environment)
 
 
-def _tried(base: Program, proposal: Proposal, environment: Environment) -> list[_Tried]:
+def _attempt_or_less(base: Program, proposal: Proposal, environment: Environment) -> list[_Tried]:
     """The proposal and, as long as they do not fit, the more modest ones."""
     tried = _Tried.of(proposal.decision, lambda: attempt(base, proposal.plan, environment))
     if proposal.otherwise is None or _fits(tried.trial, environment):
         return [tried]
-    return [tried, *_tried(base, proposal.otherwise, environment)]
+    return [tried, *_attempt_or_less(base, proposal.otherwise, environment)]
 
 
 def _best_tried(
@@ -201,10 +204,10 @@ def _best_tried(
 def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial, list[Record]]:
     """Where communication stays exposed: compiled again, with XLA told the simulated times to schedule by.
 
-    A schedule that hides more may need more memory. If it needs too much, XLA is held to the limit more strictly. If it
-    does not hide what it might, two collectives may be in flight at a time, so that the network is not idle until
-    compute comes to where the next one starts. If that is not enough, the plans that were taken before the last one are
-    scheduled too.
+    A schedule that hides more may need more memory: if it needs too much, XLA is held to the limit more strictly. If it
+    fits but does not hide what it might, two collectives may be in flight at a time, so that the network is not idle
+    until compute comes to where the next one starts; simulated, they follow one another. Where a plan that was taken
+    before the last one may still be faster, it is scheduled in the same way.
 
     Args:
       taken: what was taken so far, the last one being the best.
@@ -221,10 +224,10 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
             continue
         told = trial.plan.replace(latencies=_latencies(trial.simulation))
         tried = [_scheduled_by(told, "XLA is told latencies", trial, environment)]
-        if not _fits(tried[0].trial, environment):
-            strict = told.replace(options=strictly_limited(dict(told.options)))
+        strict = told.replace(options=strictly_limited(dict(told.options)))
+        if not _fits(tried[0].trial, environment) and strict != told:
             tried.append(_scheduled_by(strict, "and held to the limit", trial, environment))
-        elif _step_s(tried[0].trial) > hoped_s:
+        elif _fits(tried[0].trial, environment) and _step_s(tried[0].trial) > hoped_s:
             options, latencies = dict(told.options) | two_collectives(), _latencies(trial.simulation, _SHARING)
             shared = told.replace(options=options, latencies=latencies)
             tried.append(_scheduled_by(shared, "and two collectives at a time", trial, environment))

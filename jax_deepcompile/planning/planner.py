@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
-import jax.numpy as jnp
-
-from jax_deepcompile.ir.program import Port, Program
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options, memory_options
 from jax_deepcompile.planning.pass_manager import Environment, Pass, Trial, run_passes
 from jax_deepcompile.planning.plan import Plan
@@ -43,10 +41,5 @@ def make_plan(
 def _memory(program: Program, environment: Environment) -> Options:
     if environment.limit_bytes is None or environment.platform != "cuda":
         return {}
-    arguments = sum(_local_bytes(port, program) for port in program.inputs)
+    arguments = sum(map(size_bytes, open_jaxpr(program.jaxpr).invars))
     return memory_options(environment.limit_bytes, arguments, environment.costs.hardware.memory_bytes)
-
-
-def _local_bytes(port: Port, program: Program) -> int:
-    shape = port.where.local_shape(port.shape, program.mesh)
-    return math.prod(shape) * jnp.dtype(port.dtype).itemsize

@@ -117,14 +117,15 @@ def _longer_turns(
     """
     surely = hoped = int(free_bytes // (_ROOM * per_layer))
     already = kept_layers(now.plan, pairs)
-    if not already and all(len(forward.path) == 1 for forward, _ in pairs):
+    turns_once = all(len(forward.path) == 1 for forward, _ in pairs)
+    if turns_once and not already:
         spare_bytes = (environment.limit_bytes or 0) - _before_turn_bytes(now)
         hoped = max(surely, spare_bytes // sum(gathered_bytes(forward) for forward, _ in pairs))
+    least_bytes = _worthwhile_bytes(now) if turns_once else 0
     longest = max(forward.length for forward, _ in pairs)
     proposal = None
-    for more in sorted({surely, hoped}):
-        layers = min(already + more, longest - 1)
-        if layers > already and (layers - already) * per_layer >= _worthwhile_bytes(now):
+    for layers in sorted({min(already + more, longest - 1) for more in (surely, hoped)}):
+        if layers > already and (layers - already) * per_layer >= least_bytes:
             plan = keep_over_loops(base, keep_layers(now.plan, pairs, layers), environment)
             decision = f"{layers} of {longest} layers stay gathered, {per_layer / 2**30:.2f} GiB each"
             proposal = Proposal(plan, decision, otherwise=proposal)
@@ -133,7 +134,7 @@ def _longer_turns(
 
 
 def _before_turn_bytes(now: Trial) -> int:
-    """What is in memory where a loop starts that only gathers: a forward one, when nothing of backward is there yet."""
+    """What is in memory where a loop ends that only gathers: a forward one, when nothing of backward is there yet."""
     memory = now.simulation.memory
     live_bytes = dict(zip(memory.names, memory.live_bytes, strict=True))
     forward = (loop for loop in now.simulation.loops if loop.trip.gathered_bytes and not loop.trip.reduced_bytes)

@@ -92,6 +92,7 @@ def test_a_method_of_a_pytree_counts_its_object_as_the_first_argument(expected):
     assert_equal(Scale.step(scale, create(), batch()), expected)
     assert "reduce-scatter" in scale.step.lower(create(), batch()).compile().as_text()
     assert "2 leaves" in scale.step.explain()
+    assert_equal(scale.step.reshard({"fsdp": 4})(create(), batch()), expected)
 
 
 def test_the_bound_method_of_a_plain_object(expected):

@@ -14,6 +14,7 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.planning import pass_manager
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial, attempt, run_passes
 from jax_deepcompile.planning.plan import Plan, Prediction
@@ -132,6 +133,29 @@ def test_what_does_not_fit_at_all_is_an_error(try_passes):
 def test_the_plan_at_hand_is_not_tried_again(try_passes):
     assert try_passes(Proposes((START,))).plan.records == ()
     assert try_passes().plan.records == ()
+
+
+@pytest.mark.pure
+def test_a_schedule_that_misses_what_is_attainable_gets_two_collectives_at_a_time(monkeypatch):
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
+    gather = SimpleNamespace(name="all-gather-start", start_s=0.0, end_s=1e-3, stream=Stream.NETWORK)
+    kernel = SimpleNamespace(name="fusion", start_s=0.0, end_s=2e-3, stream=Stream.COMPUTE)
+
+    def made_up(plan, step_s):
+        nothing: Any = None
+        simulation: Any = SimpleNamespace(attainable_s=1.0, timeline=(gather, kernel))
+        return Trial(plan, program, nothing, simulation, Prediction(step_s, 1.0, 1.0, step_s - 1.0, 100), 10)
+
+    def scheduled(program, lowered, plan, environment):
+        together = "xla_gpu_experimental_parallel_collective_overlap_limit" in dict(plan.options)
+        return made_up(plan, 1.5 if together else 2.5)
+
+    monkeypatch.setattr(pass_manager, "attempt", lambda base, plan, environment: made_up(plan, 2.0))
+    monkeypatch.setattr(pass_manager, "_compiled", scheduled)
+    best = run_passes(program, Environment(mesh, "cuda", CostModel(), None), (), START)
+    assert best.prediction.step_s == 1.5
+    assert {each.name: each.microseconds for each in best.plan.latencies} == {"all-gather-start": 1900, "fusion": 2000}
+    assert [record.taken for record in best.plan.records] == [False, True]
 
 
 @pytest.fixture(scope="module")
