@@ -16,7 +16,7 @@ from jax_deepcompile.passes.pipeline_loops import choose_schedules
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import Plan, Prediction
 from jax_deepcompile.planning.proposals import Unshard
-from jax_deepcompile.planning.proposals import gathered_bytes as layer_bytes
+from jax_deepcompile.planning.proposals import gathered_bytes as bytes_of_a_trip
 from tests.passes.programs import LAYERS, WIDTH, sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
@@ -98,7 +98,7 @@ def layers_kept(proposal: Proposal | None) -> int:
     return 0 if proposal is None else int(proposal.decision.split()[0])
 
 
-LAYER_BYTES = layer_bytes(next(find_loops(PROGRAM.jaxpr)))
+LAYER_BYTES = bytes_of_a_trip(next(find_loops(PROGRAM.jaxpr)))
 
 
 def test_layers_are_kept_where_they_fit_before_backward_begins():
