@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_deepcompile import errors
 from jax_deepcompile.arguments import place, shapes_only
-from jax_deepcompile.binding import Creation, PureCall, bind, update_objects
+from jax_deepcompile.binding import Creation, PureCall, PureStep, bind
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.program import Role
 from jax_deepcompile.lowering.emit import emit, sharding_of
@@ -34,7 +33,6 @@ from jax_deepcompile.tracing import (
     Signature,
     Traced,
     abstract_key,
-    argument_names,
     function_name,
     trace_init,
     trace_step,
@@ -80,7 +78,8 @@ def shard(
       mesh: the devices: a ``jax.sharding.Mesh``, a shape such as ``{"data": 2, "fsdp": 4}``, or None for all devices
         along one axis "fsdp".
       state_argnums: positions of the arguments that are state; each must be returned, with the same structure, shapes
-        and dtypes. By default the NNX objects, or else the first argument.
+        and dtypes. By default the NNX objects, or else the first argument with any arrays. Positions count the
+        parameters of the step, those that are passed by name too.
       batch_argnums: positions of the arguments whose leaves have examples along dimension 0, divided among all devices.
         By default the first argument that is not state. All further arguments are replicated.
       fsdp_axes: mesh axes that divide the state.
@@ -157,14 +156,14 @@ class _Stage:
       traced, partitioned: for the shapes it was made for.
       targets: where every leaf of ``(*args, kwargs)`` goes; None where it may stay.
       roles: the role of every leaf.
-      call: the pure call it was made for.
+      step: the pure step.
     """
 
     traced: Traced
     partitioned: Partitioned
     targets: tuple[NamedSharding | None, ...]
     roles: tuple[Role, ...]
-    call: PureCall
+    step: PureStep
 
 
 class ShardedStep:
@@ -248,10 +247,10 @@ class ShardedStep:
 
     def trace(self, *args, **kwargs) -> TracedStep:
         """Traces and partitions the step; leaves may be ``jax.ShapeDtypeStruct``s."""
-        call, kwargs = self._bind(args, kwargs)
-        stage = self._stage(call, kwargs)
-        shapes = shapes_only((*call.args, kwargs), stage.targets, stage.roles)
-        traced, partitioned = self._partition(call, shapes[:-1], kwargs)
+        call = bind(self._fun, self._name, args, kwargs)
+        stage = self._stage(call)
+        shapes = shapes_only((*call.args, call.kwargs), stage.targets, stage.roles)
+        traced, partitioned = self._partition(call.step, shapes[:-1], call.kwargs)
         return TracedStep(
             traced.program,
             partitioned,
@@ -269,18 +268,18 @@ class ShardedStep:
 
         For comparison; leaves may be ``jax.ShapeDtypeStruct``s.
         """
-        call, kwargs = self._bind(args, kwargs)
-        stage = self._stage(call, kwargs)
+        call = bind(self._fun, self._name, args, kwargs)
+        stage = self._stage(call)
         program = stage.partitioned.program
         positional, keywords = jax.tree.unflatten(stage.traced.in_tree, stage.targets)
         outputs = [self._sharding(port, program) for port in program.outputs]
         plain = jax.jit(
-            lambda *args: call.fun(*args[:-1], **args[-1]),
+            lambda *args: call.step.fun(*args[:-1], **args[-1]),
             in_shardings=(*positional, keywords),
             out_shardings=jax.tree.unflatten(stage.traced.program.out_tree, outputs),
-            donate_argnums=self._signature(call).state if self._donate else (),
+            donate_argnums=self._signature(call.step).state if self._donate else (),
         )
-        shapes = shapes_only((*call.args, kwargs), stage.targets, stage.roles)
+        shapes = shapes_only((*call.args, call.kwargs), stage.targets, stage.roles)
         return plain.trace(*shapes).lower(lowering_platforms=(self._platform(),))
 
     def plan(self, *args, **kwargs) -> Plan:
@@ -313,46 +312,35 @@ class ShardedStep:
 
     def _call(self, args: tuple, kwargs: dict):
         self._require_devices()
-        call, kwargs = self._bind(args, kwargs)
-        stage = self._stage(call, kwargs)
-        args_of_run = (*call.args, kwargs)
+        call = bind(self._fun, self._name, args, kwargs)
+        stage = self._stage(call)
+        args_of_run = (*call.args, call.kwargs)
         placed, moved_inputs = place(args_of_run, stage.targets, stage.roles, self._use.mesh, self._donate)
         try:
             out = self._run_of(stage)(*placed)
         except (TypeError, ValueError):
-            self._partition(call, call.args, kwargs)
+            self._partition(call.step, call.args, call.kwargs)
             raise
         if not call.objects:
             if not moved_inputs and not kwargs and jax.process_count() == 1:
                 self._fast = self._run_of(stage)
             return out
         state, result = out
-        update_objects(args, call.objects, state)
+        call.update_objects(state)
         return result
 
-    def _bind(self, args: tuple, kwargs: dict) -> tuple[PureCall, dict]:
-        """Keywords that name positional parameters are put in their places."""
-        if kwargs:
-            try:
-                bound = inspect.signature(self._fun).bind(*args, **kwargs)
-            except ValueError:
-                pass
-            else:
-                args, kwargs = bound.args, bound.kwargs
-        return bind(self._fun, self._name, args), kwargs
-
-    def _stage(self, call: PureCall, kwargs: dict) -> _Stage:
-        key = (jax.tree.structure((call.args, kwargs)), call.structure)
+    def _stage(self, call: PureCall) -> _Stage:
+        key = (jax.tree.structure((call.args, call.kwargs)), call.step.structure, call.step.arguments)
         if key not in self._stages:
-            self._stages[key] = self._build(call, kwargs)
+            self._stages[key] = self._build(call)
         self._last = self._stages[key]
         return self._last
 
-    def _build(self, call: PureCall, kwargs: dict) -> _Stage:
-        traced, partitioned = self._partition(call, call.args, kwargs)
+    def _build(self, call: PureCall) -> _Stage:
+        traced, partitioned = self._partition(call.step, call.args, call.kwargs)
         program = partitioned.program
         leaves = [self._sharding(port, program) for port in program.inputs]
-        return _Stage(traced, partitioned, tuple(leaves), tuple(port.role for port in program.inputs), call)
+        return _Stage(traced, partitioned, tuple(leaves), tuple(port.role for port in program.inputs), call.step)
 
     def _run_of(self, stage: _Stage) -> Callable:
         """``jax.jit`` of ``(*args, kwargs) -> out``, planned."""
@@ -361,12 +349,12 @@ class ShardedStep:
         return self._runs[id(stage)]
 
     def _make_run(self, stage: _Stage) -> Callable:
-        traced, program, call = stage.traced, stage.partitioned.program, stage.call
+        traced, program, step = stage.traced, stage.partitioned.program, stage.step
         args, kwargs_shardings = jax.tree.unflatten(traced.in_tree, stage.targets)
         planned = self._planned(stage.partitioned)
 
         def staged(*args):
-            _, part = self._partition(call, args[:-1], args[-1])
+            _, part = self._partition(step, args[:-1], args[-1])
             outs = emit(self._planned(part).program, self._use.mesh)(*jax.tree.leaves((args[:-1], args[-1])))
             return jax.tree.unflatten(traced.program.out_tree, outs)
 
@@ -377,7 +365,7 @@ class ShardedStep:
             out_shardings=jax.tree.unflatten(
                 traced.program.out_tree, [self._sharding(port, program) for port in program.outputs]
             ),
-            donate_argnums=self._signature(call).state if self._donate else (),
+            donate_argnums=self._signature(step).state if self._donate else (),
             compiler_options=planned.plan.compiler_options() or None,
         )
 
@@ -387,11 +375,11 @@ class ShardedStep:
             self._plans[id(partitioned)] = plan_program(program, self._use.mesh, self._platform(), self._wishes)
         return self._plans[id(partitioned)]
 
-    def _partition(self, call: PureCall, args: tuple, kwargs: dict) -> tuple[Traced, Partitioned]:
-        signature = self._signature(call)
-        key = (call.structure, abstract_key(args, kwargs, signature))
+    def _partition(self, step: PureStep, args: tuple, kwargs: dict) -> tuple[Traced, Partitioned]:
+        signature = self._signature(step)
+        key = (step.structure, signature, abstract_key(args, kwargs, signature))
         if key not in self._partitions:
-            traced = trace_step(call.fun, args, kwargs, signature, self._use.axes)
+            traced = trace_step(step.fun, args, kwargs, signature, self._use.axes)
             partitioned = partition_step(
                 traced.program, self._use.mesh, self._use.state, self._use.batch, self._microbatches
             )
@@ -402,27 +390,24 @@ class ShardedStep:
             self._partitions[key] = (traced, partitioned)
         return self._partitions[key]
 
-    def _signature(self, call: PureCall) -> Signature:
-        """Roles of the pure call's arguments: NNX objects, now together in front, are state."""
-        count = len(call.args) - bool(call.objects) + len(call.objects)
-        names = argument_names(self._fun, count)
-        rest = [position for position in range(count) if position not in call.objects]
-        if call.objects:
-            joined = ", ".join(names[position] for position in call.objects)
-            names = (f"({joined})" if len(call.objects) > 1 else joined, *(names[position] for position in rest))
-            moved = {position: index + 1 for index, position in enumerate(rest)}
-        else:
-            moved = {position: position for position in rest}
-        state = tuple(moved[p] for p in self._state_argnums or () if p in moved)
-        if call.objects:
-            state = (0, *state)
+    def _signature(self, step: PureStep) -> Signature:
+        """Roles of the pure step's arguments.
+
+        State is what is in NNX objects, which is the argument in front, or else the first argument with anything in it.
+        """
+        places = {argument.place: index for index, argument in enumerate(step.arguments) if argument.has_arrays}
+        state = [places[place] for place in self._state_argnums or () if place in places]
+        if step.structure is not None:
+            state = [0, *(index for index in state if not step.arguments[index].has_objects)]
         elif self._state_argnums is None:
-            state = (0,)
+            state = list(places.values())[:1]
         if self._batch_argnums is None:
-            batch = tuple(index for index in range(len(call.args)) if index not in state)[:1]
+            plain = [index for index in places.values() if not step.arguments[index].has_objects]
+            batch = [index for index in plain if index not in state][:1]
         else:
-            batch = tuple(moved[p] for p in self._batch_argnums if p in moved)
-        return Signature(self._name, state, batch, names)
+            batch = [places[place] for place in self._batch_argnums if place in places]
+        names = tuple(argument.name for argument in step.arguments)
+        return Signature(self._name, tuple(state), tuple(batch), names)
 
     def _sharding(self, port, program) -> NamedSharding | None:
         """None, XLA's to choose, for state that may be divided over automatic axes too."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,54 +15,183 @@ from jax_deepcompile import errors
 
 
 @dataclass(frozen=True)
+class Argument:
+    """A positional argument of a pure step.
+
+    Attributes:
+      name: what the user calls it.
+      place: among the parameters of the user's step; None for the state of all NNX objects.
+      has_objects: NNX objects are in it.
+      has_arrays: and anything else is.
+    """
+
+    name: str
+    place: int | None
+    has_objects: bool = False
+    has_arrays: bool = True
+
+
+@dataclass(frozen=True)
+class PureStep:
+    """The user's step as a pure function, for one way to call it.
+
+    Attributes:
+      fun: on pytrees of arrays. With NNX objects it is ``(state, *args, **kwargs) -> (state, out)``.
+      arguments: its positional arguments.
+      structure: what tells calls apart that pytrees do not; hashable.
+    """
+
+    fun: Callable
+    arguments: tuple[Argument, ...]
+    structure: Any = None
+
+
+@dataclass(frozen=True)
 class PureCall:
     """A call of the user's step as a call of a pure function on pytrees.
 
     Attributes:
-      fun: the pure function. With NNX objects it is ``(state, *rest) -> (state, out)``, else the user's own.
-      args: its positional arguments.
-      objects: positions of the NNX objects among the user's arguments; empty if there are none.
-      structure: what tells calls apart that pytrees do not: the structure of the NNX objects.
+      step: the function.
+      args: its positional arguments: the state of all NNX objects, if there are any, and what the user's step has
+        parameters for, NNX objects left out.
+      kwargs: what the user's step takes under any name.
+      objects: the NNX objects that the state is of.
     """
 
-    fun: Callable
+    step: PureStep
     args: tuple
-    objects: tuple[int, ...] = ()
-    structure: Any = None
+    kwargs: dict
+    objects: tuple = ()
+
+    def update_objects(self, state: Any) -> None:
+        """Gives the user's NNX objects the values of ``state``."""
+        nnx.update(self.objects, state)
 
 
-def bind(fun: Callable, name: str, args: tuple) -> PureCall:
-    """``fun(*args)`` as a pure call; all NNX objects together become its first argument."""
-    objects = tuple(position for position, arg in enumerate(args) if holds_objects(arg))
+def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
+    """``fun(*args, **kwargs)`` as a pure call."""
+    arranged, names, args, kwargs = _arranged(fun, args, kwargs)
+    holders = tuple(map(_Holder.of, args))
+    arguments = tuple(
+        Argument(name, place, holder.count > 0, holder.count < len(holder.slots))
+        for (name, place), holder in zip(names, holders, strict=True)
+    )
+    objects = tuple(found for value, holder in zip(args, holders, strict=True) for found in holder.objects(value))
     if not objects:
-        return PureCall(fun, args)
-    graphdef, state = nnx.split(tuple(args[position] for position in objects))
-    rest = tuple(arg for position, arg in enumerate(args) if position not in objects)
-    return PureCall(_purify(fun, name, graphdef, objects), (state, *rest), objects, graphdef)
+        return PureCall(PureStep(arranged, arguments), args, kwargs)
+    graphdef, state = nnx.split(objects)
+    holding = [argument.name for argument in arguments if argument.has_objects]
+    together = Argument(f"({', '.join(holding)})" if len(holding) > 1 else holding[0], None, True)
+    rest = [holder.without_objects(value) for value, holder in zip(args, holders, strict=True)]
+    pure = _purify(arranged, name, graphdef, holders)
+    step = PureStep(pure, (together, *arguments), _Structure(graphdef, holders))
+    return PureCall(step, (state, *rest), kwargs, objects)
 
 
 def holds_objects(tree: Any) -> bool:
-    """Whether ``tree`` is, or is a tuple, list or dict that contains, an NNX object."""
-    if isinstance(tree, nnx.Pytree | nnx.Variable):
-        return True
-    if isinstance(tree, (tuple, list)):
-        return any(map(holds_objects, tree))
-    return isinstance(tree, dict) and any(map(holds_objects, tree.values()))
+    """Whether ``tree`` is, or is a pytree that contains, an NNX object."""
+    return _Holder.of(tree).count > 0
 
 
-def update_objects(args: tuple, objects: tuple[int, ...], state: Any) -> None:
-    """Gives the user's NNX objects the values of ``state``."""
-    nnx.update(tuple(args[position] for position in objects), state)
+def _arranged(fun: Callable, args: tuple, kwargs: dict) -> tuple[Callable, list[tuple[str, int]], tuple, dict]:
+    """``fun`` with all it has parameters for as positional arguments.
+
+    Returns:
+      The function, name and place of every argument, the arguments, and those that ``fun`` takes under any name.
+    """
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return fun, [(f"args[{place}]", place) for place in range(len(args))], args, kwargs
+    if kwargs:
+        bound = signature.bind(*args, **kwargs)
+        args, kwargs = bound.args, bound.kwargs
+    parameters = signature.parameters
+    positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [(positional[at] if at < len(positional) else f"args[{at}]", at) for at in range(len(args))]
+    places = {name: at for at, (name, p) in enumerate(parameters.items()) if p.kind is not p.VAR_KEYWORD}
+    named = [name for name in places if name in kwargs]
+    values = (*args, *(kwargs[name] for name in named))
+    others = {name: value for name, value in kwargs.items() if name not in named}
+    arranged = _with_names(fun, len(args), named) if named else fun
+    return arranged, [*names, *((name, places[name]) for name in named)], values, others
 
 
-def _purify(fun: Callable, name: str, graphdef: Any, objects: tuple[int, ...]) -> Callable:
-    def pure(state, *rest, **kwargs):
-        merged = nnx.merge(graphdef, state)
-        args = list(rest)
-        for position, value in zip(objects, merged, strict=True):
-            args.insert(position, value)
-        out = fun(*args, **kwargs)
-        after = nnx.split(merged)[1]
+def _with_names(fun: Callable, positional: int, named: Sequence[str]) -> Callable:
+    def called(*args, **kwargs):
+        return fun(*args[:positional], **dict(zip(named, args[positional:], strict=True)), **kwargs)
+
+    return called
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """Where in an argument NNX objects are.
+
+    Attributes:
+      tree: structure of the argument, objects being leaves.
+      slots: for each leaf whether it is an object.
+    """
+
+    tree: Any
+    slots: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> _Holder:
+        leaves, tree = jax.tree.flatten(value, is_leaf=_is_opaque)
+        return cls(tree, tuple(map(_is_object, leaves)))
+
+    @property
+    def count(self) -> int:
+        return sum(self.slots)
+
+    def objects(self, value: Any) -> list:
+        if not self.count:
+            return []
+        return [leaf for leaf, is_object in zip(self.tree.flatten_up_to(value), self.slots, strict=True) if is_object]
+
+    def without_objects(self, value: Any) -> Any:
+        return self.with_objects(value, [None] * self.count)
+
+    def with_objects(self, value: Any, objects: Sequence) -> Any:
+        """``value`` with ``objects`` in their slots."""
+        if not self.count:
+            return value
+        found = iter(objects)
+        leaves = zip(self.tree.flatten_up_to(value), self.slots, strict=True)
+        return self.tree.unflatten([next(found) if is_object else leaf for leaf, is_object in leaves])
+
+
+def _is_object(node: Any) -> bool:
+    return isinstance(node, nnx.Pytree | nnx.Variable)
+
+
+def _is_opaque(node: Any) -> bool:
+    """An ``nnx.State`` is a value, the variables in it are not the user's objects."""
+    return _is_object(node) or isinstance(node, nnx.State)
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """Of the NNX objects of a call, and of what they are in. What objects have as attributes need not be hashable."""
+
+    graphdef: Any
+    holders: tuple[_Holder, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.holders)
+
+
+def _purify(fun: Callable, name: str, graphdef: Any, holders: Sequence[_Holder]) -> Callable:
+    def pure(state, *args, **kwargs):
+        objects = nnx.merge(graphdef, state)
+        waiting = list(objects)
+        filled = []
+        for value, holder in zip(args, holders, strict=True):
+            filled.append(holder.with_objects(value, waiting[: holder.count]))
+            del waiting[: holder.count]
+        out = fun(*filled, **kwargs)
+        after = nnx.split(objects)[1]
         if jax.tree.structure(after) != jax.tree.structure(state):
             raise errors.StateChangedError(name, _differences(state, after))
         return after, out

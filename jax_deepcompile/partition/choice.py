@@ -283,7 +283,16 @@ def _price(way: _Way, axis: int, question: _Question) -> tuple[float, float, int
             moved += bytes_sent
             launched += bytes_sent > 0
             activation += bytes_sent if batch and yielded >= 0 else 0
-    return activation, moved, launched, 0.0 if question.lazy and way.is_partial else computed
+    if (question.lazy and way.is_partial) or (question.rule.rearranges and _gathered_by_others(way, axis, question)):
+        computed = 0.0
+    return activation, moved, launched, computed
+
+
+def _gathered_by_others(way: _Way, axis: int, question: _Question) -> bool:
+    """Whether ``way`` takes a parameter whole, as another equation does: what is gathered alike is gathered once."""
+    (operand,), (wanted,) = question.operands, way.operands
+    expected = {placement.axes[axis] for placement in operand.expected}
+    return not operand.batch and wanted == REPLICATE and REPLICATE in expected
 
 
 def _operand_price(

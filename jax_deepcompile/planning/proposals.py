@@ -119,7 +119,7 @@ def _longer_turns(
     already = kept_layers(now.plan, pairs)
     turns_once = all(len(forward.path) == 1 for forward, _ in pairs)
     if turns_once and not already:
-        spare_bytes = (environment.limit_bytes or 0) - _before_turn_bytes(now)
+        spare_bytes = free_bytes + now.prediction.peak_bytes - _before_turn_bytes(now)
         hoped = max(surely, spare_bytes // sum(gathered_bytes(forward) for forward, _ in pairs))
     least_bytes = _worthwhile_bytes(now) if turns_once else 0
     longest = max(forward.length for forward, _ in pairs)

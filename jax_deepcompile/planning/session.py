@@ -24,6 +24,7 @@ from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planning.apply import apply_plan
+from jax_deepcompile.planning.keep_gathered import keep_gathered
 from jax_deepcompile.planning.limits import MemoryLimit, limit_bytes
 from jax_deepcompile.planning.pass_manager import Environment, Pass
 from jax_deepcompile.planning.plan import Plan
@@ -87,9 +88,7 @@ def _planned(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes) -> 
         return Planned(apply_plan(program, mesh, wishes.plan), wishes.plan, environment.limit_bytes, "given")
     passes = _passes(environment, wishes)
     if not passes and wishes.memory_limit is None:
-        beside = "there is one device" if mesh.size == 1 else "collectives here do not run beside compute"
-        asked = beside if wishes.passes is None else "no passes were asked for"
-        return Planned(program, Plan(""), None, f"nothing to hide: {asked}")
+        return _without_trials(program, environment, wishes)
     mark = _fingerprint(program, mesh)
     cache = PlanCache(wishes.cache_dir) if wishes.cache_dir is not None else None
     if cache is not None:
@@ -101,6 +100,23 @@ def _planned(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes) -> 
     if cache is not None:
         cache.store(plan)
     return Planned(apply_plan(program, mesh, plan), plan, environment.limit_bytes, "made for this run")
+
+
+def _without_trials(program: Program, environment: Environment, wishes: Wishes) -> Planned:
+    """Where no limit must hold and no schedule can be better than another."""
+    if wishes.passes is not None:
+        return Planned(program, Plan(""), None, "nothing was decided: no passes were asked for")
+    if environment.mesh.size == 1:
+        return Planned(program, Plan(""), None, "nothing to decide: there is one device")
+    held_bytes = int(_HELD_FRACTION * environment.costs.hardware.memory_bytes / environment.mesh.size)
+    plan = keep_gathered(program, held_bytes)
+    why = "collectives here do not run beside compute; what loops gather again and again stays, up to"
+    origin = f"nothing to hide: {why} {held_bytes / 2**20:.0f} MiB a device"
+    return Planned(apply_plan(program, environment.mesh, plan), plan, None, origin)
+
+
+_HELD_FRACTION = 0.25
+"""Of the memory that virtual devices share with all else on their host: for what stays gathered, together."""
 
 
 def _environment(mesh: Mesh, platform: str, wishes: Wishes) -> Environment:

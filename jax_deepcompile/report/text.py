@@ -73,7 +73,7 @@ def _like_examples(partitioned: Partitioned) -> list[str]:
     if not paths or program.mesh.size == 1:
         return []
     listed = ", ".join(paths[:_LINES]) + (f" and {len(paths) - _LINES} more" if len(paths) > _LINES else "")
-    remedy = "to divide examples among the devices pass them by position and name that in shard(..., batch_argnums=...)"
+    remedy = "to divide examples among the devices name their arguments' positions in shard(..., batch_argnums=...)"
     return [f"replicated, though shaped like a batch: {listed}; {remedy}"]
 
 

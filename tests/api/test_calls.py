@@ -236,18 +236,27 @@ def test_explain_names_replicated_inputs_that_look_like_examples():
     sharded.trace(create(), {"x": x}, np.ones(8, np.float32), x[:, 0], extra={"y": x})
     assert (
         "replicated, though shaped like a batch: mask float32[16], extra['y'] float32[16,16]; to divide examples among "
-        "the devices pass them by position and name that in shard(..., batch_argnums=...)"
+        "the devices name their arguments' positions in shard(..., batch_argnums=...)"
     ) in sharded.explain().splitlines()
     divided = deepcompile.shard(masked, batch_argnums=(1, 3))
     divided.trace(create(), {"x": x}, np.ones(8, np.float32), x[:, 0], extra={"y": 0.0})
     assert "shaped like a batch" not in divided.explain()
 
 
-def test_explain_names_a_batch_passed_by_keyword_alone():
+def test_a_batch_passed_by_keyword_alone_is_divided(expected):
     def keyword(state, *, batch):
         return step(state, batch)
 
     sharded = deepcompile.shard(keyword)
+    assert_equal(sharded(create(), batch=batch()), expected)
+    assert "shaped like a batch" not in sharded.explain()
+
+
+def test_explain_names_a_batch_that_has_no_parameter_of_its_own():
+    def any_name(state, **others):
+        return step(state, others["batch"])
+
+    sharded = deepcompile.shard(any_name)
     sharded.trace(create(), batch=batch())
     assert "shaped like a batch: batch['x'] float32[16,16]; to divide" in sharded.explain()
 

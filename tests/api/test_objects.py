@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import flax.struct
@@ -109,3 +110,115 @@ def test_the_bound_method_of_a_plain_object(expected):
 def _values(objects):
     leaves = jax.tree.leaves(nnx.state(objects))
     return [leaf for leaf in leaves if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+
+
+class Regression(nnx.Module):
+    def __init__(self, config=None) -> None:
+        self.config = config
+        self.dense = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.dense(x)
+
+
+def descent(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def after_two_steps(step, call, config=None):
+    model = Regression(config)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    x = np.random.default_rng(0).standard_normal((16, 16), np.float32)
+    losses = [call(step, model, optimizer, x) for _ in range(2)]
+    assert optimizer.step[...] == 2
+    return losses, nnx.to_pure_dict(nnx.state((model, optimizer)))
+
+
+def optimizer_by_name_only(model, x, *, optimizer):
+    return descent(model, optimizer, x)
+
+
+def all_by_name_only(*, x, optimizer, model):
+    return descent(model, optimizer, x)
+
+
+@flax.struct.dataclass
+class Holder:
+    model: nnx.Module
+    optimizer: nnx.Optimizer
+    scale: float = 1.0
+
+
+def held(holder, x):
+    return holder.scale * descent(holder.model, holder.optimizer, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        (descent, lambda step, model, optimizer, x: step(model=model, optimizer=optimizer, x=x)),
+        (descent, lambda step, model, optimizer, x: step(model, x=x, optimizer=optimizer)),
+        (optimizer_by_name_only, lambda step, model, optimizer, x: step(model, x, optimizer=optimizer)),
+        (all_by_name_only, lambda step, model, optimizer, x: step(model=model, optimizer=optimizer, x=x)),
+        (held, lambda step, model, optimizer, x: step(Holder(model, optimizer, 2.0), x)),
+    ],
+)
+def test_objects_are_updated_however_they_are_passed(function, call):
+    sharded, plain = deepcompile.shard(function), nnx.jit(function)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        after_two_steps(sharded, call),
+        after_two_steps(plain, call),
+    )
+    assert "batch" in {str(role) for role in sharded._last.roles}
+
+
+def test_two_holders_of_the_same_shape_are_told_apart():
+    def first_or_second(pair, optimizer, x):
+        return descent(pair["first"] or pair["second"], optimizer, x) * (1 if pair["first"] else 3)
+
+    step = deepcompile.shard(first_or_second)
+    first, _ = after_two_steps(step, lambda step, *rest: step({"first": rest[0], "second": None}, *rest[1:]))
+    second, _ = after_two_steps(step, lambda step, *rest: step({"first": None, "second": rest[0]}, *rest[1:]))
+    np.testing.assert_allclose(second, 3 * np.array(first), rtol=1e-5)
+
+
+def test_attributes_of_modules_need_not_be_hashable():
+    @dataclasses.dataclass
+    class Config:
+        widths: list
+
+    def call(step, model, optimizer, x):
+        return step(model, optimizer, x)
+
+    step = deepcompile.shard(descent)
+    losses, _ = after_two_steps(step, call, Config([16]))
+    np.testing.assert_allclose(losses, after_two_steps(nnx.jit(descent), call)[0], rtol=1e-5)
+    assert len(step._stages) == 1
+
+
+def test_an_argument_without_arrays_is_neither_state_nor_batch():
+    graph, params = nnx.split(Regression())
+
+    def functional(graph, params, x):
+        loss, gradients = jax.value_and_grad(lambda params: jnp.mean((nnx.merge(graph, params)(x) - x) ** 2))(params)
+        return jax.tree.map(lambda leaf, gradient: leaf - 0.1 * gradient, params, gradients), loss
+
+    x = np.ones((16, 16), np.float32)
+    mine, theirs = deepcompile.shard(functional, donate=False)(graph, params, x), jax.jit(functional)(graph, params, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), mine, theirs)
+    assert not jax.tree.leaves(mine[0])[0].sharding.is_fully_replicated
+
+
+def test_positions_count_parameters_also_where_names_are_used():
+    def with_key(state, key=None, batch=None):
+        loss, gradients = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state)
+        return state - 0.1 * gradients, loss
+
+    x = np.ones((16, 16), np.float32)
+    step = deepcompile.shard(with_key, batch_argnums=2, donate=False)
+    new, _ = step(jnp.eye(16), batch=x)
+    np.testing.assert_allclose(new, jax.jit(with_key)(jnp.eye(16), batch=x)[0], rtol=1e-5)
+    assert "batch" in {str(role) for role in step._last.roles}

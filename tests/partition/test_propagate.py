@@ -132,6 +132,31 @@ class TestUses:
         params = {"w": (D, D), "between0": (D, 2 * D), "between1": (2 * D, D)}
         assert moves(trace(step, params, BATCH)).count(GATHER) == 2
 
+    def test_kernels_of_convolutions_are_reversed_after_they_are_gathered(self):
+        """So that backward gathers what forward does, and the last layer's copy serves both."""
+
+        def loss(p, batch):
+            x = batch["x"].reshape(-1, 8, 8, 3)
+            for name in sorted(p):
+                layout = ("NHWC", "HWIO", "NHWC")
+                x = jnp.tanh(jax.lax.conv_general_dilated(x, p[name], (1, 1), "SAME", dimension_numbers=layout))
+            return jnp.mean(x**2)
+
+        kernels = {"a": (3, 3, 3, D), "b": (3, 3, D, D), "c": (3, 3, D, D)}
+        traced = trace_training(loss, kernels, {"x": (32, 192)})
+        assert lines(traced.sharded, ["all_gather", "rev"]) == [
+            "all_gather fsdp: f32[3,3,3,2] -> f32[3,3,3,16]",
+            "all_gather fsdp: f32[3,3,2,16] -> f32[3,3,16,16]",
+            "all_gather fsdp: f32[3,3,2,16] -> f32[3,3,16,16]",
+            "rev f32[3,3,16,16] -> f32[3,3,16,16]",
+            "all_gather fsdp: f32[3,3,2,16] -> f32[3,3,16,16]",
+            "rev f32[3,3,16,16] -> f32[3,3,16,16]",
+        ]
+
+    def test_what_nobody_gathers_is_reversed_in_parts(self):
+        traced = trace(lambda w, batch: (w - 0.1 * w[:, ::-1], batch["x"].mean()), (D, 9), BATCH)
+        assert lines(traced.sharded, ["all_gather", "rev"]) == ["rev f32[2,9] -> f32[2,9]"]
+
     def test_tied_embeddings_scatter_one_gradient(self):
         def loss(p, batch):
             x = jnp.tanh(p["e"][batch["tokens"]] @ p["w"])

@@ -15,7 +15,7 @@ from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.passes.pipeline_loops import choose_schedules
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import Plan, Prediction
-from jax_deepcompile.planning.proposals import Unshard
+from jax_deepcompile.planning.proposals import Unshard, kept_layers, layer_stacks
 from jax_deepcompile.planning.proposals import gathered_bytes as bytes_of_a_trip
 from tests.passes.programs import LAYERS, WIDTH, sharded, stack_loss, stack_shapes
 
@@ -23,6 +23,8 @@ pytestmark = pytest.mark.pure
 
 PROGRAM, MESH = sharded(stack_loss, {"stack": stack_shapes()})
 MATRIX_BYTES = LAYERS * WIDTH * 2 * WIDTH * 4
+PIPELINED = Plan("0").replace(loops=choose_schedules(PROGRAM))
+STACKS = layer_stacks(PROGRAM, PIPELINED)
 LIMIT = 1 << 30
 
 
@@ -42,7 +44,7 @@ def proposals(
       forward_bytes: live where a loop begins that only gathers; None for no such loop. One matrix is handed over then.
       gathered_bytes: of the whole step.
     """
-    plan = Plan("0").replace(loops=choose_schedules(PROGRAM) if pipelined else ())
+    plan = PIPELINED if pipelined else Plan("0")
     backward = Loop("while", "", LAYERS, True, 1.0, trip)
     nothing: Any = None
     memory = MemoryUse(0, 0, 0, 0, (), (), ())
@@ -95,7 +97,7 @@ def test_without_memory_nothing_is_proposed():
 
 
 def layers_kept(proposal: Proposal | None) -> int:
-    return 0 if proposal is None else int(proposal.decision.split()[0])
+    return 0 if proposal is None else kept_layers(proposal.plan, STACKS)
 
 
 LAYER_BYTES = bytes_of_a_trip(next(find_loops(PROGRAM.jaxpr)))

@@ -117,6 +117,7 @@ class OpRule:
       addends: operands that are added to a reduction over SUM factors; splitting one makes them partial sums too.
       rounded: sets like those of ``linear`` of an equation that rounds what it is given. Sums over devices are finished
         first; those over a loop round each part, as accumulated gradients do.
+      rearranges: whether the result is nothing but the elements of the one operand in another order.
       emit: computes the equation on one device's blocks.
       reported: why the equation is computed whole where it could not be split, for ``explain()``; empty if by nature.
     """
@@ -127,6 +128,7 @@ class OpRule:
     linear: tuple[frozenset[int], ...] = ()
     addends: frozenset[int] = frozenset()
     rounded: tuple[frozenset[int], ...] = ()
+    rearranges: bool = False
     emit: Emit = field(default=bind_unchanged, compare=False)
     reported: str = field(default="", compare=False)
 
@@ -161,6 +163,7 @@ class RuleBuilder:
         linear: Sequence[Sequence[int]] = (),
         addends: Sequence[int] = (),
         rounded: Sequence[Sequence[int]] = (),
+        rearranges: bool = False,
         emit: Emit = bind_unchanged,
         reported: str = "",
     ) -> OpRule:
@@ -171,6 +174,7 @@ class RuleBuilder:
             tuple(frozenset(group) for group in linear),
             frozenset(addends),
             tuple(frozenset(group) for group in rounded),
+            rearranges,
             emit,
             reported,
         )

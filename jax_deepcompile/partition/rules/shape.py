@@ -107,7 +107,7 @@ def squeeze(eqn: Equation) -> OpRule:
 @rule("rev")
 def rev(eqn: Equation) -> OpRule:
     dims, builder = _partly_whole(eqn.invars[0].aval.shape, set(eqn.params["dimensions"]))
-    return builder.build([dims], [dims], linear=[(0,)])
+    return builder.build([dims], [dims], linear=[(0,)], rearranges=True)
 
 
 def _partly_whole(shape: Sequence[int], whole: set[int]) -> tuple[list[tuple[int, ...]], RuleBuilder]:
