@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax._src.lax.lax import optimization_barrier_p
 from jax.experimental import topologies
 from jax.extend import core as jex
 
-_LIBRARIES = tuple(f"site-packages/{name}/" for name in ("jax", "flax", "optax"))
+_LIBRARIES = (*(f"site-packages/{name}/" for name in ("jax", "flax", "optax")), f"{Path(__file__).parent}/")
 
 __all__ = ["optimization_barrier_p"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +12,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import has_side_effects, user_line
-from jax_deepcompile.analysis.dataflow import needed_for, reached_from, slim_barriers, variables
+from jax_deepcompile.analysis.dataflow import needed_for, needs, reached_from, slim_barriers, variables
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs
 
 _COMBINED = frozenset({"psum", "pmax", "pmin", "all_gather"})
@@ -184,18 +186,46 @@ def _needs(eqns: Sequence, totals: Sequence[Total]) -> dict:
 
 
 def _groups(flow: _Flow) -> Iterator[list[Total]]:
-    """The totals of each loop."""
+    """The totals of each loop.
+
+    A total that nothing waits for, a metric, is found in a later loop if that does heavy work of its and this one does
+    not.
+    """
     waiting, known = list(flow.totals), set()
+    behind = _heavy_behind(flow)
     while waiting:
         ready = [total for total in waiting if flow.needs[total.result] <= known]
         if len(ready) < len(waiting):
-            asked = frozenset().union(*(flow.needs[total.result] for total in waiting))
-            light = [total for total in ready if total.result in asked and total.source not in flow.costly]
-            ready = light or ready
+            results = frozenset().union(*(flow.needs[total.result] for total in waiting))
+            asked = [total for total in ready if total.result in results]
+            light = [total for total in asked if total.source not in flow.costly]
+            now = _work(behind, asked)
+            later = _work(behind, [total for total in waiting if not flow.needs[total.result] <= known])
+            work = {total: behind.get(total.source, 0) for total in ready}
+            ready = light or [
+                total for total in ready if total in asked or work[total] & now or not work[total] & later
+            ]
         yield ready
         found = {total.result for total in ready}
         known |= found
         waiting = [total for total in waiting if total.result not in found]
+
+
+def _work(behind: dict, totals: Sequence[Total]) -> int:
+    return functools.reduce(operator.or_, (behind.get(total.source, 0) for total in totals), 0)
+
+
+def _heavy_behind(flow: _Flow) -> dict:
+    """For each variable a bit for every piece of heavy work that goes into it, what goes through totals aside."""
+
+    def is_heavy(eqn) -> bool:
+        return eqn.primitive.name in _HEAVY and flow.varies(eqn)
+
+    return {
+        var: bits | is_heavy(eqn) << place
+        for place, (eqn, bits) in enumerate(zip(flow.eqns, needs(flow.eqns, is_heavy), strict=True))
+        for var in eqn.outvars
+    }
 
 
 def _loops(flow: _Flow, groups: Sequence[Sequence[Total]]) -> tuple[Round, ...]:
@@ -276,13 +306,13 @@ def _refuse_hoards(flow: _Flow, loops: Sequence[Round], length: int, kept_bytes:
     for loop in loops[1:]:
         results = frozenset().union(*(flow.needs[total.result] for total in loop.totals))
         asked = sorted((total for total in flow.totals if total.result in results), key=lambda t: t.how != "all_gather")
-        if asked[0].how == "all_gather":
+        if asked and asked[0].how == "all_gather":
             reader = next(eqn for eqn in flow.eqns if asked[0].result in variables(eqn.invars))
             reason = "the step goes on with examples of other microbatches"
             raise errors.WholeBatchNeededError(reader.primitive.name, user_line(reader), length, reason)
         if loop.read and kept > kept_bytes:
-            maker = _maker(next(total.source for total in asked if total.source in flow.costly), flow)
             again = _maker(loop.read[0], flow)
+            maker = _maker(next((total.source for total in asked if total.source in flow.costly), loop.read[0]), flow)
             reason = (
                 f"the step goes on with the result, and {again.primitive.name} at {user_line(again)} would have to be "
                 f"done again for that, or its results kept for all microbatches"

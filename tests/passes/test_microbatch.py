@@ -255,6 +255,42 @@ def test_a_deviation_is_found_from_the_losses_kept_of_every_example():
     assert not any("dot_general" in line or "dynamic_slice" in line for line in text[second:])
 
 
+def test_a_metric_takes_the_work_of_a_later_loop():
+    """The critic's gradient is waited for; what the actor does is computed once, where the actor is trained."""
+
+    def step(state, batch):
+        gradient = jax.grad(lambda w: jnp.mean((jnp.tanh(batch["x"] @ w) - batch["x"]) ** 2))(state["critic"])
+        critic = state["critic"] - 0.1 * gradient
+
+        def actor_loss(actor):
+            action = jnp.tanh(batch["x"] @ actor["in"]) @ actor["out"]
+            return jnp.tanh(action @ critic).mean(), action.mean()
+
+        (loss, action), gradients = jax.value_and_grad(actor_loss, has_aux=True)(state["actor"])
+        actor = jax.tree.map(lambda leaf, gradient: leaf - 0.1 * gradient, state["actor"], gradients)
+        return {"critic": critic, "actor": actor}, {"loss": loss, "action": action}
+
+    state = shapes({"critic": (16, 16), "actor": {"in": (16, 256), "out": (256, 16)}})
+    text = lines(deepcompile.shard(step, FLAT, microbatches=4).trace(state, shapes(BATCH)).sharded)
+    first, second = (index for index, line in enumerate(text) if line == "scan 4")
+    assert sum("dot_general" in line for line in text[first:second]) == 2
+    assert sum("dot_general" in line for line in text[second:]) == 7
+
+
+def test_statistics_of_which_none_needs_another_are_refused_with_their_line():
+    """How many examples each class has is cheap, and known before the sums of what the model makes of them."""
+
+    def step(state, batch):
+        hidden = jnp.tanh(batch["x"] @ state["up"])
+        kinds = (batch["mask"] > 0).astype(jnp.int32)
+        counts = jax.ops.segment_sum(jnp.ones_like(batch["mask"]), kinds, 2)
+        centres = jax.ops.segment_sum(hidden, kinds, 2) / counts[:, None]
+        return state, {"spread": jnp.square(hidden - centres[kinds]).mean()}
+
+    with pytest.raises(errors.WholeBatchNeededError, match=r"scatter-add at .*test_microbatch.py"):
+        deepcompile.shard(step, FLAT, microbatches=4).trace(shapes(PARAMS), shapes(BATCH))
+
+
 def test_rolling_over_the_batch_is_refused():
     def loss(params, batch):
         hidden = errors_of_examples(params, batch)
