@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import jax
 import jax.numpy as jnp
 
 from jax_deepcompile.ir.equation import Equation
-from jax_deepcompile.partition.rules.base import Kind, OpRule, RuleBuilder
+from jax_deepcompile.partition.rules.base import Kind, LocalEquation, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
 
@@ -53,8 +56,8 @@ def _linear(eqn: Equation) -> list[tuple[int]]:
 def convolution(eqn: Equation) -> OpRule:
     """Batch splits freely, output features split with the kernel's; input features are summed; windows stay whole.
 
-    Grouped convolutions keep their features whole, and batch-grouped ones their batch, as groups are laid out major in
-    both the operand and the result and may not divide evenly.
+    Groups, of features or of the batch, are the major part of the dimensions they divide: a kernel for every example is
+    a group for every example.
     """
     lhs, rhs = (var.aval.shape for var in eqn.invars)
     out = eqn.outvars[0].aval.shape
@@ -66,12 +69,19 @@ def convolution(eqn: Equation) -> OpRule:
     lhs_batch, lhs_feature = numbers.lhs_spec[:2]
     rhs_out, rhs_in = numbers.rhs_spec[:2]
     out_batch, out_feature = numbers.out_spec[:2]
-    single_feature_group = eqn.params["feature_group_count"] == 1
-    single_batch_group = eqn.params["batch_group_count"] == 1
-    if single_batch_group:
-        lhs_dims[lhs_batch] = out_dims[out_batch] = builder.map(lhs[lhs_batch])
-    if single_feature_group:
-        lhs_dims[lhs_feature] = rhs_dims[rhs_in] = builder.sum(lhs[lhs_feature])
-        if single_batch_group:
-            rhs_dims[rhs_out] = out_dims[out_feature] = builder.map(out[out_feature])
-    return builder.build([lhs_dims, rhs_dims], [out_dims], linear=_linear(eqn))
+    feature_groups, batch_groups = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
+    (feature_group,), (batch_group,) = builder.map(feature_groups), builder.map(batch_groups)
+    examples, summed = builder.map(out[out_batch]), builder.sum(rhs[rhs_in])
+    features = (feature_group, batch_group, *builder.map(out[out_feature] // (feature_groups * batch_groups)))
+    lhs_dims[lhs_batch], out_dims[out_batch] = (batch_group, *examples), examples
+    lhs_dims[lhs_feature], rhs_dims[rhs_in] = (feature_group, *summed), summed
+    rhs_dims[rhs_out] = out_dims[out_feature] = features
+
+    def emit(local: LocalEquation, *operands: jax.Array) -> Sequence[jax.Array]:
+        groups = {
+            "feature_group_count": local.factor_size(feature_group),
+            "batch_group_count": local.factor_size(batch_group),
+        }
+        return local.bind(*operands, **groups)
+
+    return builder.build([lhs_dims, rhs_dims], [out_dims], linear=_linear(eqn), emit=emit)

@@ -40,12 +40,12 @@ def broadcast_in_dim(eqn: Equation) -> OpRule:
 
 @rule("reshape")
 def reshape(eqn: Equation) -> OpRule:
-    """Merged and split dimensions share their common factors, major first."""
+    """Merged and split dimensions share their common factors, major first; ``dimensions`` says which is major."""
     builder = RuleBuilder()
-    if eqn.params.get("dimensions") is not None:
-        operand = builder.whole_dims(eqn.invars[0].aval.shape)
-        return builder.build([operand], [builder.whole_dims(eqn.params["new_sizes"])], linear=[(0,)])
-    operand, result = common_factors(builder, eqn.invars[0].aval.shape, eqn.params["new_sizes"])
+    shape = eqn.invars[0].aval.shape
+    order = range(len(shape)) if eqn.params["dimensions"] is None else eqn.params["dimensions"]
+    ordered, result = common_factors(builder, [shape[dim] for dim in order], eqn.params["new_sizes"])
+    operand = tuple(factors for _, factors in sorted(zip(order, ordered, strict=True)))
 
     def emit(local: LocalEquation, block):
         return local.bind(block, new_sizes=local.result_shape(), **_without_sharding(eqn))

@@ -65,7 +65,7 @@ def test_products_of_narrow_integers_are_not_linear():
 def convolutions(draw):
     """A convolution in one or two spatial dimensions with any layout, groups and padding."""
     spatial = draw(st.integers(1, 2))
-    groups, batch_groups = draw(st.sampled_from(((1, 1), (2, 1), (1, 2))))
+    groups, batch_groups = draw(st.sampled_from(((1, 1), (2, 1), (8, 1), (16, 1), (1, 2), (1, 8))))
     batch, features, outputs = draw(sizes) * batch_groups, draw(sizes), draw(sizes) * groups * batch_groups
     lhs = [batch, features * groups, *[draw(st.integers(3, 8)) for _ in range(spatial)]]
     rhs = [outputs, features, *[draw(st.integers(1, 3)) for _ in range(spatial)]]
@@ -86,7 +86,7 @@ def convolutions(draw):
     return params, place(lhs, specs[0]), place(rhs, specs[1])
 
 
-@examples(16)
+@examples(24)
 @given(convolutions(), seeds)
 def test_convolution(convolution, seed):
     params, lhs, rhs = convolution
@@ -108,6 +108,24 @@ def test_gradient_of_a_grouped_convolution():
         return jnp.sum(out**2)
 
     check(jax.grad(loss, (0, 1)), images, kernel, primitives=["conv_general_dilated"])
+
+
+def test_a_kernel_for_every_example_is_split_with_the_examples():
+    images, kernels = np.zeros((16, 4, 9, 9), np.float32), np.zeros((16, 6, 4, 3, 3), np.float32)
+    convolve = jax.vmap(lambda x, y: lax.conv(x[None], y, (1, 1), "SAME")[0])
+    ((_, rule),) = rules_of(convolve, images, kernels, primitive="conv_general_dilated")
+    assert splittable(rule) == ([{1}, {0}], [{1}])
+
+
+def test_gradients_of_a_kernel_for_every_example():
+    images, kernels = integers((8, 2, 5, 5), 0), integers((8, 3, 2, 3, 3), 1)
+
+    def gradients(image, kernel):
+        return jax.grad(lambda *args: jnp.sum(lax.conv(args[0][None], args[1], (1, 1), "SAME") ** 2), (0, 1))(
+            image, kernel
+        )
+
+    check(jax.vmap(gradients), images, kernels, primitives=["conv_general_dilated"])
 
 
 def test_contracted_dimensions_make_partial_sums():

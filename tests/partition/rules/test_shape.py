@@ -40,6 +40,19 @@ def test_reshape(regrouping, seed):
     check(lambda x: lax.reshape(x, target), integers(source, seed), primitives=["reshape"])
 
 
+@examples(24)
+@given(regroupings(), seeds, st.data())
+def test_reshape_of_reordered_dimensions(regrouping, seed, data):
+    """What ``vmap`` of a convolution over its kernels does."""
+    source, target = regrouping
+    order = data.draw(st.permutations(range(len(source))))
+    assume(source != target or order != sorted(order))
+    operand = [0] * len(source)
+    for dim, size in zip(order, source, strict=True):
+        operand[dim] = size
+    check(lambda x: lax.reshape(x, target, order), integers(operand, seed), primitives=["reshape"])
+
+
 @examples(8)
 @given(shapes, seeds, st.data())
 def test_transpose_and_rev(shape, seed, data):
