@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_deepcompile import errors
-from jax_deepcompile.arguments import place, shapes_only
+from jax_deepcompile.arguments import place, refuse_deleted, shapes_only
 from jax_deepcompile.binding import Creation, PureCall, PureStep, bind
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.program import Role
@@ -78,10 +78,10 @@ def shard(
       mesh: the devices: a ``jax.sharding.Mesh``, a shape such as ``{"data": 2, "fsdp": 4}``, or None for all devices
         along one axis "fsdp".
       state_argnums: positions of the arguments that are state; each must be returned, with the same structure, shapes
-        and dtypes. By default the NNX objects, or else the first argument with any arrays. Positions count the
-        parameters of the step, those that are passed by name too.
+        and dtypes. By default the NNX objects, or else the first argument with any arrays, a random key before state
+        and batch aside. Positions count the parameters of the step, those that are passed by name too.
       batch_argnums: positions of the arguments whose leaves have examples along dimension 0, divided among all devices.
-        By default the first argument that is not state. All further arguments are replicated.
+        By default the first argument that is neither state nor a random key. All further arguments are replicated.
       fsdp_axes: mesh axes that divide the state.
       data_axes: mesh axes that divide the batch and replicate the state, where the mesh has them. Axes that are in
         neither are left to XLA and to the step's own sharding constraints.
@@ -220,6 +220,7 @@ class ShardedStep:
         In a run of several processes each passes its own rows of the batch.
         """
         if self._fast is not None and not kwargs:
+            refuse_deleted(args, self._name)
             try:
                 return self._fast(*args, {})
             except (TypeError, ValueError):
@@ -315,6 +316,7 @@ class ShardedStep:
         call = bind(self._fun, self._name, args, kwargs)
         stage = self._stage(call)
         args_of_run = (*call.args, call.kwargs)
+        refuse_deleted(args_of_run, self._name)
         placed, moved_inputs = place(args_of_run, stage.targets, stage.roles, self._use.mesh, self._donate)
         try:
             out = self._run_of(stage)(*placed)
@@ -394,19 +396,24 @@ class ShardedStep:
         """Roles of the pure step's arguments.
 
         State is what is in NNX objects, which is the argument in front, or else the first argument with anything in it.
+        A random key is neither state nor batch where there are others to be that.
         """
-        places = {argument.place: index for index, argument in enumerate(step.arguments) if argument.has_arrays}
+        arguments = step.arguments
+        places = {argument.place: index for index, argument in enumerate(arguments) if argument.has_arrays}
         state = [places[place] for place in self._state_argnums or () if place in places]
         if step.structure is not None:
-            state = [0, *(index for index in state if not step.arguments[index].has_objects)]
+            state = [0, *(index for index in state if not arguments[index].has_objects)]
         elif self._state_argnums is None:
-            state = list(places.values())[:1]
+            no_keys = [index for index in places.values() if not arguments[index].is_key]
+            state = no_keys[:1] if len(no_keys) > 1 else list(places.values())[:1]
         if self._batch_argnums is None:
-            plain = [index for index in places.values() if not step.arguments[index].has_objects]
+            plain = [
+                index for index in places.values() if not (arguments[index].has_objects or arguments[index].is_key)
+            ]
             batch = [index for index in plain if index not in state][:1]
         else:
             batch = [places[place] for place in self._batch_argnums if place in places]
-        names = tuple(argument.name for argument in step.arguments)
+        names = tuple(argument.name for argument in arguments)
         return Signature(self._name, tuple(state), tuple(batch), names)
 
     def _sharding(self, port, program) -> NamedSharding | None:

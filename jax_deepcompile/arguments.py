@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jax_deepcompile import errors
 from jax_deepcompile.ir.program import Role
 
 
@@ -42,6 +43,17 @@ def place(
         if role.is_state and donate and isinstance(new, jax.Array):
             donated.add(id(new))
     return jax.tree.unflatten(tree, placed), moved
+
+
+def refuse_deleted(args: tuple, function: str) -> None:
+    """Raises StateDonatedError if an earlier call was given one of ``args``; XLA may crash on it.
+
+    State is given as a whole: one leaf of each argument tells.
+    """
+    for arg in args:
+        leaf = next(iter(jax.tree.leaves(arg)), None)
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise errors.StateDonatedError(function, leaf.shape, str(leaf.dtype))
 
 
 def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], roles: Sequence[Role]) -> tuple:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jax_deepcompile import errors
@@ -23,12 +24,14 @@ class Argument:
       place: among the parameters of the user's step; None for the state of all NNX objects.
       has_objects: NNX objects are in it.
       has_arrays: and anything else is.
+      is_key: it is a random key.
     """
 
     name: str
     place: int | None
     has_objects: bool = False
     has_arrays: bool = True
+    is_key: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     arranged, names, args, kwargs = _arranged(fun, args, kwargs)
     holders = tuple(map(_Holder.of, args))
     arguments = tuple(
-        Argument(name, place, holder.count > 0, holder.count < len(holder.slots))
-        for (name, place), holder in zip(names, holders, strict=True)
+        Argument(name, place, holder.count > 0, holder.count < len(holder.slots), _is_key(value))
+        for (name, place), holder, value in zip(names, holders, args, strict=True)
     )
     objects = tuple(found for value, holder in zip(args, holders, strict=True) for found in holder.objects(value))
     if not objects:
@@ -160,6 +163,16 @@ class _Holder:
         found = iter(objects)
         leaves = zip(self.tree.flatten_up_to(value), self.slots, strict=True)
         return self.tree.unflatten([next(found) if is_object else leaf for leaf, is_object in leaves])
+
+
+def _is_key(value: Any) -> bool:
+    """One random key, typed or, as ``jax.random.PRNGKey`` makes them, two or four raw words."""
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is None or shape is None:
+        return False
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return shape == ()
+    return dtype == jnp.uint32 and shape in ((2,), (4,))
 
 
 def _is_object(node: Any) -> bool:

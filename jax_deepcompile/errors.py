@@ -17,7 +17,8 @@ class BatchNotDivisibleError(DeepCompileError, ValueError):
         super().__init__(
             f"batch leaf {path} has shape {tuple(shape)}: its leading dimension {size} must be a multiple of {parts}, "
             f"the number of devices along the mesh axes {', '.join(axes)}. Use a batch of {choices} examples, "
-            f"or drop the last, shorter batch of an epoch."
+            f"or drop the last, shorter batch of an epoch. If it holds no examples, make it an argument of its own, "
+            f"which is replicated, or name the arguments that do: shard(..., batch_argnums=...)."
         )
 
 
@@ -167,7 +168,8 @@ class StateNotReturnedError(DeepCompileError, ValueError):
         super().__init__(
             f"{function} does not return its state: nothing it returns has the structure of argument {argument}. It "
             f"returned {returned}. Return the updated state, as in `return state, metrics`; if another argument is the "
-            f"state, say which: shard(..., state_argnums=...)."
+            f"state, say which: shard(..., state_argnums=...). A step that only evaluates needs none of this: jax.jit "
+            f"takes the sharded state as it is."
         )
 
 
@@ -203,6 +205,40 @@ class PmappedStepError(DeepCompileError, TypeError):
             f"{function} is pmapped already, so it is written for one device's batch and its own collectives. Decorate "
             f"the plain function instead, with the global batch and without lax.pmean or axis names: what pmean did is "
             f"derived from jnp.mean over the batch."
+        )
+
+
+class AxisNameError(DeepCompileError, NameError):
+    def __init__(self, function: str, reason: str) -> None:
+        super().__init__(
+            f"{function} names an axis that it is not mapped over ({reason}). Leave out lax.pmean and the like, and "
+            f"axis names of BatchNorm: the step sees the global batch, and what they did follows from jnp.mean over it."
+        )
+
+
+class StaticArgumentError(DeepCompileError, TypeError):
+    def __init__(self, function: str, reason: str) -> None:
+        name = function.rsplit(".", 1)[-1]
+        super().__init__(
+            f"{function} is jitted with static arguments, and every argument of a sharded step is an array. Shard the "
+            f"plain function, its static arguments fixed: shard(functools.partial({name}, ...)). JAX said: {reason}"
+        )
+
+
+class ReturnedLeafError(DeepCompileError, TypeError):
+    def __init__(self, function: str, path: str, leaf: object) -> None:
+        super().__init__(
+            f"{function} returns {_shortened(leaf)} at {path}, a {type(leaf).__module__}.{type(leaf).__qualname__}, "
+            f"which is neither an array nor a number. Leave it out of what the step returns."
+        )
+
+
+class StateDonatedError(DeepCompileError, RuntimeError):
+    def __init__(self, function: str, shape: Sequence[int], dtype: str) -> None:
+        super().__init__(
+            f"{function} was passed a {dtype}[{','.join(map(str, shape))}] whose memory is gone: an earlier step was "
+            f"given it and wrote its result there. Go on with the state that step returned, or keep the one passed in: "
+            f"shard(..., donate=False)."
         )
 
 

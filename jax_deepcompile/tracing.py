@@ -112,8 +112,16 @@ def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Trac
 def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name: str) -> tuple[jex.ClosedJaxpr, Any]:
     shapes = jax.tree.map(_without_mesh, (args, kwargs))
     try:
-        closed, out_shape = jax.make_jaxpr(functools.partial(_call, fun), return_shape=True)(*shapes)
-    except TypeError as error:
+        closed, out_shape = jax.make_jaxpr(functools.partial(_call, fun, name), return_shape=True)(*shapes)
+    except NameError as error:
+        if "axis name" not in str(error):
+            raise
+        raise errors.AxisNameError(name, str(error).split("\n")[0]) from error
+    except (TypeError, ValueError) as error:
+        if "Non-hashable static arguments" in str(error):
+            raise errors.StaticArgumentError(name, str(error).split("\n")[0]) from error
+        if not isinstance(error, TypeError):
+            raise
         needed = _python_values(args, kwargs, ports, str(error))
         if not needed:
             raise
@@ -146,8 +154,12 @@ def _aval(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
 
 
-def _call(fun: Callable, args: tuple, kwargs: dict):
-    return fun(*args, **kwargs)
+def _call(fun: Callable, name: str, args: tuple, kwargs: dict):
+    out = fun(*args, **kwargs)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(out):
+        if isinstance(leaf, (str, bytes)) or callable(leaf):
+            raise errors.ReturnedLeafError(name, f"out{jax.tree_util.keystr(path)}", leaf)
+    return out
 
 
 def _refuse_effects(closed: jex.ClosedJaxpr) -> None:

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profilers": BASE | {"ir", "meshes", "lowering", "costs"},
     "report": BASE | {"ir", "partition", "planning", "costs"},
     "stages": BASE | {"ir", "partition", "planning", "lowering", "report"},
-    "arguments": {"ir"},
+    "arguments": {"ir", "errors"},
     "methods": BASE | {"binding", "api", "costs", "planning", "profilers", "stages"},
     "api": BASE
     | {

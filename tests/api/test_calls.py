@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.ir.program import Role
 from tests.api.steps import assert_equal, batch, create, step
 
 pytestmark = pytest.mark.cpu_mesh
@@ -250,6 +251,22 @@ def test_a_batch_passed_by_keyword_alone_is_divided(expected):
     sharded = deepcompile.shard(keyword)
     assert_equal(sharded(create(), batch=batch()), expected)
     assert "shaped like a batch" not in sharded.explain()
+
+
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)], ids=["typed", "raw"])
+def test_random_keys_are_neither_state_nor_batch(key, expected):
+    def key_first(key, state, batch):
+        return jax.random.split(key)[0], *step(state, batch)
+
+    def key_between(state, key, batch):
+        return step(state, batch)
+
+    new_key, *others = deepcompile.shard(key_first)(key, create(), batch())
+    assert new_key.dtype == key.dtype
+    assert_equal(tuple(others), expected)
+    between = deepcompile.shard(key_between)
+    assert_equal(between(create(), key, batch()), expected)
+    assert Role.BATCH in between._last.roles
 
 
 def test_explain_names_a_batch_that_has_no_parameter_of_its_own():

@@ -34,7 +34,8 @@ def test_a_batch_the_mesh_does_not_divide():
     assert str(caught.value) == (
         "batch leaf batch['x'] has shape (12, 16): its leading dimension 12 must be a multiple of 8, the number of "
         "devices along the mesh axes fsdp. Use a batch of 8 or 16 examples, or drop the last, shorter batch of an "
-        "epoch."
+        "epoch. If it holds no examples, make it an argument of its own, which is replicated, or name the arguments "
+        "that do: shard(..., batch_argnums=...)."
     )
 
 
@@ -176,6 +177,47 @@ def test_ordered_prints_are_refused():
 def test_a_pmapped_step_is_refused():
     with pytest.raises(errors.PmappedStepError, match="Decorate the plain function instead"):
         deepcompile.shard(jax.pmap(step))
+
+
+def test_an_axis_name_left_in_the_step():
+    def mapped(state, batch):
+        return step(state, {"x": batch["x"] - jax.lax.pmean(batch["x"], "batch")})
+
+    with pytest.raises(errors.AxisNameError, match=r"unbound axis name: batch.*the step sees the global batch"):
+        trace(mapped)
+
+
+def test_names_that_are_missing_otherwise_are_left_to_python():
+    with pytest.raises(NameError, match="'forgotten' is not defined"):
+        trace(lambda state, batch: forgotten(state))  # noqa: F821
+
+
+@pytest.mark.parametrize("how", [{"static_argnums": 2}, {"static_argnames": "train"}])
+def test_a_step_jitted_with_static_arguments(how):
+    def flagged(state, batch, train):
+        return step(state, batch)
+
+    sharded = deepcompile.shard(jax.jit(flagged, **how))
+    arguments = {"train": True} if "static_argnames" in how else {}
+    with pytest.raises(errors.StaticArgumentError, match=r"shard\(functools.partial\(flagged, ...\)\)"):
+        sharded.trace(STATE, BATCH, *[True] * (not arguments), **arguments)
+
+
+def test_text_among_the_metrics():
+    with pytest.raises(errors.ReturnedLeafError, match=r"returns 'epoch' at out\[1\]\['name'\], a builtins.str"):
+        trace(lambda state, batch: (state, {"name": "epoch"}))
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_state_that_an_earlier_step_was_given(calls):
+    """The first call takes another way than later ones."""
+    sharded = deepcompile.shard(step)
+    state, batch = {"w": np.ones((16, 8), np.float32), "count": 0}, {"x": np.ones((16, 16), np.float32)}
+    for _ in range(calls):
+        state, _ = sharded(state, batch)
+    sharded(state, batch)
+    with pytest.raises(errors.StateDonatedError, match="Go on with the state that step returned"):
+        sharded(state, batch)
 
 
 def test_devices_that_are_not_attached():
