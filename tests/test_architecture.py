@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lowering": BASE | {"ir"},
     "costs": BASE | {"ir", "analysis", "lowering"},
     "profilers": BASE | {"ir", "meshes", "lowering", "costs"},
-    "report": BASE | {"ir", "partition", "planning", "costs"},
+    "report": BASE | {"ir", "analysis", "partition", "planning", "costs"},
     "stages": BASE | {"ir", "partition", "planning", "lowering", "report"},
     "arguments": {"ir", "errors"},
     "methods": BASE | {"binding", "api", "costs", "planning", "profilers", "stages"},

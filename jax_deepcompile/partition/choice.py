@@ -164,12 +164,21 @@ def _split_again(
 ) -> AxisPlacement | None:
     """The dimension along which a result is cut that had to be computed whole; else every device would go on with all.
 
-    The one its consumers ask for; while they are not known, the one that was split before. None if whole is wanted.
+    The one its consumers ask for; while they are not known, the one that was split before, or one that has examples of
+    it. None if whole is wanted.
     """
-    shape = [math.prod(question.rule.factors[f].size for f in factors) for factors in question.rule.results[index]]
+    rule = question.rule
+    shape = [math.prod(rule.factors[f].size for f in factors) for factors in rule.results[index]]
     asked = [placement.axes[axis] for placement in question.demands[index]]
-    held = [operand.held[0].axes[axis] for operand in question.operands if operand.batch]
-    for dim in [state for state in (asked or [*held, 0]) if state >= 0]:
+    batch = [
+        (dims, op.held[0].axes[axis]) for dims, op in zip(rule.operands, question.operands, strict=True) if op.batch
+    ]
+    if asked and max(asked) < 0:
+        return None
+    examples = {factor for dims, dim in batch if dim >= 0 for factor in dims[dim]}
+    among = [dim for dim, factors in enumerate(rule.results[index]) if examples.intersection(factors)]
+    wanted = asked or [*(dim for _, dim in batch), 0]
+    for dim in [state for state in (*wanted, *among) if state >= 0]:
         parts = size * math.prod(question.mesh.sizes[i] for i, state in enumerate(before) if state == dim)
         if dim < len(shape) and shape[dim] and shape[dim] % parts == 0:
             return dim

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_line
+from jax_deepcompile.analysis.work import PRODUCTS, work_of
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.ir.traversal import nested_jaxprs
 from jax_deepcompile.partition.layout import Split
@@ -17,6 +18,9 @@ from jax_deepcompile.report.planning import explain_plan
 
 _LINES = 8
 """How many lines a list may take before it is cut."""
+
+_NOTABLE = 0.01
+"""The share of a device's matrix products that is worth a line."""
 
 _COLLECTIVES = {
     "all_gather": "all_gather",
@@ -132,15 +136,35 @@ def _moved_activations(partitioned: Partitioned) -> list[str]:
 
 
 def _replicated(partitioned: Partitioned) -> list[str]:
-    """Equations that every device computes whole for want of a way to split them."""
+    """Equations that every device computes whole: for want of a way to split them, or because that moves less."""
     where: Counter = Counter()
     for step, _ in partitioned.layout.walk():
         if isinstance(step.how, Split) and step.how.rule.reported and not any(step.how.splits):
             where[f"  {step.eqn.primitive.name} at {user_line(step.eqn)}: {step.how.rule.reported}"] += 1
-    if not where:
-        return ["computed whole on every device: nothing that could be split"]
     lines = [text if number == 1 else f"{text} ({number} times)" for text, number in where.items()]
+    lines += _whole_products(partitioned)
+    if not lines:
+        return ["computed whole on every device: nothing that could be split"]
     return ["computed whole on every device:", *_cut(lines)]
+
+
+def _whole_products(partitioned: Partitioned) -> list[str]:
+    """Matrix products outside of loops that are not split, though they are a notable part of those; largest first."""
+    mesh = partitioned.layout.mesh
+    if partitioned.program.mesh.size == 1:
+        return []
+    whole: dict[str, float] = defaultdict(float)
+    total = 0.0
+    for step in partitioned.layout.steps:
+        if step.eqn.primitive.name not in PRODUCTS or not isinstance(step.how, Split):
+            continue
+        axes = [name for names in step.how.splits for name in names if name not in mesh.virtual]
+        flops = work_of(step.eqn).flops / mesh.size_of(axes)
+        total += flops
+        if not axes:
+            whole[f"{step.eqn.primitive.name} at {user_line(step.eqn)}"] += flops
+    shares = sorted(((flops / total, text) for text, flops in whole.items() if flops > _NOTABLE * total), reverse=True)
+    return [f"  {text}: {share:.0%} of products outside of loops; split, it would move more" for share, text in shares]
 
 
 def _cut(lines: list[str]) -> list[str]:

@@ -153,6 +153,34 @@ class TestUses:
             "rev f32[3,3,16,16] -> f32[3,3,16,16]",
         ]
 
+    def test_parts_of_a_batch_that_are_no_multiple_of_the_devices_are_split_by_their_examples(self):
+        """``(4, 16)`` of 64 examples for 8 devices: each part is split, no device works on all of it."""
+
+        def step(w, batch):
+            losses = []
+            for part in batch["x"].reshape(4, -1, D):
+                loss, gradient = jax.value_and_grad(lambda w, part=part: jnp.mean((part @ w) ** 2))(w)
+                w = w - 0.1 * gradient
+                losses.append(loss)
+            return w, jnp.stack(losses)
+
+        traced = trace(step, (D, D), {"x": (64, D)})
+        products = lines(traced.sharded, ["dot_general"])
+        assert products[0] == "dot_general f32[2,16] f32[16,16] -> f32[2,16]"
+        assert len(products) == 8
+        assert not any("f32[16,16] f32" in line or line.endswith("f32[16,16] f32[16,16]") for line in products)
+
+    def test_products_that_are_cheaper_whole_are_named(self):
+        """Of a sum that every device gets: to split its square, too, would be one more collective."""
+
+        def step(w, batch):
+            gram = w.T @ w
+            return w - w @ (gram @ gram), None
+
+        explained = trace(step, (D, D), BATCH).explain()
+        assert "% of products outside of loops; split, it would move more" in explained
+        assert "nothing that could be split" not in explained
+
     def test_what_nobody_gathers_is_reversed_in_parts(self):
         traced = trace(lambda w, batch: (w - 0.1 * w[:, ::-1], batch["x"].mean()), (D, 9), BATCH)
         assert lines(traced.sharded, ["all_gather", "rev"]) == ["rev f32[2,9] -> f32[2,9]"]

@@ -120,6 +120,12 @@ _HEADS_FIRST = 1
 """The ``layout`` in which heads come before positions."""
 
 
+@rule("platform_index")
+def platform_index(eqn: Equation) -> OpRule:
+    """Which of the implementations of ``lax.platform_dependent`` runs: a number, known when it is lowered."""
+    return replicated_rule(eqn)
+
+
 def _attention(eqn: Equation, saved: Sequence[str], results: Sequence[str]) -> OpRule:
     """cuDNN attention: sequences, and heads of keys with the heads of queries that share them, split freely.
 
