@@ -5,7 +5,8 @@ AdamW) is compiled as each of:
 
 * ``jit``: ``jax.jit`` with FSDP NamedShardings on state and batch, the same as those of the other two;
 * ``fully sharded``: ``deepcompile.shard(passes=())``;
-* ``planned``: ``deepcompile.shard``, which on CPU devices has no passes to try: what it differs by is noise.
+* ``planned``: ``deepcompile.shard``, which on CPU devices has no passes to try: what a loop over microbatches gathers
+  again and again is gathered once, else the two are the same, and what they differ by is noise.
 
 With microbatches, ``jit`` runs the step with a loop of accumulation written by hand. The three run one step each, again
 and again, in an order that rotates, on states of their own. Reported are medians; the ratio of a system's step to the
@@ -243,7 +244,7 @@ WORKLOADS: dict[str, Callable[[], Training]] = {
     "Mixtral, capped": lambda: mixtral_training(MIXTRAL_CAPPED, 64, 16),
     "ViT": lambda: vit_training(VIT, 16),
     "ResNet-50": lambda: resnet_training(resnet.RESNET50, 128, 16),
-    "ResNet-50, smaller than its kernels": lambda: resnet_training(resnet.RESNET50, 32, 16),
+    "ResNet-50, images of 32 pixels": lambda: resnet_training(resnet.RESNET50, 32, 16),
     "Llama, scanned, remat, 4 microbatches": lambda: llama_training(LLAMA, 32, 32, microbatches=4),
     "GPT-2, 4 microbatches": lambda: gpt2_training(GPT2, 32, 32, microbatches=4),
     "Mixtral, capped, 4 microbatches": lambda: mixtral_training(MIXTRAL_CAPPED, 32, 32, microbatches=4),
@@ -400,8 +401,8 @@ def title(command: str, rounds: int) -> str:
         f"`{command}`, jax {jax.__version__}, {jax.device_count()} virtual CPU devices.\n\n"
         f"Medians of {rounds} steps of each system, which take turns. `x jit` of a step is the median ratio to the "
         f"`jit` step of the same round, with its bootstrap interval. `MiB sent` is what one device sends in the "
-        f"collectives of a step, each done as a ring. `planned` tries no passes on CPU devices: what it differs by "
-        f"from `fully sharded` is noise."
+        f"collectives of a step, each done as a ring. `planned` tries no passes on CPU devices: it gathers once what a "
+        f"loop over microbatches gathers again and again; else what it differs by from `fully sharded` is noise."
     )
 
 
