@@ -52,7 +52,7 @@ def refuse_deleted(args: tuple, function: str) -> None:
     """
     for arg in args:
         leaf = next(iter(jax.tree.leaves(arg)), None)
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        if _is_concrete(leaf) and leaf.is_deleted():
             raise errors.StateDonatedError(function, leaf.shape, str(leaf.dtype))
 
 
@@ -62,7 +62,14 @@ def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], roles: Seq
     return jax.tree.unflatten(tree, map(_shape_only, leaves, targets, roles))
 
 
+def _is_concrete(leaf: Any) -> bool:
+    """Whether ``leaf`` is an array in memory, rather than one that a transformation of JAX traces the step with."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+
+
 def _placed(leaf: Any, target: NamedSharding | None, role: Role, mesh: Mesh | AbstractMesh) -> Any:
+    if isinstance(leaf, jax.core.Tracer):
+        return leaf
     if isinstance(leaf, jax.Array):
         if target is None:
             on_mesh = len(leaf.sharding.device_set) == mesh.size
@@ -77,7 +84,7 @@ def _placed(leaf: Any, target: NamedSharding | None, role: Role, mesh: Mesh | Ab
 def _shape_only(leaf: Any, target: NamedSharding | None, role: Role) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct) and role.is_state and leaf.sharding is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
-    if isinstance(leaf, jax.Array) and leaf.committed and target in (None, leaf.sharding):
+    if _is_concrete(leaf) and leaf.committed and target in (None, leaf.sharding):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
     if isinstance(leaf, (jax.Array, np.ndarray)):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))

@@ -393,3 +393,22 @@ def test_each_process_passes_its_own_rows(processes: int):
     _, loss = jax.jit(step)(state, batch())
     assert len(losses) == 1, outputs
     np.testing.assert_allclose(float(losses.pop().split()[1]), float(loss), rtol=1e-6)
+
+
+def test_a_sharded_step_may_be_traced_by_jax(expected):
+    sharded = deepcompile.shard(step)
+    shapes = jax.eval_shape(sharded, create(), batch())
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), expected
+    )
+    assert_equal(jax.jit(sharded)(create(), batch()), expected)
+    assert_equal(sharded(create(), batch()), expected)
+
+
+def test_a_loop_of_sharded_steps():
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf, 2 * leaf]), batch())
+    looped, _ = jax.jit(lambda state, batches: jax.lax.scan(deepcompile.shard(step), state, batches))(create(), stacked)
+    state = create()
+    for index in range(2):
+        state, _ = jax.jit(step)(state, jax.tree.map(lambda leaf, index=index: leaf[index], stacked))
+    assert_equal(looped, state)
