@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
@@ -62,13 +63,13 @@ def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], roles: Seq
     return jax.tree.unflatten(tree, map(_shape_only, leaves, targets, roles))
 
 
-def _is_concrete(leaf: Any) -> bool:
+def _is_concrete(leaf: Any) -> TypeGuard[jax.Array]:
     """Whether ``leaf`` is an array in memory, rather than one that a transformation of JAX traces the step with."""
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
 def _placed(leaf: Any, target: NamedSharding | None, role: Role, mesh: Mesh | AbstractMesh) -> Any:
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, Tracer):
         return leaf
     if isinstance(leaf, jax.Array):
         if target is None:
