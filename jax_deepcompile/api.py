@@ -327,9 +327,7 @@ class ShardedStep:
             if not moved_inputs and not kwargs and jax.process_count() == 1:
                 self._fast = self._run_of(stage)
             return out
-        state, result = out
-        call.update_objects(state)
-        return result
+        return call.finish(*out)
 
     def _stage(self, call: PureCall) -> _Stage:
         key = (jax.tree.structure((call.args, call.kwargs)), call.step.structure, call.step.arguments)

@@ -66,9 +66,13 @@ class PureCall:
     kwargs: dict
     objects: tuple = ()
 
-    def update_objects(self, state: Any) -> None:
-        """Gives the user's NNX objects the values of ``state``."""
+    def finish(self, state: Any, out: Any) -> Any:
+        """What the user's step would have returned; the user's NNX objects get the values of ``state``."""
         nnx.update(self.objects, state)
+        if not any(map(_is_reference, jax.tree.leaves(out, is_leaf=_is_reference))):
+            return out
+        given = dict(nnx.iter_graph(self.objects))
+        return jax.tree.map(lambda node: given[node.path] if _is_reference(node) else node, out, is_leaf=_is_reference)
 
 
 def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
@@ -195,6 +199,25 @@ class _Structure:
         return hash(self.holders)
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Reference:
+    """Stands, in what a pure step returns, for an NNX object that the step was given: the one at ``path``."""
+
+    path: tuple
+
+
+def _is_reference(node: Any) -> bool:
+    return isinstance(node, _Reference)
+
+
+def _with_references(out: Any, objects: tuple) -> Any:
+    paths = {id(node): path for path, node in nnx.iter_graph(objects) if _is_object(node)}
+    return jax.tree.map(
+        lambda node: _Reference(paths[id(node)]) if id(node) in paths else node, out, is_leaf=_is_opaque
+    )
+
+
 def _purify(fun: Callable, name: str, graphdef: Any, holders: Sequence[_Holder]) -> Callable:
     def pure(state, *args, **kwargs):
         objects = nnx.merge(graphdef, state)
@@ -203,7 +226,7 @@ def _purify(fun: Callable, name: str, graphdef: Any, holders: Sequence[_Holder])
         for value, holder in zip(args, holders, strict=True):
             filled.append(holder.with_objects(value, waiting[: holder.count]))
             del waiting[: holder.count]
-        out = fun(*filled, **kwargs)
+        out = _with_references(fun(*filled, **kwargs), objects)
         after = nnx.split(objects)[1]
         if jax.tree.structure(after) != jax.tree.structure(state):
             raise errors.StateChangedError(name, _differences(state, after))

@@ -222,3 +222,26 @@ def test_positions_count_parameters_also_where_names_are_used():
     new, _ = step(jnp.eye(16), batch=x)
     np.testing.assert_allclose(new, jax.jit(with_key)(jnp.eye(16), batch=x)[0], rtol=1e-5)
     assert "batch" in {str(role) for role in step._last.roles}
+
+
+def test_objects_that_are_returned_are_the_users_own():
+    """Not copies: their parameters need not be gathered to be returned."""
+
+    def returning(holder, x):
+        loss = held(holder, x)
+        fresh = nnx.Linear(2, 2, rngs=nnx.Rngs(1))
+        return holder.replace(scale=2.0 * holder.scale), {"bias": holder.model.dense.bias, "fresh": fresh}, loss
+
+    model = Regression()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    x = np.random.default_rng(0).standard_normal((16, 16), np.float32)
+    step = deepcompile.shard(returning)
+    holder, others, _ = step(Holder(model, optimizer), x)
+    assert (holder.model is model, holder.optimizer is optimizer, float(holder.scale)) == (True, True, 2.0)
+    assert others["bias"] is model.dense.bias
+    assert others["fresh"].kernel.shape == (2, 2)
+    assert not model.dense.kernel[...].sharding.is_fully_replicated
+    silent = deepcompile.shard(held)
+    silent(Holder(model, optimizer), x)
+    counted = [line for step in (step, silent) for line in step.explain().splitlines() if "all_gather" in line]
+    assert counted[0] == counted[1]
