@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_deepcompile import errors
+from jax_deepcompile.tracing import argument_names
 
 
 @dataclass(frozen=True)
@@ -109,14 +110,13 @@ def _arranged(fun: Callable, args: tuple, kwargs: dict) -> tuple[Callable, list[
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):
-        return fun, [(f"args[{place}]", place) for place in range(len(args))], args, kwargs
+        return fun, [(name, place) for place, name in enumerate(argument_names(fun, len(args)))], args, kwargs
     if kwargs:
         bound = signature.bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
-    parameters = signature.parameters
-    positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    names = [(positional[at] if at < len(positional) else f"args[{at}]", at) for at in range(len(args))]
-    places = {name: at for at, (name, p) in enumerate(parameters.items()) if p.kind is not p.VAR_KEYWORD}
+    names = [(name, place) for place, name in enumerate(argument_names(fun, len(args)))]
+    parameters = enumerate(signature.parameters.items())
+    places = {name: place for place, (name, parameter) in parameters if parameter.kind is not parameter.VAR_KEYWORD}
     named = [name for name in places if name in kwargs]
     values = (*args, *(kwargs[name] for name in named))
     others = {name: value for name, value in kwargs.items() if name not in named}

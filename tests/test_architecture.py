@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_jax_compat": set(),
     "ir": BASE,
     "tracing": BASE | {"ir"},
-    "binding": BASE,
+    "binding": BASE | {"tracing"},
     "meshes": BASE | {"ir"},
     "partition": BASE | {"ir"},
     "analysis": BASE | {"ir"},

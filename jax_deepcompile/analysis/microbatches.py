@@ -203,7 +203,7 @@ def _groups(flow: _Flow) -> Iterator[list[Total]]:
             later = _work(behind, [total for total in waiting if not flow.needs[total.result] <= known])
             work = {total: behind.get(total.source, 0) for total in ready}
             ready = light or [
-                total for total in ready if total in asked or work[total] & now or not work[total] & later
+                total for total in ready if total.result in results or work[total] & now or not work[total] & later
             ]
         yield ready
         found = {total.result for total in ready}

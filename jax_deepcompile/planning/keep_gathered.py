@@ -14,7 +14,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planning.plan import KeptGathers, Plan
 
 
-def keep_gathered(program: Program, free_bytes: int) -> Plan:
+def keep_gathered(program: Program, free_bytes: float) -> Plan:
     """As many gathers as ``free_bytes`` of a device holds, loop by loop; ``program`` is fully sharded."""
     kept = []
     for loop in find_loops(program.jaxpr):
@@ -24,7 +24,7 @@ def keep_gathered(program: Program, free_bytes: int) -> Plan:
     return Plan("").replace(kept=tuple(kept))
 
 
-def _as_many_as_fit(gathers: Iterable[Gather], free_bytes: int) -> tuple[tuple[int, ...], int]:
+def _as_many_as_fit(gathers: Iterable[Gather], free_bytes: float) -> tuple[tuple[int, ...], float]:
     """Positions of the first gathers that fit, each value counted once, and the bytes left."""
     positions, held = [], set[tuple]()
     for position, gather in enumerate(gathers):

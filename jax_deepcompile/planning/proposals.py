@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,9 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import combiner_options, double_buffering
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.planning.apply import apply_loops
+from jax_deepcompile.planning.keep_gathered import keep_gathered
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
-from jax_deepcompile.planning.plan import KeptGathers, Plan
+from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.stacks import (
     Stack,
     enough_bytes,
@@ -279,9 +281,4 @@ def kept_layers(plan: Plan, pairs: list[tuple[Loop, Loop]]) -> int:
 def keep_over_loops(base: Program, plan: Plan, environment: Environment) -> Plan:
     """Everything that the loops around the layer loops gather alike in every iteration is gathered once."""
     program = apply_loops(base, environment.mesh, plan)
-    kept = [
-        KeptGathers(loop.name, tuple(range(len(hoistable_gathers(loop.eqn)))))
-        for loop in find_loops(program.jaxpr)
-        if hoistable_gathers(loop.eqn)
-    ]
-    return plan.replace(kept=tuple(kept))
+    return plan.replace(kept=keep_gathered(program, math.inf).kept)
