@@ -23,7 +23,7 @@ from jax_deepcompile.methods import BoundStep
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.passes.microbatch import accumulate
 from jax_deepcompile.planning.limits import MemoryLimit
-from jax_deepcompile.planning.pass_manager import Pass
+from jax_deepcompile.planning.pass_manager import Opening, Pass
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.session import Planned, Wishes, plan_program
 from jax_deepcompile.profilers.take import Taken, take_profile
@@ -51,7 +51,7 @@ def shard(
     data_axes: AxisNames = "data",
     microbatches: int = 1,
     memory_limit: MemoryLimit = None,
-    passes: Sequence[Pass] | None = None,
+    passes: Sequence[Pass | Opening] | None = None,
     profile: Profile | None = None,
     plan: Plan | None = None,
     cache_dir: str | os.PathLike | None = None,

@@ -82,8 +82,7 @@ def is_gather_loop(eqn) -> bool:
 
 def outermost(gathers: Sequence[Gather]) -> tuple[Gather, ...]:
     """Without the gathers that only feed another one, as those within a node feed those across nodes."""
-    inner = {gather.key[: len(gather.key)] for gather in gathers}
-    longer = {key[:count] for key in inner for count in range(1, len(key))}
+    longer = {gather.key[:count] for gather in gathers for count in range(1, len(gather.key))}
     return tuple(gather for gather in gathers if gather.key not in longer)
 
 

@@ -67,6 +67,7 @@ class Event:
       source: the user's ``file:line``.
       kind: its opcode, without ``-start``.
       sent_bytes: of a collective: what one device sends to others each time, in a ring.
+      loop: name of the innermost while it is in; empty outside of loops.
     """
 
     stream: Stream
@@ -78,6 +79,7 @@ class Event:
     source: str = ""
     kind: str = ""
     sent_bytes: int = 0
+    loop: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,11 @@ class Loop:
     trip: Totals
     executions: int = 1
     is_innermost: bool = True
+
+    @property
+    def coverable(self) -> float:
+        """The share of a trip's communication that its compute can run beside."""
+        return min(1.0, self.trip.compute_s / self.trip.communication_s) if self.trip.communication_s else 1.0
 
     @property
     def hideable_s(self) -> float:

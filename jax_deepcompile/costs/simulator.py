@@ -32,7 +32,7 @@ def simulate(module: Module, costs: CostModel) -> Simulation:
     if not module.is_scheduled:
         raise errors.UnscheduledHloError(module.name)
     player = _Player(module, costs)
-    run = player.play(module.entry, _Run(is_entry=True))
+    run = player.play(module.entry, _Run())
     in_order_s = max((needed_s + run.totals.compute_s - done_s for needed_s, done_s in player.loop_ends), default=0.0)
     return Simulation(run.ended_s, run.totals, tuple(player.loops), tuple(player.events), memory_of(module), in_order_s)
 
@@ -47,7 +47,7 @@ class _Run:
       started: when each asynchronous operation under way ends.
       carried: the same for those that a loop's previous trip, or what came before the loop, has left under way.
       waited_s: what the collectives took that it waited for, hidden or not.
-      is_entry: whether it is the program itself, not a loop's body.
+      loop: whose body it is; empty for the program itself.
     """
 
     now_s: float = 0.0
@@ -57,7 +57,7 @@ class _Run:
     trips: int = 1
     totals: Totals = field(default_factory=Totals)
     waited_s: float = 0.0
-    is_entry: bool = False
+    loop: str = ""
 
     @property
     def ended_s(self) -> float:
@@ -138,12 +138,13 @@ class _Player:
             return
         events, loops = len(self.events), len(self.loops)
         carried = self._under_way(computation, computation.operand(loop, 0), run)
-        first = steady = self.play(body, _Run(run.now_s, dict(run.free_s), {}, carried, trips * run.trips))
+        runs = trips * run.trips
+        first = steady = self.play(body, _Run(run.now_s, dict(run.free_s), {}, carried, runs, loop=loop.name))
         began_s, left = run.now_s, self._under_way(body, body.root, first)
         if left and trips > 1:
             del self.events[events:], self.loops[loops:]
             began_s = first.now_s
-            steady = self.play(body, _Run(began_s, dict(first.free_s), {}, left, trips * run.trips))
+            steady = self.play(body, _Run(began_s, dict(first.free_s), {}, left, runs, loop=loop.name))
             left = self._under_way(body, body.root, steady)
         trip_s = steady.now_s - began_s
         innermost = len(self.loops) == loops
@@ -152,7 +153,7 @@ class _Player:
         )
         run.totals = run.totals.plus(first.totals).plus(steady.totals, trips - 1)
         waited_s = first.waited_s + (trips - 1) * steady.waited_s
-        if run.is_entry:
+        if not run.loop:
             needed_s = self.loop_ends[-1][0] if self.loop_ends else 0.0
             self.loop_ends.append((needed_s + waited_s, run.totals.compute_s))
         else:
@@ -200,6 +201,7 @@ class _Player:
                 self.module.source(instruction),
                 timing.kind,
                 timing.sent_bytes,
+                run.loop,
             )
         )
 

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.simulator import Simulation, simulate
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
@@ -28,10 +27,10 @@ from jax_deepcompile.lowering.compile import (
     two_collectives,
 )
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.lowering.hlo import read
-from jax_deepcompile.lowering.latencies import Latency
+from jax_deepcompile.lowering.hlo import Module, read
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.plan import Plan, Prediction, Record
+from jax_deepcompile.planning.told_latencies import told_latencies
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,8 @@ class Trial:
       plan: the decisions.
       program: the base program rewritten by them.
       lowered: the same, for the compiler.
-      simulation: of the compiled module.
+      module: what the compiler made of it.
+      simulation: of the module.
       prediction: its figures.
       argument_bytes: state and batch, of ``prediction.peak_bytes``.
     """
@@ -75,6 +75,7 @@ class Trial:
     plan: Plan
     program: Program
     lowered: jax.stages.Lowered
+    module: Module
     simulation: Simulation
     prediction: Prediction
     argument_bytes: int
@@ -112,23 +113,40 @@ class Pass(Protocol):
         ...
 
 
-def run_passes(base: Program, environment: Environment, passes: Sequence[Pass], start: Plan) -> Trial:
+@runtime_checkable
+class Opening(Protocol):
+    """A pass that looks at the program alone: its proposals are tried beside the plan that all begins with."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open(self, base: Program, start: Plan, environment: Environment) -> Iterable[Proposal]:
+        """Plans that may be better than ``start``; arguments as for ``Pass.propose``."""
+        ...
+
+
+def run_passes(base: Program, environment: Environment, passes: Sequence[Pass | Opening], start: Plan) -> Trial:
     """The best plan found: each pass's proposals are tried in turn, and the best that fits and gains is kept.
 
     Raises:
       MemoryExceededError: not even ``start`` fits the limit.
     """
-    first = attempt(base, start, environment)
-    costs = environment.costs.calibrated(first.simulation)
-    if costs is not environment.costs:
-        environment = dataclasses.replace(environment, costs=costs)
-        first = attempt(base, start, environment)
-    taken = [first]
+    openings = [each for each in passes if isinstance(each, Opening)]
+    environment, opened = _opened(base, environment, openings, start)
+    first, *others = itertools.chain(*opened)
+    taken, known = [first.trial], {start, *(each.trial.plan for each in others)}
     records: list[Record] = []
-    for step in passes:
+    for opening, tried in zip(openings, opened[1:], strict=True):
+        best, told_of = _best_tried(opening.name, taken[-1], tried, environment.expected_s, environment)
+        records += told_of
+        taken += [best] * (best is not taken[-1])
+    for step in (each for each in passes if not isinstance(each, Opening)):
         for _ in range(_ROUNDS):
-            best, tried = _best_proposal(step, base, taken[-1], environment)
-            records += tried
+            proposals = [each for each in step.propose(base, taken[-1], environment) if each.plan not in known]
+            known |= {each.plan for each in proposals}
+            (tried,) = _all_tried(base, [proposals], environment)
+            best, told_of = _best_tried(step.name, taken[-1], tried, environment.expected_s, environment)
+            records += told_of
             if best is taken[-1]:
                 break
             gained = 1 - environment.expected_s(best) / environment.expected_s(taken[-1])
@@ -143,6 +161,21 @@ def run_passes(base: Program, environment: Environment, passes: Sequence[Pass], 
         )
     plan = now.plan.replace(prediction=now.prediction, records=tuple(records))
     return dataclasses.replace(now, plan=plan)
+
+
+def _opened(
+    base: Program, environment: Environment, openings: Sequence[Opening], start: Plan
+) -> tuple[Environment, list[list[_Tried]]]:
+    """What became of ``start`` and of what each opening proposes instead, and the environment, now calibrated."""
+    proposals = [
+        [each for each in opening.open(base, start, environment) if each.plan != start] for opening in openings
+    ]
+    opened = _all_tried(base, [[Proposal(start, "")], *proposals], environment)
+    costs = environment.costs.calibrated(opened[0][0].trial.simulation)
+    if costs is environment.costs:
+        return environment, opened
+    environment = dataclasses.replace(environment, costs=costs)
+    return environment, [[each.judged(environment) for each in tried] for tried in opened]
 
 
 _ROUNDS = 3
@@ -165,16 +198,25 @@ class _Tried:
         began = time.perf_counter()
         return cls(decision, attempted(), time.perf_counter() - began)
 
+    def judged(self, environment: Environment) -> _Tried:
+        """The same by other costs."""
+        simulation = simulate(self.trial.module, environment.costs)
+        prediction = _prediction(simulation, self.trial.prediction.peak_bytes)
+        trial = dataclasses.replace(self.trial, simulation=simulation, prediction=prediction)
+        return dataclasses.replace(self, trial=trial)
 
-def _best_proposal(step: Pass, base: Program, now: Trial, environment: Environment) -> tuple[Trial, list[Record]]:
-    """The best of ``now`` and what ``step`` proposes.
 
-    As many proposals are tried at a time as there are cores: most of a trial is one thread of XLA.
+def _all_tried(base: Program, proposals: Sequence[Sequence[Proposal]], environment: Environment) -> list[list[_Tried]]:
+    """What became of the ``proposals`` of each of several passes.
+
+    As many are tried at a time as there are cores: most of a trial is one thread of XLA.
     """
-    proposals = [each for each in step.propose(base, now, environment) if each.plan != now.plan]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        tried = list(itertools.chain(*pool.map(lambda each: _attempt_or_less(base, each, environment), proposals)))
-    return _best_tried(step.name, now, tried, environment.expected_s, environment)
+        under_way = [
+            [pool.submit(_attempt_or_less, base, each, environment) for each in of_one_pass]
+            for of_one_pass in proposals
+        ]
+        return [[tried for each in of_one_pass for tried in each.result()] for of_one_pass in under_way]
 
 
 def _attempt_or_less(base: Program, proposal: Proposal, environment: Environment) -> list[_Tried]:
@@ -222,13 +264,13 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
         hoped_s = (1 + _MISSED) * environment.expected_s(trial)
         if trial is not taken[-1] and _fits(best, environment) and hoped_s >= _step_s(best):
             continue
-        told = trial.plan.replace(latencies=_latencies(trial.simulation))
+        told = trial.plan.replace(latencies=told_latencies(trial.simulation))
         tried = [_scheduled_by(told, "XLA is told latencies", trial, environment)]
         strict = told.replace(options=strictly_limited(dict(told.options)))
         if not _fits(tried[0].trial, environment) and strict != told:
             tried.append(_scheduled_by(strict, "and held to the limit", trial, environment))
         elif _fits(tried[0].trial, environment) and _step_s(tried[0].trial) > hoped_s:
-            options, latencies = dict(told.options) | two_collectives(), _latencies(trial.simulation, _SHARING)
+            options, latencies = dict(told.options) | two_collectives(), told_latencies(trial.simulation, at_a_time=2)
             shared = told.replace(options=options, latencies=latencies)
             tried.append(_scheduled_by(shared, "and two collectives at a time", trial, environment))
         best, told_of = _best_tried("schedule", best, tried, _step_s, environment)
@@ -242,10 +284,6 @@ def _scheduled_by(plan: Plan, decision: str, trial: Trial, environment: Environm
 
 _NOTABLE = 0.01
 """The share of a step that must be exposed communication before another compilation is spent on its schedule."""
-
-_SHARING = 1.9
-"""How many times as long a collective takes beside another: they share the network. A little less than 2, lest their
-ends come after the end of the loop that has just as much else to do."""
 
 _MISSED = 0.02
 """The share of a step by which schedules usually miss what is attainable."""
@@ -264,25 +302,20 @@ def _compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environ
     compiled = lowered.compile(compiler_options=options or None)
     memory: Any = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
-    simulation = simulate(read(compiled.as_text() or ""), environment.costs)
-    prediction = Prediction(
+    module = read(compiled.as_text() or "")
+    simulation = simulate(module, environment.costs)
+    return Trial(plan, program, lowered, module, simulation, _prediction(simulation, peak_bytes(memory)), arguments)
+
+
+def _prediction(simulation: Simulation, peak: int) -> Prediction:
+    return Prediction(
         simulation.step_s,
         simulation.compute_s,
         simulation.communication_s,
         simulation.exposed_communication_s,
-        peak_bytes(memory),
+        peak,
         simulation.bound_s,
     )
-    return Trial(plan, program, lowered, simulation, prediction, arguments)
-
-
-def _latencies(simulation: Simulation, of_communication: float = 1.0) -> tuple[Latency, ...]:
-    """What everything takes, collectives ``of_communication`` times as long."""
-    lasting = {
-        event.name: 1e6 * (event.end_s - event.start_s) * (of_communication if event.stream is Stream.NETWORK else 1.0)
-        for event in simulation.timeline
-    }
-    return tuple(Latency(name, round(microseconds, 3)) for name, microseconds in sorted(lasting.items()))
 
 
 def _step_s(trial: Trial) -> float:

@@ -6,12 +6,12 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options, memory_options
-from jax_deepcompile.planning.pass_manager import Environment, Pass, Trial, run_passes
+from jax_deepcompile.planning.pass_manager import Environment, Opening, Pass, Trial, run_passes
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops, Unshard
 from jax_deepcompile.planning.straight_line import PrefetchGathers, UnshardStraightLine
 
-DEFAULT_PASSES: tuple[Pass, ...] = (
+DEFAULT_PASSES: tuple[Pass | Opening, ...] = (
     PipelineLoops(),
     BucketCollectives(),
     PrefetchGathers(),
@@ -22,7 +22,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
 
 
 def make_plan(
-    program: Program, environment: Environment, fingerprint: str, passes: tuple[Pass, ...] = DEFAULT_PASSES
+    program: Program, environment: Environment, fingerprint: str, passes: tuple[Pass | Opening, ...] = DEFAULT_PASSES
 ) -> Trial:
     """The best plan for ``program`` on ``environment``, by simulated step time under its memory limit.
 

@@ -35,16 +35,16 @@ class PipelineLoops:
 
     name: str = "pipeline_loops"
 
-    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        if now.plan.loops or not choose_schedules(base):
+    def open(self, base: Program, start: Plan, environment: Environment) -> Iterator[Proposal]:
+        if start.loops or not choose_schedules(base):
             return
         stacks = small_stacks(base, environment)
-        stacked = apply_loops(base, environment.mesh, now.plan.replace(stacks=stacks))
+        stacked = apply_loops(base, environment.mesh, start.replace(stacks=stacks))
         schedules = choose_schedules(stacked)
-        options = dict(now.plan.options)
+        options = dict(start.options)
         if schedules:
             options |= double_buffering() | combiner_options(*layer_bytes(stacked, schedules))
-        plan = now.plan.replace(stacks=stacks, loops=schedules, options=options)
+        plan = start.replace(stacks=stacks, loops=schedules, options=options)
         ahead = sum(1 for schedule in schedules if schedule.prefetch_layers)
         behind = sum(1 for schedule in schedules if schedule.delay_layers)
         small = sum(len(choice.gathers) + len(choice.reductions) for choice in stacks)
@@ -82,7 +82,11 @@ class Unshard:
             return
         free_bytes = environment.limit_bytes - expected.peak_bytes
         if not now.plan.kept:
-            free_bytes -= _hoistable_bytes(apply_loops(base, environment.mesh, now.plan))
+            size = _hoistable_bytes(apply_loops(base, environment.mesh, now.plan))
+            free_bytes -= size
+            if size and free_bytes >= 0:
+                decision = f"what every microbatch gathers before and after its layers is kept, {size / 2**30:.2f} GiB"
+                yield Proposal(keep_over_loops(base, now.plan, environment), decision)
         stacks = most_bytes(repeated_stacks(base, now.plan.stacks), free_bytes)
         if stacks:
             plan = now.plan.replace(stacks=with_gathers(now.plan.stacks, stacks))

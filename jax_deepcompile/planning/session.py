@@ -26,7 +26,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.keep_gathered import keep_gathered
 from jax_deepcompile.planning.limits import MemoryLimit, limit_bytes
-from jax_deepcompile.planning.pass_manager import Environment, Pass
+from jax_deepcompile.planning.pass_manager import Environment, Opening, Pass
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.planner import DEFAULT_PASSES, make_plan
 
@@ -44,7 +44,7 @@ class Wishes:
     """
 
     memory_limit: MemoryLimit = None
-    passes: tuple[Pass, ...] | None = None
+    passes: tuple[Pass | Opening, ...] | None = None
     profile: Profile | None = None
     plan: Plan | None = None
     cache_dir: Path | None = None
@@ -140,7 +140,7 @@ def _costs(mesh: Mesh, hardware: Hardware, profile: Profile | None) -> CostModel
     return MeasuredCostModel(hardware, network, profile=profile)
 
 
-def _passes(environment: Environment, wishes: Wishes) -> tuple[Pass, ...]:
+def _passes(environment: Environment, wishes: Wishes) -> tuple[Pass | Opening, ...]:
     if wishes.passes is not None:
         return tuple(wishes.passes)
     return DEFAULT_PASSES if environment.platform == "cuda" and environment.mesh.size > 1 else ()
@@ -167,7 +167,7 @@ def _carry_out(program: Program, plan: Plan, environment: Environment) -> Planne
         return None
 
 
-def _agreed(program: Program, environment: Environment, mark: str, passes: tuple[Pass, ...]) -> Plan:
+def _agreed(program: Program, environment: Environment, mark: str, passes: tuple[Pass | Opening, ...]) -> Plan:
     """The plan; in a run of several processes the first one's."""
     if jax.process_count() == 1:
         return make_plan(program, environment, mark, passes).plan

@@ -46,7 +46,7 @@ def try_passes(monkeypatch) -> Callable[..., Trial]:
         step_s, peak = TAKES[plan]
         nothing: Any = None
         simulation: Any = SimpleNamespace(attainable_s=step_s)
-        return Trial(plan, base, nothing, simulation, Prediction(step_s, step_s, 0.0, 0.0, peak), 10)
+        return Trial(plan, base, nothing, nothing, simulation, Prediction(step_s, step_s, 0.0, 0.0, peak), 10)
 
     def run(*passes, limit=None, start=START) -> Trial:
         return run_passes(program, Environment(mesh, "cuda", CostModel(), limit), passes, start)
@@ -83,7 +83,7 @@ def test_what_is_worse_is_taken_back_and_reported(try_passes):
 def test_what_is_over_the_limit_is_left_however_fast(try_passes):
     best = try_passes(Proposes((LARGER, BETTER)), limit=150)
     assert decided(best) == BETTER
-    assert [record.taken for record in best.plan.records] == [False, True, False]
+    assert [record.taken for record in best.plan.records] == [False, True]
     assert best.plan.records[0].reason.startswith("takes ")
     assert decided(try_passes(Proposes((LARGER, BETTER)))) == LARGER
 
@@ -130,21 +130,44 @@ def test_what_does_not_fit_at_all_is_an_error(try_passes):
 
 
 @pytest.mark.pure
-def test_the_plan_at_hand_is_not_tried_again(try_passes):
+def test_no_plan_is_tried_twice(try_passes):
     assert try_passes(Proposes((START,))).plan.records == ()
     assert try_passes().plan.records == ()
+    best = try_passes(Proposes((WORSE,)), Proposes((BETTER, WORSE), "again"))
+    assert [(record.pass_name, record.taken) for record in best.plan.records] == [("fake", False), ("again", True)]
+
+
+@dataclass(frozen=True)
+class Opens:
+    """Proposes a plan whatever the first trial shows."""
+
+    plan: Plan
+    name: str = "opening"
+
+    def open(self, base, start, environment):
+        return [Proposal(self.plan, "try it first")]
+
+
+@pytest.mark.pure
+def test_openings_are_tried_before_all_else(try_passes):
+    best = try_passes(Proposes((LARGER,)), Opens(BETTER))
+    assert [(record.pass_name, record.reason) for record in best.plan.records] == [
+        ("opening", "2 s to 1 s"),
+        ("fake", "1 s to 0.5 s"),
+    ]
+    assert decided(try_passes(Opens(WORSE))) == decided(try_passes(Opens(START))) == START
 
 
 @pytest.mark.pure
 def test_a_schedule_that_misses_what_is_attainable_gets_two_collectives_at_a_time(monkeypatch):
     program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
-    gather = SimpleNamespace(name="all-gather-start", start_s=0.0, end_s=1e-3, stream=Stream.NETWORK)
+    gather = SimpleNamespace(name="all-gather-start", start_s=0.0, end_s=1e-3, stream=Stream.NETWORK, loop="")
     kernel = SimpleNamespace(name="fusion", start_s=0.0, end_s=2e-3, stream=Stream.COMPUTE)
 
     def made_up(plan, step_s):
         nothing: Any = None
-        simulation: Any = SimpleNamespace(attainable_s=1.0, timeline=(gather, kernel))
-        return Trial(plan, program, nothing, simulation, Prediction(step_s, 1.0, 1.0, step_s - 1.0, 100), 10)
+        simulation: Any = SimpleNamespace(attainable_s=1.0, timeline=(gather, kernel), loops=())
+        return Trial(plan, program, nothing, nothing, simulation, Prediction(step_s, 1.0, 1.0, step_s - 1.0, 100), 10)
 
     def scheduled(program, lowered, plan, environment):
         together = "xla_gpu_experimental_parallel_collective_overlap_limit" in dict(plan.options)

@@ -27,7 +27,7 @@ from tests.passes.test_prefetch import UNROLLED, Clock, unrolled_loss
 def situation(loss, params, costs: CostModel, limit: int | None = 1 << 30, plan: Plan | None = None):
     program, mesh = sharded(loss, params)
     nothing: Any = None
-    now = Trial(plan or Plan("0"), program, nothing, nothing, Prediction(1.0, 1.0, 1.0, 1.0, 0), 0)
+    now = Trial(plan or Plan("0"), program, nothing, nothing, nothing, Prediction(1.0, 1.0, 1.0, 1.0, 0), 0)
     return program, now, Environment(mesh, "cuda", costs, limit)
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
+from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.passes.pipeline_loops import choose_schedules
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import Plan, Prediction
 from jax_deepcompile.planning.proposals import Unshard, kept_layers, layer_stacks
 from jax_deepcompile.planning.proposals import gathered_bytes as bytes_of_a_trip
-from tests.passes.programs import LAYERS, WIDTH, sharded, stack_loss, stack_shapes
+from tests.passes.programs import LAYERS, WIDTH, run_stack, sharded, stack_loss, stack_shapes
+from tests.passes.test_unshard import accumulating
 
 pytestmark = pytest.mark.pure
 
@@ -46,7 +49,6 @@ def proposals(
     """
     plan = PIPELINED if pipelined else Plan("0")
     backward = Loop("while", "", LAYERS, True, 1.0, trip)
-    nothing: Any = None
     memory = MemoryUse(0, 0, 0, 0, (), (), ())
     loops = (backward,)
     if forward_bytes is not None:
@@ -54,10 +56,14 @@ def proposals(
         loops = (Loop("ahead", "", LAYERS, True, 1.0, replace(trip, reduced_bytes=0)), backward)
         plan = plan.replace(handed_over=(HandOver("scan.0", "scan.1", (0,)),))
     totals = Totals(communication_s=10.0, gathered_bytes=gathered_bytes)
-    run = Simulation(10.0, totals, loops, (), memory)
+    return proposals_for(PROGRAM, plan, Simulation(10.0, totals, loops, (), memory), free_bytes)
+
+
+def proposals_for(program: Program, plan: Plan, run: Simulation, free_bytes: int) -> list[Proposal]:
+    nothing: Any = None
     prediction = Prediction(10.0, 5.0, 9.0, 5.0, LIMIT - free_bytes)
-    now = Trial(plan, PROGRAM, nothing, run, prediction, 0)
-    return list(Unshard().propose(PROGRAM, now, Environment(MESH, "cuda", CostModel(), LIMIT)))
+    now = Trial(plan, program, nothing, nothing, run, prediction, 0)
+    return list(Unshard().propose(program, now, Environment(MESH, "cuda", CostModel(), LIMIT)))
 
 
 def handed(proposal: Proposal) -> int:
@@ -126,3 +132,23 @@ def test_loops_that_are_not_pipelined_hand_over_too():
     found = proposals(trip(4.0), pipelined=False)
     assert max(handed(each) for each in found) == 3
     assert all(each.plan.loops == () for each in found)
+
+
+def headed_loss(params, batch):
+    return jnp.mean((run_stack(params["stack"], batch) @ params["head"]) ** 2)
+
+
+def surroundings_kept(free_bytes: int) -> list[Plan]:
+    """Proposals for microbatches that keep what is gathered around the layers, and nothing of the layers."""
+    program, _ = accumulating(headed_loss, {"stack": stack_shapes(), "head": (WIDTH, WIDTH)})
+    plan = Plan("0").replace(loops=choose_schedules(program))
+    run = Simulation(10.0, Totals(communication_s=10.0), (), (), MemoryUse(0, 0, 0, 0, (), (), ()))
+    plans = [each.plan for each in proposals_for(program, plan, run, free_bytes)]
+    return [each for each in plans if each.kept and each == plan.replace(kept=each.kept)]
+
+
+def test_what_every_microbatch_gathers_around_its_layers_is_kept_where_it_fits():
+    (plan,) = surroundings_kept(LIMIT)
+    (kept,) = plan.kept
+    assert "/" not in kept.loop
+    assert surroundings_kept(WIDTH * WIDTH * 4 - 1) == []

@@ -1,0 +1,36 @@
+"""What XLA's scheduler is told that everything takes, so that the schedule it makes keeps the network busy.
+
+XLA puts as much compute beside a collective as that is said to take, going through a program from its end. Where a loop
+has less compute than communication, what its last collectives get so is missing beside the others: the network then
+waits for compute before it can go on. There each collective is said to take its share of the compute only.
+"""
+
+from __future__ import annotations
+
+from jax_deepcompile.costs.operation import Stream
+from jax_deepcompile.costs.simulation import Event, Simulation
+from jax_deepcompile.lowering.latencies import Latency
+
+
+def told_latencies(simulation: Simulation, at_a_time: int = 1) -> tuple[Latency, ...]:
+    """One for each operation of the simulated program, by name.
+
+    Args:
+      simulation: of the program as XLA schedules it untold.
+      at_a_time: collectives that may be in flight together, 1 or 2.
+    """
+    shares = {loop.name: loop.coverable for loop in simulation.loops if loop.is_innermost}
+
+    def told_s(event: Event) -> float:
+        lasts_s = event.end_s - event.start_s
+        if event.stream is not Stream.NETWORK:
+            return lasts_s
+        return lasts_s * (shares.get(event.loop, 1.0) if at_a_time == 1 else _SHARING)
+
+    told = {event.name: round(1e6 * told_s(event), 3) for event in simulation.timeline}
+    return tuple(Latency(name, microseconds) for name, microseconds in sorted(told.items()))
+
+
+_SHARING = 1.9
+"""How many times as long a collective takes beside another: they share the network. A little less than 2, lest their
+ends come after the end of the loop that has just as much else to do."""
