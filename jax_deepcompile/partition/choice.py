@@ -2,7 +2,8 @@
 
 Axes are chosen one after the other, major first. The price of a way is compared lexicographically:
 
-1. bytes of activations moved: activations stay where the batch put them, parameters come to them;
+1. bytes of activations moved: activations stay where the batch put them, parameters come to them, but for tables of
+   which only some rows are looked up;
 2. bytes moved in all, the results' way to what their consumers demand included;
 3. the number of collectives;
 4. bytes computed on each device, so that work is shared where sharing is free.
@@ -86,7 +87,8 @@ def choose_split(
     sizes = tuple(size_of(var.aval) for var in eqn.outvars)
     question = _Question(rule, tuple(operands), tuple(map(tuple, demands)), sizes, mesh, lazy)
     splits, operand_placements, computed, kept = _answer(question)
-    return Decision(Split(rule, splits), operand_placements, computed, kept)
+    adds_up = len(rule.operands) == 3 and any(splits[factor] for factor in rule.looked_up)
+    return Decision(Split(rule, splits), operand_placements, computed, kept, (False,) if adds_up else ())
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -105,6 +107,8 @@ def _answer(question: _Question):
         lost = _gathers_the_batch(way, axis, question)
         for index, states in enumerate(kept):
             again = _split_again(question, index, axis, size, states) if lost else None
+            if way.factor in rule.looked_up:
+                again = _looked_up_by(question, axis)
             states.append(way.results[index] if again is None else again)
         if way.factor is not None:
             remaining[way.factor] //= size
@@ -150,6 +154,19 @@ def _transposes_first(ways: Sequence[_Way], question: _Question) -> bool:
 def _pieces(dims: Dims, dim: int, rule: OpRule) -> int:
     """In how many pieces a part of ``dim`` lies in memory."""
     return math.prod(rule.factors[factor].size for factors in dims[:dim] for factor in factors)
+
+
+def _looked_up_by(question: _Question, axis: int) -> int | None:
+    """The dimension of what is looked up along which the examples that look are split; None if none are.
+
+    Rows found in a table that is split go to them at once.
+    """
+    rule = question.rule
+    state = question.operands[1].held[0].axes[axis]
+    if state < 0 or len(rule.operands) != 2:
+        return None
+    examples = rule.operands[1][state]
+    return next((dim for dim, factors in enumerate(rule.results[0]) if factors == examples), None)
 
 
 def _gathers_the_batch(way: _Way, axis: int, question: _Question) -> bool:
@@ -230,6 +247,8 @@ def _touched_factors(axis: int, remaining: Sequence[int], question: _Question, b
             if placement.axes[axis] >= 0 and (not virtual or _refines(placement, chosen)):
                 touched.add(_leading_factor(dims[placement.axes[axis]], remaining))
     touched.discard(-1)
+    if rule.looked_up and (question.mesh.virtual or question.operands[0].batch):
+        touched -= rule.looked_up
     return {factor for factor in touched if _splittable(rule, factor, question.mesh.sizes[axis], remaining)}
 
 
@@ -285,6 +304,8 @@ def _price(way: _Way, axis: int, question: _Question) -> tuple[float, float, int
             moved += axis_cost(PARTIAL, REPLICATE, whole, axis, question.mesh)
             launched += 1
         states = {placement.axes[axis] for placement in wanted}
+        if way.factor in question.rule.looked_up and (found := _looked_up_by(question, axis)) is not None:
+            states = {found}
         if way.is_partial and PARTIAL in states and question.mesh.is_virtual(axis):
             states = {PARTIAL}  # who would take the sum of a loop, too, gets it when that has ended
         for state in states:
@@ -294,6 +315,8 @@ def _price(way: _Way, axis: int, question: _Question) -> tuple[float, float, int
             activation += bytes_sent if batch and yielded >= 0 else 0
     if (question.lazy and way.is_partial) or (question.rule.rearranges and _gathered_by_others(way, axis, question)):
         computed = 0.0
+    if way.factor in question.rule.looked_up:
+        activation = 0.0  # the table would come to the examples otherwise
     return activation, moved, launched, computed
 
 

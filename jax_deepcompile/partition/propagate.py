@@ -214,7 +214,8 @@ class _Sweeps:
         operands = [not isinstance(atom, jex.Literal) and self.batch.get(atom, False) for atom in eqn.invars]
         rule = self.propagator.rule_of(eqn)
         static = [any(operands)] * len(eqn.outvars) if isinstance(rule, OpRule) else rule.batch(eqn, operands)
-        for var, depends, placement in zip(eqn.outvars, decision.batch or static, decision.results, strict=True):
+        kept = decision.kept or decision.results
+        for var, depends, placement in zip(eqn.outvars, decision.batch or static, kept, strict=True):
             self.batch[var] = depends and not placement.is_partial
 
     def _decide(self, eqn: Equation, operands: list[Operand]) -> Decision:

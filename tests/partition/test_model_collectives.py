@@ -133,22 +133,27 @@ def traced(request):
     return name, deepcompile.shard(example.step, MESHES[mesh]).trace(*example.args)
 
 
-def trained_elements(traced) -> int:
+def trained_elements(traced, without: str = "nothing") -> int:
     """Elements of the parameters and statistics that are divided; each parameter has a first moment of its shape."""
-    paths = [leaf for leaf in traced.partitioned.leaves if not leaf.placement.is_replicated]
+    divided = [leaf.path for leaf in traced.partitioned.leaves if not leaf.placement.is_replicated]
+    paths = [path for path in divided if without not in path]
     ports = {port.path: port for port in traced.program.inputs}
-    return sum(math.prod(ports[leaf.path].shape) for leaf in paths if "mu" in leaf.path or "stats" in leaf.path)
+    return sum(math.prod(ports[path].shape) for path in paths if "mu" in path or "stats" in path)
 
 
 def test_every_gradient_is_reduce_scattered_once(traced):
-    """ResNet's statistics are scattered too, where their running averages are."""
+    """ResNet's statistics are scattered too, where their running averages are.
+
+    The gradient of a table that is only looked up in is not: each device gets the gradients of the rows it has.
+    """
     name, step = traced
+    tables = "embed" if name in ("llama", "mixtral") else "nothing"
     scattered = sum(
         math.prod(atom.aval.shape) * trips
         for atom, _, move, trips in moves(step.partitioned.layout)
         if move.kind is MoveKind.REDUCE_SCATTER
     )
-    assert scattered == pytest.approx(trained_elements(step), rel=0.03 if name != "resnet" else 0.15)
+    assert scattered == pytest.approx(trained_elements(step, without=tables), rel=0.03 if name != "resnet" else 0.15)
 
 
 def test_every_parameter_is_gathered_at_most_twice(traced):
@@ -163,10 +168,19 @@ def test_every_parameter_is_gathered_at_most_twice(traced):
 
 
 def test_no_large_activation_is_gathered_or_exchanged(traced):
-    """Statistics of a BatchNorm may be: they have the size of a parameter's vector, not of the batch."""
+    """Statistics of a BatchNorm may be: they have the size of a parameter's vector, not of the batch.
+
+    What is looked up in a table is moved instead of the table: tokens, and the gradients of their embeddings.
+    """
     _, step = traced
+    looked_up = {
+        id(atom)
+        for each, _ in step.partitioned.layout.walk()
+        if each.eqn.primitive.name in ("gather", "scatter-add")
+        for atom in each.eqn.invars
+    }
     for atom, fetch, _ in fetches(step.partitioned.layout):
-        if fetch.moves_activation:
+        if fetch.moves_activation and id(atom) not in looked_up:
             assert math.prod(atom.aval.shape) <= 512, (atom.aval, fetch)
 
 
@@ -188,12 +202,15 @@ def test_nothing_is_computed_whole_for_want_of_a_rule(traced):
 
 
 def test_counts_for_llama():
-    """Two layers of nine leaves, gathered forward and backward; embedding and head once; the last norm twice."""
+    """Two layers of nine leaves, gathered forward and backward; embedding and head once; the last norm twice.
+
+    Tokens and the gradients of their embeddings are gathered, where the table's gradient would be scattered: as large.
+    """
     example = EXAMPLES["llama"]()
     step = deepcompile.shard(example.step, {"fsdp": 8}).trace(*example.args)
     count: Counter = Counter()
     for _, _, move, trips in moves(step.partitioned.layout):
         count[move.kind] += trips
-    assert count[MoveKind.ALL_GATHER] == 2 * 2 * 9 + 4
-    assert count[MoveKind.REDUCE_SCATTER] == 2 * 9 + 3
+    assert count[MoveKind.ALL_GATHER] == 2 * 2 * 9 + 4 + 2
+    assert count[MoveKind.REDUCE_SCATTER] == 2 * 9 + 2
     assert set(count) == {MoveKind.ALL_GATHER, MoveKind.REDUCE_SCATTER, MoveKind.ALL_REDUCE}

@@ -118,6 +118,8 @@ class OpRule:
       rounded: sets like those of ``linear`` of an equation that rounds what it is given. Sums over devices are finished
         first; those over a loop round each part, as accumulated gradients do.
       rearranges: whether the result is nothing but the elements of the one operand in another order.
+      looked_up: factors along which single elements of the first operand are chosen, as rows of a table are. If they
+        are split each device serves those it has: rows are moved rather than the table, where that is less.
       emit: computes the equation on one device's blocks.
       reported: why the equation is computed whole where it could not be split, for ``explain()``; empty if by nature.
     """
@@ -129,6 +131,7 @@ class OpRule:
     addends: frozenset[int] = frozenset()
     rounded: tuple[frozenset[int], ...] = ()
     rearranges: bool = False
+    looked_up: frozenset[int] = frozenset()
     emit: Emit = field(default=bind_unchanged, compare=False)
     reported: str = field(default="", compare=False)
 
@@ -164,6 +167,7 @@ class RuleBuilder:
         addends: Sequence[int] = (),
         rounded: Sequence[Sequence[int]] = (),
         rearranges: bool = False,
+        looked_up: Sequence[int] = (),
         emit: Emit = bind_unchanged,
         reported: str = "",
     ) -> OpRule:
@@ -175,6 +179,7 @@ class RuleBuilder:
             frozenset(addends),
             tuple(frozenset(group) for group in rounded),
             rearranges,
+            frozenset(looked_up),
             emit,
             reported,
         )

@@ -1,5 +1,8 @@
 """Gather, scatter and dynamic slices: batches of indices, and windows that span their dimension, split freely.
 
+So does a dimension whose elements are looked up one by one: every device looks up, or adds to, its own, and the results
+of a lookup are added up, all but one of them zeros.
+
 A window that spans its dimension starts at 0 or is out of bounds, on one device's block as on the whole, so every
 ``GatherScatterMode`` treats it alike in both.
 """
@@ -7,14 +10,18 @@ A window that spans its dimension starts at 0 or is out of bounds, on one device
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import Kind, LocalEquation, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
+
+Mode = lax.GatherScatterMode
 
 
 @rule("gather")
@@ -28,7 +35,12 @@ def gather(eqn: Equation) -> OpRule:
     builder = RuleBuilder()
     index_batch = [builder.map(size) for size in indices[:-1]]
     dims = _batching(numbers.operand_batching_dims, numbers.start_indices_batching_dims, index_batch)
-    dims |= {dim: builder.whole(operand[dim]) for dim in numbers.collapsed_slice_dims}
+    adds_up = jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.number)
+    looked_up = _looked_up(eqn, numbers.start_index_map, numbers.collapsed_slice_dims) if adds_up else []
+    dims |= {
+        dim: builder.sum(operand[dim]) if dim in looked_up else builder.whole(operand[dim])
+        for dim in numbers.collapsed_slice_dims
+    }
     window = []
     for dim in (dim for dim in range(len(operand)) if dim not in dims):
         dims[dim], in_result = _window(builder, operand[dim], sizes[dim])
@@ -38,23 +50,63 @@ def gather(eqn: Equation) -> OpRule:
         [[dims[dim] for dim in range(len(operand))], [*index_batch, builder.whole(indices[-1])]],
         [result],
         linear=() if _fills(eqn) else [(0,)],
-        emit=_local_slice_sizes,
+        looked_up=[dims[dim][0] for dim in looked_up],
+        emit=_look_up,
     )
+
+
+def _looked_up(eqn: Equation, index_map: Sequence[int], one_by_one: Sequence[int]) -> list[int]:
+    """The operand's dimensions whose elements are chosen one by one, by indices that can be compared."""
+    comparable = jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.signedinteger)
+    known = eqn.params["mode"] in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
+    return [dim for dim in one_by_one if dim in index_map] if comparable and known else []
+
+
+def _look_up(local: LocalEquation, operand: jax.Array, indices: jax.Array) -> Sequence[jax.Array]:
+    """Zeros where another device has what is looked up. What to fill in out of bounds is the first one's to say."""
+    whole, numbers = local.eqn.invars[0].aval.shape, local.params["dimension_numbers"]
+    mine: Any = True
+    for coordinate, dim in enumerate(numbers.start_index_map):
+        if operand.shape[dim] == whole[dim] or local.params["slice_sizes"][dim] == whole[dim]:
+            continue
+        start, size = local.start(local.rule.operands[0][dim]), operand.shape[dim]
+        index = _wide(indices[..., coordinate])
+        if local.params["mode"] is Mode.FILL_OR_DROP:
+            outside = (index < 0) | (index >= whole[dim])
+            inside = ~outside & (index >= start) & (index < start + size)
+            mine &= inside | (outside & (start == 0))
+            index = jnp.where(outside, -1, index - start)
+        else:
+            index = jnp.clip(index, 0, whole[dim] - 1)
+            mine &= (index >= start) & (index < start + size)
+            index = jnp.clip(index - start, 0, size - 1)
+        indices = _wide(indices).at[..., coordinate].set(index)
+    if mine is True:
+        return _local_slice_sizes(local, operand, indices)
+    (found,) = _local_slice_sizes(local, operand, indices, indices_are_sorted=False, unique_indices=False)
+    batch = [dim for dim in range(found.ndim) if dim not in numbers.offset_dims]
+    return [jnp.where(lax.broadcast_in_dim(mine, found.shape, batch), found, jnp.zeros_like(found))]
+
+
+def _wide(indices: jax.Array) -> jax.Array:
+    return indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
 
 
 def _fills(eqn: Equation) -> bool:
     """Whether out-of-bounds windows are filled with something that partial sums would add up."""
-    return eqn.params["mode"] is lax.GatherScatterMode.FILL_OR_DROP and eqn.params["fill_value"] != 0
+    return eqn.params["mode"] is Mode.FILL_OR_DROP and eqn.params["fill_value"] != 0
 
 
-def _local_slice_sizes(local: LocalEquation, operand: jax.Array, *indices: jax.Array) -> Sequence[jax.Array]:
+def _local_slice_sizes(
+    local: LocalEquation, operand: jax.Array, *indices: jax.Array, **params: Any
+) -> Sequence[jax.Array]:
     """Windows that span a dimension of the whole operand span that of its block."""
     whole = local.eqn.invars[0].aval.shape
     sizes = tuple(
         block if size == full else size
         for size, full, block in zip(local.params["slice_sizes"], whole, operand.shape, strict=True)
     )
-    return local.bind(operand, *indices, slice_sizes=sizes)
+    return local.bind(operand, *indices, slice_sizes=sizes, **params)
 
 
 @rule("scatter-add", "scatter-sub")
@@ -103,7 +155,11 @@ def _scatter(eqn: Equation, index_kind: Kind, linear: Sequence[Sequence[int]] = 
         for dim, size in enumerate(indices[:-1])
     ]
     dims = _batching(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, index_batch)
-    dims |= {dim: builder.whole(operand[dim]) for dim in numbers.inserted_window_dims}
+    looked_up = _looked_up(eqn, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims)
+    dims |= {
+        dim: builder.map(operand[dim]) if dim in looked_up else builder.whole(operand[dim])
+        for dim in numbers.inserted_window_dims
+    }
     in_window = [dim for dim in range(len(operand)) if dim not in dims]
     window = []
     for dim, in_updates in zip(in_window, numbers.update_window_dims, strict=True):
@@ -119,7 +175,27 @@ def _scatter(eqn: Equation, index_kind: Kind, linear: Sequence[Sequence[int]] = 
         [operand_dims],
         linear=linear,
         addends=(0,) if index_kind is Kind.SUM else (),
+        looked_up=[dims[dim][0] for dim in looked_up],
+        emit=_update,
     )
+
+
+def _update(local: LocalEquation, operand: jax.Array, indices: jax.Array, updates: jax.Array) -> Sequence[jax.Array]:
+    """Indices count from where a device's part starts; what is not in it is out of bounds, and dropped."""
+    whole, numbers = local.eqn.invars[0].aval.shape, local.params["dimension_numbers"]
+    split = [dim for dim in numbers.inserted_window_dims if operand.shape[dim] != whole[dim]]
+    if not split:
+        return local.bind(operand, indices, updates)
+    windows = iter(numbers.update_window_dims)
+    hidden = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    sizes = [1 if dim in hidden else local.eqn.invars[2].aval.shape[next(windows)] for dim in range(len(whole))]
+    moved = []
+    for coordinate, dim in enumerate(numbers.scatter_dims_to_operand_dims):
+        index = _wide(indices[..., coordinate])
+        if local.params["mode"] is Mode.CLIP:
+            index = jnp.clip(index, 0, whole[dim] - sizes[dim])
+        moved.append(index - local.start(local.rule.operands[0][dim]) if dim in split else index)
+    return local.bind(operand, jnp.stack(moved, axis=-1), updates, mode=Mode.FILL_OR_DROP, indices_are_sorted=False)
 
 
 def _batching(

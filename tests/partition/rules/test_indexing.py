@@ -85,7 +85,21 @@ def indexings(draw) -> Indexing:
     )
 
 
-@examples(32)
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint8])
+def test_indices_without_a_sign_are_not_compared(dtype):
+    table, tokens = np.zeros((16, 8), np.float32), np.zeros((8, 1), dtype)
+    numbers = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+    ((_, rule),) = rules_of(lambda x, i: lax.gather(x, i, numbers, (1, 8)), table, tokens, primitive="gather")
+    assert splittable(rule) == ([{1}, {0}], [{0, 1}])
+
+
+def test_truth_values_are_not_added_up():
+    table, tokens = np.zeros((16, 8), bool), np.zeros((8,), np.int32)
+    ((_, rule),) = rules_of(lambda x, i: x[i], table, tokens, primitive="gather")
+    assert splittable(rule) == ([{1}, {0}], [{0, 1}])
+
+
+@examples(64)
 @given(indexings(), seeds, st.sampled_from((None, 0, 7)), st.sampled_from((np.float32, np.int32)))
 def test_gather(indexing, seed, fill_value, dtype):
     operand = integers(indexing.operand, seed, dtype)
@@ -102,7 +116,7 @@ SCATTERS = {
 }
 
 
-@examples(40)
+@examples(80)
 @given(indexings(), seeds, st.sampled_from(sorted(SCATTERS)), st.sampled_from((np.float32, np.int32)))
 def test_scatter(indexing, seed, name, dtype):
     low, high = (-1, 2) if name == "scatter-mul" else (-4, 5)
@@ -193,12 +207,23 @@ def test_gather_of_random_keys():
     check(lambda keys, i: keys[i], keys, np.arange(16) % 8, primitives=["gather"])
 
 
-def test_an_indexed_dimension_is_never_split():
+def test_a_dimension_of_which_single_elements_are_chosen_is_split():
     table, tokens = np.zeros((16, 8), np.float32), np.zeros((8,), np.int32)
     ((_, rule),) = rules_of(lambda x, i: x[i], table, tokens, primitive="gather")
-    assert splittable(rule) == ([{1}, {0}], [{0, 1}])
+    assert splittable(rule) == ([{0, 1}, {0}], [{0, 1}])
     ((_, rule),) = rules_of(lambda x, i: x.at[i].max(1.0), table, tokens, primitive="scatter-max")
-    assert splittable(rule) == ([{1}, set(), {1}], [{1}])
+    assert splittable(rule) == ([{0, 1}, set(), {1}], [{0, 1}])
+
+
+def test_a_dimension_of_which_windows_are_chosen_is_never_split():
+    table, starts = np.zeros((16, 8), np.float32), np.zeros((8, 1), np.int32)
+
+    def windows(x, i):
+        numbers = lax.GatherDimensionNumbers(offset_dims=(1, 2), collapsed_slice_dims=(), start_index_map=(0,))
+        return lax.gather(x, i, numbers, (4, 8))
+
+    ((_, rule),) = rules_of(windows, table, starts, primitive="gather")
+    assert splittable(rule) == ([{1}, {0}], [{0, 2}])
     ((_, rule),) = rules_of(lambda x: lax.dynamic_slice(x, (3, 0), (8, 8)), table, primitive="dynamic_slice")
     assert splittable(rule) == ([{1}, set(), set()], [{1}])
 
