@@ -247,9 +247,20 @@ def _touched_factors(axis: int, remaining: Sequence[int], question: _Question, b
             if placement.axes[axis] >= 0 and (not virtual or _refines(placement, chosen)):
                 touched.add(_leading_factor(dims[placement.axes[axis]], remaining))
     touched.discard(-1)
-    if rule.looked_up and (question.mesh.virtual or question.operands[0].batch):
+    if rule.looked_up and not _rows_may_move(question):
         touched -= rule.looked_up
     return {factor for factor in touched if _splittable(rule, factor, question.mesh.sizes[axis], remaining)}
+
+
+def _rows_may_move(question: _Question) -> bool:
+    """Whether each device may serve the rows it has of a table.
+
+    Not of activations. Not where all examples of a microbatch would be needed: no device works on them in its turn.
+    And rows are not added up by where they are before it is known whether other sums are added to theirs, as to the
+    gradient of a table that is multiplied too: then one scatter serves both.
+    """
+    adds_up = len(question.rule.operands) == 3
+    return not (question.operands[0].batch or question.mesh.virtual or (adds_up and question.lazy))
 
 
 def _refines(placement: Placement, chosen: Sequence[AxisPlacement]) -> bool:

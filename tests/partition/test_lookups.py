@@ -71,6 +71,7 @@ class TestWhatMoves:
         found = moves(trace_training(loss, TABLE, IDS))
         assert sum("f32[256,16]" in move and "reduce_scatter" in move for move in found) == 1
         assert "reduce_scatter fsdp: f32[32,2,16] -> f32[4,2,16]" in found
+        assert "all_gather fsdp: f32[4,2,16] -> f32[32,2,16]" not in found  # its gradient is scattered anyway
 
     def test_layers_that_follow_gather_their_own_parameters_only(self):
         def loss(p, batch):
