@@ -139,7 +139,8 @@ def run_passes(base: Program, environment: Environment, passes: Sequence[Pass | 
     for opening, tried in zip(openings, opened[1:], strict=True):
         best, told_of = _best_tried(opening.name, taken[-1], tried, environment.expected_s, environment)
         records += told_of
-        taken += [best] * (best is not taken[-1])
+        if best is not taken[-1]:
+            taken.append(best)
     for step in (each for each in passes if not isinstance(each, Opening)):
         for _ in range(_ROUNDS):
             proposals = [each for each in step.propose(base, taken[-1], environment) if each.plan not in known]
