@@ -87,8 +87,8 @@ def choose_split(
     sizes = tuple(size_of(var.aval) for var in eqn.outvars)
     question = _Question(rule, tuple(operands), tuple(map(tuple, demands)), sizes, mesh, lazy)
     splits, operand_placements, computed, kept = _answer(question)
-    adds_up = len(rule.operands) == 3 and any(splits[factor] for factor in rule.looked_up)
-    return Decision(Split(rule, splits), operand_placements, computed, kept, (False,) if adds_up else ())
+    updates_own = any(splits[factor] for factor in rule.updated)
+    return Decision(Split(rule, splits), operand_placements, computed, kept, (False,) if updates_own else ())
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -163,7 +163,7 @@ def _looked_up_by(question: _Question, axis: int) -> int | None:
     """
     rule = question.rule
     state = question.operands[1].held[0].axes[axis]
-    if state < 0 or len(rule.operands) != 2:
+    if state < 0:
         return None
     examples = rule.operands[1][state]
     return next((dim for dim, factors in enumerate(rule.results[0]) if factors == examples), None)
@@ -247,20 +247,22 @@ def _touched_factors(axis: int, remaining: Sequence[int], question: _Question, b
             if placement.axes[axis] >= 0 and (not virtual or _refines(placement, chosen)):
                 touched.add(_leading_factor(dims[placement.axes[axis]], remaining))
     touched.discard(-1)
-    if rule.looked_up and not _rows_may_move(question):
-        touched -= rule.looked_up
+    if by_element := rule.looked_up | rule.updated:
+        touched -= by_element - _movable(question)
     return {factor for factor in touched if _splittable(rule, factor, question.mesh.sizes[axis], remaining)}
 
 
-def _rows_may_move(question: _Question) -> bool:
-    """Whether each device may serve the rows it has of a table.
+def _movable(question: _Question) -> frozenset[int]:
+    """The factors of single elements, as rows of a table, that each device may serve those of which it has.
 
     Not of activations. Not where all examples of a microbatch would be needed: no device works on them in its turn.
     And rows are not added up by where they are before it is known whether other sums are added to theirs, as to the
     gradient of a table that is multiplied too: then one scatter serves both.
     """
-    adds_up = len(question.rule.operands) == 3
-    return not (question.operands[0].batch or question.mesh.virtual or (adds_up and question.lazy))
+    rule = question.rule
+    if question.operands[0].batch or question.mesh.virtual:
+        return frozenset()
+    return rule.looked_up if question.lazy else rule.looked_up | rule.updated
 
 
 def _refines(placement: Placement, chosen: Sequence[AxisPlacement]) -> bool:
@@ -326,7 +328,7 @@ def _price(way: _Way, axis: int, question: _Question) -> tuple[float, float, int
             activation += bytes_sent if batch and yielded >= 0 else 0
     if (question.lazy and way.is_partial) or (question.rule.rearranges and _gathered_by_others(way, axis, question)):
         computed = 0.0
-    if way.factor in question.rule.looked_up:
+    if way.factor in question.rule.looked_up | question.rule.updated:
         activation = 0.0  # the table would come to the examples otherwise
     return activation, moved, launched, computed
 

@@ -87,22 +87,29 @@ class Unshard:
             if size and free_bytes >= 0:
                 decision = f"what every microbatch gathers before and after its layers is kept, {size / 2**30:.2f} GiB"
                 yield Proposal(keep_over_loops(base, now.plan, environment), decision)
-        stacks = most_bytes(repeated_stacks(base, now.plan.stacks), free_bytes)
-        if stacks:
+        forward, backward = (_waiting_bytes(now, reducing) for reducing in (False, True))
+        repeated = _most_and_enough(repeated_stacks(base, now.plan.stacks), free_bytes, max(forward, backward))
+        for stacks in repeated:
             plan = now.plan.replace(stacks=with_gathers(now.plan.stacks, stacks))
             yield Proposal(keep_over_loops(base, plan, environment), _every_layer(stacks))
+        if repeated or not backward:
             return
-        waiting_bytes = _waiting_bytes(now)
-        if not waiting_bytes:
-            return
-        turning = turning_stacks(base, environment, now.plan, pairs)
-        choices = (most_bytes(turning, free_bytes), enough_bytes(turning, min(waiting_bytes, free_bytes)))
-        for stacks in dict.fromkeys(map(tuple, choices)):
-            if stacks and sum(stack.size_bytes for stack in stacks) <= free_bytes:
-                yield Proposal(now.plan.replace(handed_over=handing_over(stacks)), _every_layer(stacks))
-        if any(choices) or not now.plan.loops:
+        turning = _most_and_enough(turning_stacks(base, environment, now.plan, pairs), free_bytes, backward)
+        for stacks in turning:
+            yield Proposal(now.plan.replace(handed_over=handing_over(stacks)), _every_layer(stacks))
+        if turning or not now.plan.loops:
             return
         yield from _longer_turns(base, now, environment, pairs, free_bytes, per_layer)
+
+
+def _most_and_enough(stacks: Sequence[Stack], free_bytes: int, waiting_bytes: int) -> list[tuple[Stack, ...]]:
+    """As many of ``stacks`` as fit; and, if those are fewer, as many as will do for loops not to wait.
+
+    What is kept over microbatches is gathered before the first one, with nothing to hide under.
+    """
+    enough = enough_bytes(stacks, min(waiting_bytes, free_bytes))
+    choices = dict.fromkeys(map(tuple, (most_bytes(stacks, free_bytes), enough)))
+    return [some for some in choices if some and sum(stack.size_bytes for stack in some) <= free_bytes]
 
 
 def _longer_turns(
@@ -154,14 +161,19 @@ def _worthwhile_bytes(now: Trial) -> float:
     return _WORTH_IT * now.prediction.step_s * moved / max(simulation.communication_s, 1e-12)
 
 
-def _waiting_bytes(now: Trial) -> int:
-    """What loops that gather and reduce would have to gather less, for the network not to take longer than compute."""
+def _waiting_bytes(now: Trial, reducing: bool) -> int:
+    """What layer loops would have to gather less, each time they run, for the network not to take longer than compute.
+
+    Args:
+      now: what is simulated.
+      reducing: backward loops, that reduce too; else forward ones.
+    """
     total = 0.0
     for loop in now.simulation.loops:
         trip, waits_s = loop.trip, loop.trip.communication_s - loop.trip.compute_s
-        if loop.is_innermost and trip.reduced_bytes and trip.gathered_bytes and waits_s > 0:
+        if loop.is_innermost and bool(trip.reduced_bytes) == reducing and trip.gathered_bytes and waits_s > 0:
             bytes_per_s = (trip.gathered_bytes + trip.reduced_bytes) / trip.communication_s
-            total += loop.executions * loop.trip_count * min(waits_s * bytes_per_s, trip.gathered_bytes)
+            total += loop.trip_count * min(waits_s * bytes_per_s, trip.gathered_bytes)
     return int(total)
 
 

@@ -152,3 +152,29 @@ def test_what_every_microbatch_gathers_around_its_layers_is_kept_where_it_fits()
     (kept,) = plan.kept
     assert "/" not in kept.loop
     assert surroundings_kept(WIDTH * WIDTH * 4 - 1) == []
+
+
+def kept_over_microbatches(communication_s: float, compute_s: float) -> list[int]:
+    """How many stacks each proposal keeps, where both layer loops of every microbatch take so long a trip."""
+    program, _ = accumulating(stack_loss, {"stack": stack_shapes()})
+    plan = Plan("0").replace(loops=choose_schedules(program))
+    backward = trip(communication_s, compute_s)
+    trips = (replace(backward, reduced_bytes=0), backward)
+    loops = tuple(Loop(f"while.{each}", "", LAYERS, True, 1.0, trips[each], 4) for each in range(2))
+    run = Simulation(10.0, Totals(communication_s=10.0), loops, (), MemoryUse(0, 0, 0, 0, (), (), ()))
+    plans = [each.plan for each in proposals_for(program, plan, run, LIMIT)]
+    return sorted(len(stack.gathers) for each in plans for stack in each.stacks[:1])
+
+
+def test_over_microbatches_all_that_fits_and_just_enough_are_both_tried():
+    """More than enough would have to be gathered before the first microbatch, with nothing to hide under."""
+    few, most = kept_over_microbatches(1.1, 1.0)
+    assert few < most == 3
+
+
+def test_over_microbatches_loops_that_wait_for_everything_get_both_matrices_at_least():
+    assert min(kept_over_microbatches(4.0, 0.1)) >= 2
+
+
+def test_over_microbatches_loops_that_hide_their_gathers_are_offered_everything_only():
+    assert kept_over_microbatches(0.9, 1.0) == [3]

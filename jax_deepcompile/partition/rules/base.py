@@ -120,6 +120,8 @@ class OpRule:
       rearranges: whether the result is nothing but the elements of the one operand in another order.
       looked_up: factors along which single elements of the first operand are chosen, as rows of a table are. If they
         are split each device serves those it has: rows are moved rather than the table, where that is less.
+      updated: factors along which single elements of the first operand are updated, as the gradients of such rows
+        are. If they are split each device updates those it has.
       emit: computes the equation on one device's blocks.
       reported: why the equation is computed whole where it could not be split, for ``explain()``; empty if by nature.
     """
@@ -132,6 +134,7 @@ class OpRule:
     rounded: tuple[frozenset[int], ...] = ()
     rearranges: bool = False
     looked_up: frozenset[int] = frozenset()
+    updated: frozenset[int] = frozenset()
     emit: Emit = field(default=bind_unchanged, compare=False)
     reported: str = field(default="", compare=False)
 
@@ -168,6 +171,7 @@ class RuleBuilder:
         rounded: Sequence[Sequence[int]] = (),
         rearranges: bool = False,
         looked_up: Sequence[int] = (),
+        updated: Sequence[int] = (),
         emit: Emit = bind_unchanged,
         reported: str = "",
     ) -> OpRule:
@@ -180,6 +184,7 @@ class RuleBuilder:
             tuple(frozenset(group) for group in rounded),
             rearranges,
             frozenset(looked_up),
+            frozenset(updated),
             emit,
             reported,
         )

@@ -36,9 +36,9 @@ def gather(eqn: Equation) -> OpRule:
     index_batch = [builder.map(size) for size in indices[:-1]]
     dims = _batching(numbers.operand_batching_dims, numbers.start_indices_batching_dims, index_batch)
     adds_up = jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.number)
-    looked_up = _looked_up(eqn, numbers.start_index_map, numbers.collapsed_slice_dims) if adds_up else []
+    one_by_one = _one_by_one(eqn, numbers.start_index_map, numbers.collapsed_slice_dims) if adds_up else []
     dims |= {
-        dim: builder.sum(operand[dim]) if dim in looked_up else builder.whole(operand[dim])
+        dim: builder.sum(operand[dim]) if dim in one_by_one else builder.whole(operand[dim])
         for dim in numbers.collapsed_slice_dims
     }
     window = []
@@ -50,16 +50,16 @@ def gather(eqn: Equation) -> OpRule:
         [[dims[dim] for dim in range(len(operand))], [*index_batch, builder.whole(indices[-1])]],
         [result],
         linear=() if _fills(eqn) else [(0,)],
-        looked_up=[dims[dim][0] for dim in looked_up],
+        looked_up=[dims[dim][0] for dim in one_by_one],
         emit=_look_up,
     )
 
 
-def _looked_up(eqn: Equation, index_map: Sequence[int], one_by_one: Sequence[int]) -> list[int]:
-    """The operand's dimensions whose elements are chosen one by one, by indices that can be compared."""
+def _one_by_one(eqn: Equation, index_map: Sequence[int], dims: Sequence[int]) -> list[int]:
+    """Which of ``dims`` of the operand have their elements chosen one by one, by indices that can be compared."""
     comparable = jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.signedinteger)
     known = eqn.params["mode"] in (Mode.CLIP, Mode.FILL_OR_DROP, Mode.PROMISE_IN_BOUNDS)
-    return [dim for dim in one_by_one if dim in index_map] if comparable and known else []
+    return [dim for dim in dims if dim in index_map] if comparable and known else []
 
 
 def _look_up(local: LocalEquation, operand: jax.Array, indices: jax.Array) -> Sequence[jax.Array]:
@@ -155,9 +155,9 @@ def _scatter(eqn: Equation, index_kind: Kind, linear: Sequence[Sequence[int]] = 
         for dim, size in enumerate(indices[:-1])
     ]
     dims = _batching(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, index_batch)
-    looked_up = _looked_up(eqn, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims)
+    one_by_one = _one_by_one(eqn, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims)
     dims |= {
-        dim: builder.map(operand[dim]) if dim in looked_up else builder.whole(operand[dim])
+        dim: builder.map(operand[dim]) if dim in one_by_one else builder.whole(operand[dim])
         for dim in numbers.inserted_window_dims
     }
     in_window = [dim for dim in range(len(operand)) if dim not in dims]
@@ -175,7 +175,7 @@ def _scatter(eqn: Equation, index_kind: Kind, linear: Sequence[Sequence[int]] = 
         [operand_dims],
         linear=linear,
         addends=(0,) if index_kind is Kind.SUM else (),
-        looked_up=[dims[dim][0] for dim in looked_up],
+        updated=[dims[dim][0] for dim in one_by_one],
         emit=_update,
     )
 
