@@ -14,8 +14,9 @@ from jax_deepcompile import errors, targets
 from jax_deepcompile.api import ShardedStep, shard
 from jax_deepcompile.judge import simulate
 from jax_deepcompile.partition.rules.registry import REGISTRY
-from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops, Unshard
+from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
 from jax_deepcompile.planning.straight_line import PrefetchGathers, UnshardStraightLine
+from jax_deepcompile.planning.unshard import Unshard
 
 register_rule = REGISTRY.register
 """Decorates ``rule(eqn) -> OpRule`` as the partitioning rule of the primitives named; see ``partition.rules.base``."""

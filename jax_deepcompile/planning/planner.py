@@ -8,8 +8,9 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options, memory_options
 from jax_deepcompile.planning.pass_manager import Environment, Opening, Pass, Trial, run_passes
 from jax_deepcompile.planning.plan import Plan
-from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops, Unshard
+from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
 from jax_deepcompile.planning.straight_line import PrefetchGathers, UnshardStraightLine
+from jax_deepcompile.planning.unshard import Unshard
 
 DEFAULT_PASSES: tuple[Pass | Opening, ...] = (
     PipelineLoops(),

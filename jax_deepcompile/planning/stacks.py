@@ -123,8 +123,8 @@ def most_bytes(stacks: Sequence[Stack], free_bytes: int) -> list[Stack]:
                 chosen.append(stack)
                 free_bytes -= stack.size_bytes
         return chosen
-    fitting = (some for some in _subsets(stacks) if _total_bytes(some) <= free_bytes)
-    return max(fitting, key=_total_bytes, default=[])
+    fitting = (some for some in _subsets(stacks) if total_bytes(some) <= free_bytes)
+    return max(fitting, key=total_bytes, default=[])
 
 
 def enough_bytes(stacks: Sequence[Stack], wanted_bytes: int) -> list[Stack]:
@@ -132,18 +132,19 @@ def enough_bytes(stacks: Sequence[Stack], wanted_bytes: int) -> list[Stack]:
     if len(stacks) > _TRY_ALL:
         chosen = []
         for stack in sorted(stacks, key=lambda stack: -stack.size_bytes):
-            if _total_bytes(chosen) < wanted_bytes:
+            if total_bytes(chosen) < wanted_bytes:
                 chosen.append(stack)
         return chosen
-    enough = (some for some in _subsets(stacks) if _total_bytes(some) >= wanted_bytes)
-    return min(enough, key=_total_bytes, default=list(stacks))
+    enough = (some for some in _subsets(stacks) if total_bytes(some) >= wanted_bytes)
+    return min(enough, key=total_bytes, default=list(stacks))
 
 
 def _subsets(stacks: Sequence[Stack]) -> Iterator[list[Stack]]:
     return (list(some) for count in range(len(stacks) + 1) for some in combinations(stacks, count))
 
 
-def _total_bytes(stacks: Iterable[Stack]) -> int:
+def total_bytes(stacks: Iterable[Stack]) -> int:
+    """What ``stacks`` take, gathered."""
     return sum(stack.size_bytes for stack in stacks)
 
 

@@ -17,8 +17,8 @@ from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.passes.pipeline_loops import choose_schedules
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import Plan, Prediction
-from jax_deepcompile.planning.proposals import Unshard, kept_layers, layer_stacks
-from jax_deepcompile.planning.proposals import gathered_bytes as bytes_of_a_trip
+from jax_deepcompile.planning.unshard import Unshard, kept_layers, layer_stacks
+from jax_deepcompile.planning.unshard import gathered_bytes as bytes_of_a_trip
 from tests.passes.programs import LAYERS, WIDTH, run_stack, sharded, stack_loss, stack_shapes
 from tests.passes.test_unshard import accumulating
 
