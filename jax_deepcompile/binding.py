@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jax_deepcompile import errors
@@ -171,12 +172,11 @@ class _Holder:
 
 def _is_key(value: Any) -> bool:
     """One random key, typed or, as ``jax.random.PRNGKey`` makes them, two or four raw words."""
-    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-    if dtype is None or shape is None:
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
         return False
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return shape == ()
-    return dtype == jnp.uint32 and shape in ((2,), (4,))
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return value.shape == ()
+    return value.dtype == jnp.uint32 and value.shape in ((2,), (4,))
 
 
 def _is_object(node: Any) -> bool:

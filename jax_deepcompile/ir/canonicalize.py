@@ -1,4 +1,8 @@
-"""Gathers and scatters that spell a batch dimension out as an index are written with a batching dimension instead."""
+"""Equations are written as partitioning rules expect them.
+
+Gathers and scatters that spell a batch dimension out as an index get a batching dimension instead, and ``while`` loops
+that were batched one condition.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from jax.extend import core as jex
 from jax.extend.core import primitives
 
 from jax_deepcompile._jax_compat import closed_consts, new_var, open_jaxpr
+from jax_deepcompile.ir.batched_while import with_one_condition
 
 
 def canonicalize(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -247,7 +252,8 @@ class _Canonicalizer:
     def run(self) -> jex.ClosedJaxpr:
         closed, changed = self.scope.jaxpr, False
         for eqn in open_jaxpr(closed).eqns:
-            rewritten = self._batched(eqn) if eqn.primitive.name in _INDEXED else self._with_regions(eqn)
+            is_indexed = eqn.primitive.name in _INDEXED
+            rewritten = self._batched(eqn) if is_indexed else self._with_regions(with_one_condition(eqn))
             changed |= rewritten is not eqn
             self.eqns.append(rewritten)
         return jex.ClosedJaxpr(open_jaxpr(closed).replace(eqns=self.eqns), closed_consts(closed)) if changed else closed

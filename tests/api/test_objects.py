@@ -245,3 +245,29 @@ def test_objects_that_are_returned_are_the_users_own():
     silent(Holder(model, optimizer), x)
     counted = [line for step in (step, silent) for line in step.explain().splitlines() if "all_gather" in line]
     assert counted[0] == counted[1]
+
+
+def test_random_streams_as_an_argument_go_on():
+    """As in flax's own MNIST example; ``nnx.Rngs`` answers every attribute name with a stream."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.dense = nnx.Linear(16, 16, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5)
+
+        def __call__(self, x: jax.Array, rngs: nnx.Rngs) -> jax.Array:
+            return self.dropout(self.dense(x), rngs=rngs)
+
+    def train_step(model, optimizer, rngs, batch):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(batch, rngs) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def losses(step) -> list[float]:
+        model, rngs = Model(nnx.Rngs(0)), nnx.Rngs(3)
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        return [float(step(model, optimizer, rngs, jnp.ones((16, 16)))) for _ in range(3)]
+
+    ours = losses(deepcompile.shard(train_step, {"fsdp": 8}))
+    np.testing.assert_allclose(ours, losses(nnx.jit(train_step)), rtol=1e-5)
+    assert len(set(ours)) == 3

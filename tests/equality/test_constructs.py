@@ -212,6 +212,13 @@ def while_loop_and_cond(p, batch):
 
 
 @case(MLP)
+def while_loop_of_every_example(p, batch):
+    """Each halves its features as often as it needs; the loop goes on until the last is done."""
+    x = jax.vmap(lambda x: lax.while_loop(lambda x: jnp.abs(x).max() > 0.5, lambda x: x / 2, x))(batch["x"])
+    return squares(mlp(p, x), batch["y"])
+
+
+@case(MLP)
 def custom_derivatives(p, batch):
     @jax.custom_vjp
     def clipped(x):
