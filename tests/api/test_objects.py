@@ -259,7 +259,7 @@ def test_random_streams_as_an_argument_go_on():
             return self.dropout(self.dense(x), rngs=rngs)
 
     def train_step(model, optimizer, rngs, batch):
-        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(batch, rngs) ** 2))(model)
+        loss, grads = nnx.value_and_grad(lambda model, rngs: jnp.mean(model(batch, rngs) ** 2))(model, rngs)
         optimizer.update(model, grads)
         return loss
 
