@@ -15,7 +15,7 @@ from jax_deepcompile.api import ShardedStep, shard
 from jax_deepcompile.judge import simulate
 from jax_deepcompile.partition.rules.registry import REGISTRY
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
-from jax_deepcompile.planning.straight_line import PrefetchGathers, UnshardStraightLine
+from jax_deepcompile.planning.straight_line import PrefetchGathers, ReduceInOrder, UnshardStraightLine
 from jax_deepcompile.planning.unshard import Unshard
 
 register_rule = REGISTRY.register
@@ -25,6 +25,7 @@ __all__ = [
     "BucketCollectives",
     "PipelineLoops",
     "PrefetchGathers",
+    "ReduceInOrder",
     "ShardedStep",
     "Unshard",
     "UnshardStraightLine",

@@ -66,6 +66,7 @@ PUBLIC = {
     "BucketCollectives",
     "PipelineLoops",
     "PrefetchGathers",
+    "ReduceInOrder",
     "ShardedStep",
     "Unshard",
     "UnshardStraightLine",

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.ir.traversal import bodies
@@ -44,6 +44,13 @@ PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 """Primitives that run as kernels of their own."""
 
 _UNFUSED = frozenset({*COLLECTIVES, *PRODUCTS, "device_put", "optimization_barrier"})
+
+
+def is_anchor(eqn: Any) -> bool:
+    """Whether ``eqn`` makes, with work, an array that others can wait for."""
+    if eqn.primitive.name not in ("dot_general", "scan", "conv_general_dilated") or not eqn.outvars:
+        return False
+    return not is_drop_var(eqn.outvars[0]) and bool(eqn.outvars[0].aval.shape)
 
 
 @dataclass(frozen=True)

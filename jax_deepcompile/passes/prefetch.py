@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from jax_deepcompile._jax_compat import closed_consts, is_drop_var, new_barrier, new_var, open_jaxpr
+from jax_deepcompile._jax_compat import closed_consts, new_barrier, new_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import needed_for, needs, renamed, slim_barriers
 from jax_deepcompile.analysis.gathers import Gather, find_gathers, first_uses, outermost, slice_of
+from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.ir.program import Program
@@ -56,7 +57,7 @@ def choose_prefetches(program: Program, costs: CostModel, slack: float = 1.25) -
     starts = [0.0, *accumulate(time.compute_s for time in times)]
     network = {eqn.outvars[0]: time.network_s for eqn, time in zip(jaxpr.eqns, times, strict=True) if eqn.outvars}
     uses = first_uses(jaxpr, [gather.result for gather in gathers])
-    anchors = needs(jaxpr.eqns, _is_anchor)
+    anchors = needs(jaxpr.eqns, is_anchor)
     queue_free_s = float("inf")
     chosen = []
     used = [index for index in range(len(gathers)) if uses[index] < len(jaxpr.eqns)]
@@ -119,13 +120,6 @@ def _copy(chain: list, result: Any, anchor: Any) -> tuple[list, Any]:
         known.update(zip(eqn.outvars, outvars, strict=True))
         eqns.append(eqn.replace(invars=operands, outvars=outvars))
     return eqns, known[result]
-
-
-def _is_anchor(eqn: Any) -> bool:
-    """Whether ``eqn`` makes, with work, an array that others can wait for."""
-    if eqn.primitive.name not in ("dot_general", "scan", "conv_general_dilated") or not eqn.outvars:
-        return False
-    return not is_drop_var(eqn.outvars[0]) and bool(eqn.outvars[0].aval.shape)
 
 
 def _latest_first(bits: int) -> Iterator[int]:

@@ -13,6 +13,7 @@ from jax_deepcompile.passes.hand_over import hand_over
 from jax_deepcompile.passes.pipeline_loops import pipeline_loops
 from jax_deepcompile.passes.prefetch import parameter_gathers, prefetch
 from jax_deepcompile.passes.reduce_before_loops import reduce_before_loops
+from jax_deepcompile.passes.reduce_in_order import reduce_in_order
 from jax_deepcompile.passes.stack_collectives import stack_collectives
 from jax_deepcompile.passes.uncounted_loops import hide_trip_counts
 from jax_deepcompile.passes.unshard import keep_over_microbatches, keep_until_backward, regathers
@@ -36,6 +37,8 @@ def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
         planned = _unshard(planned, plan)
     if plan.prefetches:
         planned = _prefetch(planned, plan)
+    if plan.reduction_bucket_bytes:
+        planned = reduce_in_order(planned, plan.reduction_bucket_bytes)
     if planned is not program:
         verify(planned)
     return planned

@@ -19,7 +19,7 @@ from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.passes.prefetch import Prefetch
 from jax_deepcompile.passes.stack_collectives import StackCollectives
 
-FORMAT = 3
+FORMAT = 4
 """Of the JSON; a plan of another format is replanned."""
 
 
@@ -92,6 +92,8 @@ class Plan:
       kept: what stays gathered over a loop.
       unsharded: positions, among the straight-line gathers that repeat an earlier one, of those that reuse it.
       prefetches: when straight-line gathers start, in the program that all of the above makes.
+      reduction_bucket_bytes: so much of straight-line reductions follows one another in the order gradients are ready;
+        0 where that is left to XLA.
       options: XLA options, by name.
       latencies: what XLA's scheduler is told that instructions take; empty for its own estimates.
       prediction: for the planned program; None for a plan written by hand.
@@ -105,6 +107,7 @@ class Plan:
     kept: tuple[KeptGathers, ...] = ()
     unsharded: tuple[int, ...] = ()
     prefetches: tuple[Prefetch, ...] = ()
+    reduction_bucket_bytes: int = 0
     options: tuple[tuple[str, bool | int | str], ...] = ()
     latencies: tuple[Latency, ...] = ()
     prediction: Prediction | None = None
@@ -164,6 +167,8 @@ def _decisions(plan: Plan) -> list[str]:
     lines += [f"loop {kept.loop}: gathers {', '.join(map(str, kept.gathers))} once" for kept in plan.kept]
     lines += [f"repeated gather {position}: reuses the first" for position in plan.unsharded]
     lines += [f"gather {early.gather}: starts after equation {early.after}" for early in plan.prefetches]
+    if plan.reduction_bucket_bytes:
+        lines.append(f"reductions follow one another, {plan.reduction_bucket_bytes / 2**20:.0f} MiB at a time")
     lines += [f"option {name} = {value}" for name, value in plan.options]
     return lines + [f"schedule by {len(plan.latencies)} latencies of the cost model"] * bool(plan.latencies)
 

@@ -9,7 +9,7 @@ from jax_deepcompile.lowering.compile import Options, memory_options
 from jax_deepcompile.planning.pass_manager import Environment, Opening, Pass, Trial, run_passes
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
-from jax_deepcompile.planning.straight_line import PrefetchGathers, UnshardStraightLine
+from jax_deepcompile.planning.straight_line import PrefetchGathers, ReduceInOrder, UnshardStraightLine
 from jax_deepcompile.planning.unshard import Unshard
 
 DEFAULT_PASSES: tuple[Pass | Opening, ...] = (
@@ -18,6 +18,7 @@ DEFAULT_PASSES: tuple[Pass | Opening, ...] = (
     PrefetchGathers(),
     Unshard(),
     UnshardStraightLine(),
+    ReduceInOrder(),
 )
 """In order: hide communication in loops, join what is small, spend the remaining memory on communicating less."""
 

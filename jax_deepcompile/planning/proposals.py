@@ -50,7 +50,7 @@ class BucketCollectives:
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
         if now.plan.loops:
             return
-        size = _bandwidth_bound_bytes(base, environment)
+        size = bandwidth_bound_bytes(base, environment, _LATENCY_SHARE)
         options = dict(now.plan.options) | combiner_options(size, size // base.mesh.size)
         yield Proposal(now.plan.replace(options=options), f"buckets of {size / 2**20:.0f} MiB")
 
@@ -59,8 +59,8 @@ _LATENCY_SHARE = 0.05
 """Of a bucket's time: beyond that, joining more saves less than it delays."""
 
 
-def _bandwidth_bound_bytes(program: Program, environment: Environment) -> int:
-    """The smallest power of two of bytes whose gather spends no more than ``_LATENCY_SHARE`` on latency."""
+def bandwidth_bound_bytes(program: Program, environment: Environment, latency_share: float) -> int:
+    """The smallest power of two of bytes whose gather spends no more than ``latency_share`` of its time on latency."""
     costs, names = environment.costs, list(program.mesh.names)
     ranks = ranks_per_node(names, program.mesh, costs)
 
@@ -68,7 +68,7 @@ def _bandwidth_bound_bytes(program: Program, environment: Environment) -> int:
         return costs.collective_s("all-gather", size, program.mesh.size, ranks)
 
     size = 1 << 20
-    while seconds(1) > _LATENCY_SHARE * seconds(size) and size < 1 << 32:
+    while seconds(1) > latency_share * seconds(size) and size < 1 << 32:
         size *= 2
     return size
 

@@ -12,9 +12,11 @@ from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import EquationTime, equation_times
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.prefetch import choose_prefetches, parameter_gathers
+from jax_deepcompile.passes.reduce_in_order import reduction_buckets
 from jax_deepcompile.passes.unshard import regathers
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
+from jax_deepcompile.planning.proposals import bandwidth_bound_bytes
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class PrefetchGathers:
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
         if now.plan.loops:
             return
-        program = apply_plan(base, environment.mesh, now.plan.replace(prefetches=()))
+        program = apply_plan(base, environment.mesh, now.plan.replace(prefetches=(), reduction_bucket_bytes=0))
         gathers = len(parameter_gathers(program))
         if gathers < self.fewest:
             return
@@ -55,7 +57,7 @@ class UnshardStraightLine:
         if environment.limit_bytes is None or now.plan.loops:
             return
         plain = now.plan.replace(prefetches=(), unsharded=())
-        program = apply_plan(base, environment.mesh, plain)
+        program = apply_plan(base, environment.mesh, plain.replace(reduction_bucket_bytes=0))
         repeats = candidates(program, environment.costs)
         free_bytes = environment.limit_bytes - now.prediction.peak_bytes
         free_bytes += sum(repeat.size_bytes for repeat in repeats if repeat.position in now.plan.unsharded)
@@ -64,10 +66,35 @@ class UnshardStraightLine:
             return
         plan = plain.replace(unsharded=kept)
         if now.plan.prefetches:
-            program = apply_plan(base, environment.mesh, plan)
+            program = apply_plan(base, environment.mesh, plan.replace(reduction_bucket_bytes=0))
             plan = plan.replace(prefetches=choose_prefetches(program, environment.costs, self.slack))
         size = sum(repeat.size_bytes for repeat in repeats if repeat.position in kept)
         yield Proposal(plan, f"{len(kept)} of {len(repeats)} repeated gathers stay, {size / 2**30:.2f} GiB")
+
+
+@dataclass(frozen=True)
+class ReduceInOrder:
+    """Straight-line reductions follow one another in the order in which gradients are ready.
+
+    Attributes:
+      latency_share: of the time of reductions that go together.
+    """
+
+    latency_share: float = 0.3
+    name: str = "reduce_in_order"
+
+    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
+        if now.plan.loops or now.prediction.exposed_s < _WORTH_IT * now.prediction.step_s:
+            return
+        size = bandwidth_bound_bytes(base, environment, self.latency_share)
+        buckets = len(reduction_buckets(apply_plan(base, environment.mesh, now.plan), size))
+        if buckets > 1:
+            decision = f"{buckets} buckets of reductions of {size / 2**20:.0f} MiB follow one another"
+            yield Proposal(now.plan.replace(reduction_bucket_bytes=size), decision)
+
+
+_WORTH_IT = 0.01
+"""The share of a step that must be exposed communication before another compilation is spent on it."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ PLAN = Plan(
     kept=(KeptGathers("scan.2", (0, 4)),),
     unsharded=(1,),
     prefetches=(Prefetch(3, 40),),
+    reduction_bucket_bytes=128 << 20,
     options=(("xla_gpu_enable_while_loop_double_buffering", True), ("xla_gpu_threshold", 1 << 20)),
     prediction=EXPECTED,
     records=(Record("pipeline_loops", "two loops", EXPECTED, None, False, "does not compile", 0.5),),
@@ -61,6 +62,8 @@ def test_a_plan_can_be_edited_by_hand():
     assert edited.options == (("xla_a", False), ("xla_b", 1))
     assert "- repeated gather 1: reuses the first" in PLAN.diff(edited).splitlines()
     assert "+ option xla_a = False" in PLAN.diff(edited).splitlines()
+    in_order = "reductions follow one another, 128 MiB at a time"
+    assert f"- {in_order}" in PLAN.diff(PLAN.replace(reduction_bucket_bytes=0)).splitlines()
     assert "- gather 3: starts after equation 40" in PLAN.diff(PLAN.replace(prefetches=())).splitlines()
     assert PLAN.diff(PLAN) == ""
 

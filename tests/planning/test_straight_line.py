@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from jax_deepcompile.planning.pass_manager import Environment, Trial
 from jax_deepcompile.planning.plan import Plan, Prediction
 from jax_deepcompile.planning.straight_line import (
     PrefetchGathers,
+    ReduceInOrder,
     Repeat,
     UnshardStraightLine,
     choose_unsharded,
@@ -32,20 +34,20 @@ def situation(loss, params, costs: CostModel, limit: int | None = 1 << 30, plan:
 
 
 @pytest.mark.cpu_mesh
-def test_kept_and_prefetched_the_bits_are_the_same():
+def test_kept_prefetched_and_reduced_in_order_the_bits_are_the_same():
     program, now, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=2.0))
     (early, _) = PrefetchGathers().propose(program, now, environment)
     (kept,) = UnshardStraightLine().propose(program, replace(now, plan=early.plan), environment)
     assert kept.plan.unsharded
     assert kept.plan.prefetches
-    planned = apply_plan(program, environment.mesh, kept.plan)
+    planned = apply_plan(program, environment.mesh, kept.plan.replace(reduction_bucket_bytes=1))
     assert count(planned, "all_gather") == count(program, "all_gather") - len(kept.plan.unsharded)
     for got, expected in zip(run(planned, environment.mesh), run(program, environment.mesh), strict=True):
         np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("proposer", [PrefetchGathers(), UnshardStraightLine()])
+@pytest.mark.parametrize("proposer", [PrefetchGathers(), UnshardStraightLine(), ReduceInOrder()])
 def test_layer_loops_are_left_to_their_own_passes(proposer):
     program, now, environment = situation(stack_loss, {"stack": stack_shapes()}, Clock())
     assert list(proposer.propose(program, now, environment)) == []
@@ -57,6 +59,25 @@ def test_nothing_is_kept_without_memory_or_need():
     assert list(UnshardStraightLine().propose(program, now, environment)) == []
     program, now, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=0.0))
     assert list(UnshardStraightLine().propose(program, now, environment)) == []
+
+
+def wide_loss(params, x):
+    for name in sorted(params):
+        x = jnp.tanh(x @ params[name])
+    return jnp.mean(x**2)
+
+
+@pytest.mark.pure
+def test_reductions_follow_one_another_where_something_is_waited_for():
+    program, mesh = sharded(wide_loss, {f"layer{index}": (1024, 1024) for index in range(4)}, batch=(16, 1024))
+    nothing: Any = None
+    now = Trial(Plan("0"), program, nothing, nothing, nothing, Prediction(1.0, 1.0, 1.0, 1.0, 0), 0)
+    environment = Environment(mesh, "cuda", CostModel(), None)
+    (found,) = ReduceInOrder(latency_share=1.0).propose(program, now, environment)
+    assert found.plan == Plan("0", reduction_bucket_bytes=1 << 20)
+    hidden = replace(now, prediction=replace(now.prediction, exposed_s=0.0))
+    assert list(ReduceInOrder(latency_share=1.0).propose(program, hidden, environment)) == []
+    assert list(ReduceInOrder(latency_share=1e-6).propose(program, now, environment)) == []
 
 
 @pytest.mark.pure
