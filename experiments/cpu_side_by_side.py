@@ -43,7 +43,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
-from experiments.bench.steps import OPTIMIZER, accumulated, training_step
+from experiments.bench.steps import OPTIMIZER, UnrolledLlama, accumulated, training_step
 from experiments.random_batches import images, tokens
 from models import gpt2, llama, mixtral, resnet, vit
 
@@ -86,22 +86,6 @@ def training(create_params: Callable, loss_of: Callable, batch: Any, microbatche
         return training_step(accumulated(gradients, microbatches, devices))
 
     return Training(create, training_step(gradients), batch, microbatches, by_hand if microbatches > 1 else None)
-
-
-class UnrolledLlama(nn.Module):
-    """``llama.Llama`` with its layers one by one instead of stacked and scanned, and nothing rematerialised."""
-
-    config: llama.LlamaConfig
-
-    @nn.compact
-    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        cfg = self.config
-        x_BxTxD = nn.Embed(cfg.vocab_size, cfg.d_model, dtype=cfg.dtype, param_dtype=cfg.param_dtype)(tokens_BxT)
-        for _ in range(cfg.n_layers):
-            x_BxTxD, _ = llama.Layer(cfg)(x_BxTxD)
-        x_BxTxD = nn.RMSNorm(dtype=cfg.dtype, param_dtype=cfg.param_dtype)(x_BxTxD)
-        logits_BxTxV = nn.Dense(cfg.vocab_size, use_bias=False, dtype=cfg.dtype, param_dtype=cfg.param_dtype)(x_BxTxD)
-        return logits_BxTxV.astype(jnp.float32)
 
 
 def mlp_training(width: int, layers: int, examples: int) -> Training:

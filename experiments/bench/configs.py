@@ -124,6 +124,15 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         published=_PUBLISHED,
     ),
     "grid": Benchmark("Llama-3 by GPUs, sequence and accumulation", _grid(), _EVERY_PASS),
+    "unrolled": Benchmark(
+        "Eight layers of Llama-3-8B, written one by one and not rematerialised",
+        tuple(
+            Workload("llama3_8b_8_unrolled", sequence, cluster=Cluster(nodes=nodes))
+            for nodes in (1, 4)
+            for sequence in (512, 1024, 2048)
+        ),
+        (JIT, JIT_FLAGS, JIT_CONSTRAINED, FULLY_SHARDED, ALL),
+    ),
     "weak_scaling": Benchmark(
         "Llama-3-70B, one example of 2048 tokens a GPU",
         tuple(Workload("llama3_70b", 2048, cluster=Cluster(nodes=nodes)) for nodes in _NODES),

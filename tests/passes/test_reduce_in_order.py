@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_deepcompile as deepcompile
+from experiments.bench.steps import UnrolledLlama
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.ir.verifier import verify
@@ -115,25 +115,11 @@ def test_values_and_counts_stay_the_same(loss, params, matrices):
         np.testing.assert_array_equal(got, expected)
 
 
-class Unrolled(nn.Module):
-    """Llama with its layers one by one."""
-
-    config: llama.LlamaConfig
-
-    @nn.compact
-    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        cfg = self.config
-        x_BxTxD = nn.Embed(cfg.vocab_size, cfg.d_model, dtype=cfg.dtype)(tokens_BxT)
-        for _ in range(cfg.n_layers):
-            x_BxTxD, _ = llama.Layer(cfg)(x_BxTxD)
-        return nn.Dense(cfg.vocab_size, use_bias=False, dtype=cfg.dtype)(x_BxTxD)
-
-
 @pytest.fixture(scope="module")
 def unrolled():
     """Six layers of Llama-3-8B on 32 H100s, nothing gathered again: as they are, and reduced in order."""
     mesh = deepcompile.targets.h100(nodes=4).make_mesh((32,), ("fsdp",))
-    model = Unrolled(dataclasses.replace(llama.LLAMA3_8B, n_layers=6, vocab_size=32_768))
+    model = UnrolledLlama(dataclasses.replace(llama.LLAMA3_8B, n_layers=6, vocab_size=32_768))
 
     def loss(params, tokens):
         return jnp.mean(jax.nn.logsumexp(model.apply(params, tokens).astype(jnp.float32), axis=-1))
