@@ -1,7 +1,7 @@
 """Equations are written as partitioning rules expect them.
 
-Gathers and scatters that spell a batch dimension out as an index get a batching dimension instead, and ``while`` loops
-that were batched one condition.
+Gathers and scatters that spell a batch dimension out as an index get a batching dimension instead, ``while`` loops that
+were batched one condition, and inner products the shapes that their operands have.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax.extend.core import primitives
 
 from jax_deepcompile._jax_compat import closed_consts, new_var, open_jaxpr
 from jax_deepcompile.ir.batched_while import with_one_condition
+from jax_deepcompile.ir.inner_products import without_ravel
 
 
 def canonicalize(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -252,11 +253,15 @@ class _Canonicalizer:
     def run(self) -> jex.ClosedJaxpr:
         closed, changed = self.scope.jaxpr, False
         for eqn in open_jaxpr(closed).eqns:
-            is_indexed = eqn.primitive.name in _INDEXED
-            rewritten = self._batched(eqn) if is_indexed else self._with_regions(with_one_condition(eqn))
+            rewritten = self._rewritten(eqn)
             changed |= rewritten is not eqn
             self.eqns.append(rewritten)
         return jex.ClosedJaxpr(open_jaxpr(closed).replace(eqns=self.eqns), closed_consts(closed)) if changed else closed
+
+    def _rewritten(self, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
+        if eqn.primitive.name in _INDEXED:
+            return self._batched(eqn)
+        return self._with_regions(with_one_condition(without_ravel(eqn, self.scope.maker)))
 
     def _with_regions(self, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
         changed = {}
