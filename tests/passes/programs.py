@@ -12,6 +12,7 @@ from jax import lax
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.emit import emit, sharding_of
 from tests.partition.steps import shapes, training_step
 
@@ -70,3 +71,12 @@ def count(program: Program, primitive: str, executed: bool = True) -> int:
         return total
 
     return of(program.jaxpr.jaxpr if hasattr(program.jaxpr, "jaxpr") else program.jaxpr)
+
+
+def assert_same_work(planned: Program, program: Program, mesh) -> None:
+    """That ``planned`` is valid, communicates as often as ``program``, and computes the same bits."""
+    verify(planned)
+    for primitive in ("all_gather", "reduce_scatter", "psum"):
+        assert count(planned, primitive) == count(program, primitive)
+    for got, expected in zip(run(planned, mesh), run(program, mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
