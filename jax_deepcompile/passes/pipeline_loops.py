@@ -34,7 +34,8 @@ from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
 from jax_deepcompile.analysis.loops import Loop, Part, SplitBody, constants_of, find_loops, split_body
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import replace_equations, split_operands
+from jax_deepcompile.ir.retrace import split_operands
+from jax_deepcompile.passes.replace_loops import replace_loops
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,7 @@ def pipeline_loops(program: Program, mesh: AnyMesh, schedules: Sequence[LoopSche
       schedules: at most one for each loop.
     """
     wanted = {schedule.loop: schedule for schedule in schedules}
-    depths = sorted({name.count("/") for name in wanted}, reverse=True)
-    for depth in depths:
-        loops = [loop for loop in find_loops(program.jaxpr) if loop.name in wanted and loop.name.count("/") == depth]
-        program = replace_equations(
-            program, mesh, {id(loop.eqn): _Pipeline(loop, wanted[loop.name]).run for loop in loops}
-        )
-    return program
+    return replace_loops(program, mesh, dict.fromkeys(wanted, lambda loop: _Pipeline(loop, wanted[loop.name]).run))
 
 
 @dataclass(frozen=True)

@@ -18,25 +18,21 @@ Guarantees: values are bitwise the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_deepcompile._jax_compat import eval_local, scan_counts
-from jax_deepcompile.analysis.loops import find_loops
-from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import replace_equations
+from jax_deepcompile.analysis.loops import Loop
+from jax_deepcompile.ir.retrace import Compute
 
 
-def hide_trip_counts(program: Program, mesh: AnyMesh, loops: Sequence[str]) -> Program:
-    """``program`` with the named scans as loops of unknown length; the same object if none is named."""
-    depths = sorted({name.count("/") for name in loops}, reverse=True)
-    for depth in depths:
-        chosen = [loop for loop in find_loops(program.jaxpr) if loop.name in loops and loop.name.count("/") == depth]
-        program = replace_equations(program, mesh, {id(loop.eqn): _as_while for loop in chosen})
-    return program
+def uncounted(_: Loop) -> Compute:
+    """The way to run a ``scan`` as a loop of unknown length."""
+    return _as_while
 
 
 def _as_while(eqn, operands: list) -> list:
@@ -47,10 +43,9 @@ def _as_while(eqn, operands: list) -> list:
         operands[num_consts : num_consts + num_carry],
         operands[num_consts + num_carry :],
     )
-    bound = lax.optimization_barrier(jnp.int32(length))
 
-    def body(state):
-        trip, carry, out = state
+    def body(trip, state):
+        carry, out = state
         place = length - 1 - trip if reverse else trip
         slices = [lax.dynamic_index_in_dim(stack, place, keepdims=False) for stack in stacks]
         results = eval_local(closed, [*consts, *carry, *slices])
@@ -58,8 +53,19 @@ def _as_while(eqn, operands: list) -> list:
             lax.dynamic_update_index_in_dim(whole, one, place, 0)
             for whole, one in zip(out, results[num_carry:], strict=True)
         ]
-        return trip + 1, results[:num_carry], out
+        return results[:num_carry], out
 
     out = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
-    _, carry, out = lax.while_loop(lambda state: state[0] < bound, body, (jnp.int32(0), list(carry), out))
+    carry, out = run_uncounted(length, body, (list(carry), out))
     return [*carry, *out]
+
+
+def run_uncounted(trips: int, body: Callable[[jax.Array, Any], Any], start: Any) -> Any:
+    """The state after ``body(trip, state) -> state`` ran ``trips`` times, from 0 on; XLA does not see how often."""
+    bound = lax.optimization_barrier(jnp.int32(trips))
+
+    def step(counted):
+        trip, state = counted
+        return trip + 1, body(trip, state)
+
+    return lax.while_loop(lambda counted: counted[0] < bound, step, (jnp.int32(0), start))[1]

@@ -10,12 +10,14 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.accumulate_in_loops import accumulate_in_loops
 from jax_deepcompile.passes.hand_over import hand_over
+from jax_deepcompile.passes.overlap_microbatches import overlapped
 from jax_deepcompile.passes.pipeline_loops import pipeline_loops
 from jax_deepcompile.passes.prefetch import parameter_gathers, prefetch
 from jax_deepcompile.passes.reduce_before_loops import reduce_before_loops
 from jax_deepcompile.passes.reduce_in_order import reduce_in_order
+from jax_deepcompile.passes.replace_loops import replace_loops
 from jax_deepcompile.passes.stack_collectives import stack_collectives
-from jax_deepcompile.passes.uncounted_loops import hide_trip_counts
+from jax_deepcompile.passes.uncounted_loops import uncounted
 from jax_deepcompile.passes.unshard import keep_over_microbatches, keep_until_backward, regathers
 from jax_deepcompile.planning.plan import Plan
 
@@ -26,13 +28,7 @@ def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     Raises:
       PlanError: the plan speaks of a loop or a gather that ``program`` does not have.
     """
-    planned = apply_loops(program, mesh, plan)
-    known = {loop.name for loop in find_loops(planned.jaxpr)}
-    for kept in plan.kept:
-        if kept.loop not in known:
-            raise errors.PlanError("the plan", f"it keeps gathers over {kept.loop}, which the program does not have")
-    planned = keep_over_microbatches(planned, mesh, {kept.loop: kept.gathers for kept in plan.kept})
-    planned = hide_trip_counts(planned, mesh, _around(plan))
+    planned = _around(apply_kept(program, mesh, plan), mesh, plan)
     if plan.unsharded:
         planned = _unshard(planned, plan)
     if plan.prefetches:
@@ -42,6 +38,16 @@ def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     if planned is not program:
         verify(planned)
     return planned
+
+
+def apply_kept(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
+    """``program`` with what ``plan`` says of its layer loops, and of what loops around them keep gathered."""
+    planned = apply_loops(program, mesh, plan)
+    known = {loop.name for loop in find_loops(planned.jaxpr)}
+    for kept in plan.kept:
+        if kept.loop not in known:
+            raise errors.PlanError("the plan", f"it keeps gathers over {kept.loop}, which the program does not have")
+    return keep_over_microbatches(planned, mesh, {kept.loop: kept.gathers for kept in plan.kept})
 
 
 def apply_loops(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
@@ -59,10 +65,19 @@ def apply_loops(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     return reduce_before_loops(pipelined)
 
 
-def _around(plan: Plan) -> list[str]:
-    """The loops around the pipelined ones."""
-    names = [schedule.loop.split("/") for schedule in plan.loops]
-    return list(dict.fromkeys("/".join(parts[:depth]) for parts in names for depth in range(1, len(parts))))
+def _around(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
+    """``program`` with the loops around the pipelined ones as they should run."""
+    around = loops_around(plan)
+    for name in plan.overlapped:
+        if name not in around:
+            raise errors.PlanError("the plan", f"it overlaps the iterations of {name}, which has no pipelined loops")
+    return replace_loops(program, mesh, {name: overlapped if name in plan.overlapped else uncounted for name in around})
+
+
+def loops_around(plan: Plan) -> set[str]:
+    """The names of the loops around those that ``plan`` pipelines."""
+    pipelined = [schedule.loop.split("/") for schedule in plan.loops]
+    return {"/".join(parts[:depth]) for parts in pipelined for depth in range(1, len(parts))}
 
 
 def _unshard(program: Program, plan: Plan) -> Program:

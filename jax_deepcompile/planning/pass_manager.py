@@ -80,6 +80,15 @@ class Trial:
     prediction: Prediction
     argument_bytes: int
 
+    @property
+    def waits(self) -> bool:
+        """Whether enough communication is exposed for another compilation."""
+        return self.prediction.exposed_s >= WORTH_TRYING * self.prediction.step_s
+
+
+WORTH_TRYING = 0.01
+"""The share of a step that there must be to gain before a compilation or memory is spent on it."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -258,8 +267,7 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
     """
     records: list[Record] = []
     best = min((trial for trial in taken if _fits(trial, environment)), key=_step_s, default=taken[-1])
-    expected = taken[-1].prediction
-    if environment.platform != "cuda" or expected.exposed_s < _NOTABLE * expected.step_s:
+    if environment.platform != "cuda" or not taken[-1].waits:
         return best, records
     for trial in taken[: -_ROUNDS - 1 : -1]:
         hoped_s = (1 + _MISSED) * environment.expected_s(trial)
@@ -282,9 +290,6 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
 def _scheduled_by(plan: Plan, decision: str, trial: Trial, environment: Environment) -> _Tried:
     return _Tried.of(decision, partial(_compiled, trial.program, trial.lowered, plan, environment))
 
-
-_NOTABLE = 0.01
-"""The share of a step that must be exposed communication before another compilation is spent on its schedule."""
 
 _MISSED = 0.02
 """The share of a step by which schedules usually miss what is attainable."""

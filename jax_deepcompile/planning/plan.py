@@ -19,7 +19,7 @@ from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.passes.prefetch import Prefetch
 from jax_deepcompile.passes.stack_collectives import StackCollectives
 
-FORMAT = 4
+FORMAT = 5
 """Of the JSON; a plan of another format is replanned."""
 
 
@@ -90,6 +90,7 @@ class Plan:
       handed_over: what forward loops leave gathered for backward loops.
       loops: how layer loops are pipelined.
       kept: what stays gathered over a loop.
+      overlapped: loops over microbatches that run the next one's forward pass beside this one's backward pass.
       unsharded: positions, among the straight-line gathers that repeat an earlier one, of those that reuse it.
       prefetches: when straight-line gathers start, in the program that all of the above makes.
       reduction_bucket_bytes: so much of straight-line reductions follows one another in the order gradients are ready;
@@ -105,6 +106,7 @@ class Plan:
     handed_over: tuple[HandOver, ...] = ()
     loops: tuple[LoopSchedule, ...] = ()
     kept: tuple[KeptGathers, ...] = ()
+    overlapped: tuple[str, ...] = ()
     unsharded: tuple[int, ...] = ()
     prefetches: tuple[Prefetch, ...] = ()
     reduction_bucket_bytes: int = 0
@@ -165,6 +167,7 @@ def _decisions(plan: Plan) -> list[str]:
         for loop in plan.loops
     ]
     lines += [f"loop {kept.loop}: gathers {', '.join(map(str, kept.gathers))} once" for kept in plan.kept]
+    lines += [f"loop {loop}: forward of the next microbatch beside backward" for loop in plan.overlapped]
     lines += [f"repeated gather {position}: reuses the first" for position in plan.unsharded]
     lines += [f"gather {early.gather}: starts after equation {early.after}" for early in plan.prefetches]
     if plan.reduction_bucket_bytes:

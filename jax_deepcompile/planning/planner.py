@@ -6,6 +6,7 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options, memory_options
+from jax_deepcompile.planning.overlap import OverlapMicrobatches
 from jax_deepcompile.planning.pass_manager import Environment, Opening, Pass, Trial, run_passes
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
@@ -17,6 +18,7 @@ DEFAULT_PASSES: tuple[Pass | Opening, ...] = (
     BucketCollectives(),
     PrefetchGathers(),
     Unshard(),
+    OverlapMicrobatches(),
     UnshardStraightLine(),
     ReduceInOrder(),
 )

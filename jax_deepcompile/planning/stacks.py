@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -160,3 +160,12 @@ def with_gathers(taken: Iterable[StackCollectives], stacks: Iterable[Stack]) -> 
             now = choices.get(loop, StackCollectives(loop))
             choices[loop] = StackCollectives(loop, tuple(sorted({*now.gathers, index})), now.reductions)
     return tuple(choices[name] for name in sorted(choices))
+
+
+def without_gathers(taken: Iterable[StackCollectives], stacks: Iterable[Stack]) -> tuple[StackCollectives, ...]:
+    """``taken`` but for the gathers of ``stacks``."""
+    dropped = {gather for stack in stacks for gather in stack.gathers}
+    return tuple(
+        replace(choice, gathers=tuple(index for index in choice.gathers if (choice.loop, index) not in dropped))
+        for choice in taken
+    )

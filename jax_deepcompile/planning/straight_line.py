@@ -84,17 +84,13 @@ class ReduceInOrder:
     name: str = "reduce_in_order"
 
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        if now.plan.loops or now.prediction.exposed_s < _WORTH_IT * now.prediction.step_s:
+        if now.plan.loops or not now.waits:
             return
         size = bandwidth_bound_bytes(base, environment, self.latency_share)
         buckets = len(reduction_buckets(apply_plan(base, environment.mesh, now.plan), size))
         if buckets > 1:
             decision = f"{buckets} buckets of reductions of {size / 2**20:.0f} MiB follow one another"
             yield Proposal(now.plan.replace(reduction_bucket_bytes=size), decision)
-
-
-_WORTH_IT = 0.01
-"""The share of a step that must be exposed communication before another compilation is spent on it."""
 
 
 @dataclass(frozen=True)

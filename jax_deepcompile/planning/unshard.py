@@ -13,7 +13,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.planning.apply import apply_loops
 from jax_deepcompile.planning.keep_gathered import keep_gathered
-from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.stacks import (
     Stack,
@@ -34,13 +34,12 @@ class Unshard:
     name: str = "unshard"
 
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        expected = now.prediction
-        if environment.limit_bytes is None or expected.exposed_s < _WORTH_IT * expected.step_s:
+        if environment.limit_bytes is None or not now.waits:
             return
         pairs = layer_stacks(apply_loops(base, environment.mesh, now.plan.replace(loops=(), handed_over=())), now.plan)
         if not _gathered_again(base, now.plan, environment, pairs):
             return
-        free_bytes = environment.limit_bytes - expected.peak_bytes
+        free_bytes = environment.limit_bytes - now.prediction.peak_bytes
         if not now.plan.kept:
             size = _hoistable_bytes(apply_loops(base, environment.mesh, now.plan))
             free_bytes -= size
@@ -128,10 +127,10 @@ def _before_turn_bytes(now: Trial) -> int:
 
 
 def _worthwhile_bytes(now: Trial) -> float:
-    """What must be gathered less for ``_WORTH_IT`` of a step's time."""
+    """What must be gathered less to be worth trying."""
     simulation = now.simulation
     moved = simulation.gathered_bytes + simulation.reduced_bytes
-    return _WORTH_IT * now.prediction.step_s * moved / max(simulation.communication_s, 1e-12)
+    return WORTH_TRYING * now.prediction.step_s * moved / max(simulation.communication_s, 1e-12)
 
 
 def _layer_loops(now: Trial) -> list[SimulatedLoop]:
@@ -160,9 +159,6 @@ def _every_layer(stacks: Sequence[Stack]) -> str:
     size = total_bytes(stacks)
     return f"{len(stacks)} parameters of every layer stay gathered, {size / 2**30:.2f} GiB"
 
-
-_WORTH_IT = 0.01
-"""The share of a step that must be exposed communication before memory is spent on it."""
 
 _ROOM = 1.1
 """What a layer kept gathered takes, over the gathered bytes: buffers lie less well."""

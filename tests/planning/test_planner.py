@@ -17,6 +17,7 @@ from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.planning import pass_manager
 from jax_deepcompile.planning.proposals import PipelineLoops
 from models import llama
+from tests.schedules import loop_bodies, work_while_under_way
 
 pytestmark = pytest.mark.h100_aot
 
@@ -118,9 +119,7 @@ def test_an_edited_plan_is_carried_out_as_it_is(planned):
 def under_way():
     """In the loops of a step planned with pipelined loops only: each layer-sized collective, and the work beside it."""
     module = read(trace(passes=(PipelineLoops(),)).lower().compile().as_text())
-    instructions = [each for part in module.computations.values() for each in part.instructions]
-    bodies = [module.body(each) for each in instructions if each.opcode == "while"]
-    return [found for body in bodies for found in _work_while_under_way(body)]
+    return [found for body in loop_bodies(module) for found in work_while_under_way(body)]
 
 
 @pytest.mark.parametrize("kind", ["all-gather-start", "reduce-scatter-start"])
@@ -128,24 +127,3 @@ def test_layer_sized_collectives_in_loops_have_work_beside_them(under_way, kind)
     work = [number for opcode, number in under_way if opcode == kind]
     assert work
     assert all(work), work
-
-
-_LAYER_SIZED_BYTES = 1 << 20
-"""The gradients of norms, 32 KiB each, stay in buckets of their own: they are of another dtype."""
-
-
-def _work_while_under_way(body) -> list[tuple[str, int]]:
-    """For every large asynchronous collective the products and fusions between its start and its done."""
-    order = {each.name: place for place, each in enumerate(body.instructions)}
-    found = []
-    for each in body.instructions:
-        if each.opcode not in ("all-gather-start", "reduce-scatter-start") or _size(each.shape) < _LAYER_SIZED_BYTES:
-            continue
-        (done,) = (user for user in body.users[each.name] if user.opcode.endswith("-done"))
-        between = body.instructions[order[each.name] + 1 : order[done.name]]
-        found.append((each.opcode, sum(other.opcode in ("fusion", "custom-call") for other in between)))
-    return found
-
-
-def _size(shape) -> int:
-    return sum(map(_size, shape)) if isinstance(shape, tuple) else shape.bytes

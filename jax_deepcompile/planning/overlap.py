@@ -1,0 +1,75 @@
+"""Microbatches whose forward and backward passes wait for different things, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.costs.simulation import Loop as SimulatedLoop
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.passes.overlap_microbatches import Halves, find_halves
+from jax_deepcompile.planning.apply import apply_kept, loops_around
+from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
+from jax_deepcompile.planning.plan import Plan
+from jax_deepcompile.planning.stacks import (
+    SMALL_STACK_BYTES,
+    enough_bytes,
+    repeated_stacks,
+    total_bytes,
+    without_gathers,
+)
+from jax_deepcompile.planning.unshard import keep_over_loops
+
+
+@dataclass(frozen=True)
+class OverlapMicrobatches:
+    """The next microbatch's forward pass beside this one's backward pass, where only one of them waits for gathers."""
+
+    name: str = "overlap_microbatches"
+
+    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
+        if now.plan.overlapped or _gain_s(now.simulation.loops) < WORTH_TRYING * now.prediction.step_s:
+            return
+        around = loops_around(now.plan)
+        loops = [loop for loop in find_loops(apply_kept(base, environment.mesh, now.plan).jaxpr) if loop.name in around]
+        halves = {loop.name: found for loop in loops if (found := find_halves(loop.eqn)) is not None}
+        if not halves:
+            return
+        needed_bytes = sum(map(_more_bytes, halves.values()))
+        plan: Plan | None = now.plan
+        if environment.limit_bytes is not None:
+            free_bytes = environment.limit_bytes - now.prediction.peak_bytes
+            plan = _keeping_less(base, now.plan, environment, needed_bytes - free_bytes)
+        if plan is not None:
+            decision = f"the next microbatch's forward pass beside backward, {needed_bytes / 2**30:.2f} GiB"
+            yield Proposal(plan.replace(overlapped=tuple(halves)), decision)
+
+
+def _gain_s(loops: Iterable[SimulatedLoop]) -> float:
+    """What layer loops that each wait for their own busiest stream would save as one loop."""
+    repeated = [loop for loop in loops if loop.is_innermost and loop.executions > 1]
+    times = [(loop.trip_count * (loop.executions - 1), loop.trip) for loop in repeated]
+    compute_s = sum(count * trip.compute_s for count, trip in times)
+    communication_s = sum(count * trip.communication_s for count, trip in times)
+    apart_s = sum(count * max(trip.compute_s, trip.communication_s) for count, trip in times)
+    return apart_s - max(compute_s, communication_s)
+
+
+def _more_bytes(halves: Halves) -> int:
+    """What is there beside backward: all that forward hands over, and what it works with, for a layer and the next."""
+    working = set(halves.forward.outvars) - set(halves.handed)
+    return halves.handed_bytes + 2 * sum(map(size_bytes, working))
+
+
+def _keeping_less(base: Program, plan: Plan, environment: Environment, missing_bytes: int) -> Plan | None:
+    """``plan`` with so much less kept gathered over microbatches; None if it does not keep as much."""
+    if missing_bytes <= 0:
+        return plan
+    kept = {(choice.loop, index) for choice in plan.stacks for index in choice.gathers}
+    stacks = [stack for stack in repeated_stacks(base, ()) if kept.issuperset(stack.gathers)]
+    dropped = enough_bytes([stack for stack in stacks if stack.size_bytes > SMALL_STACK_BYTES], missing_bytes)
+    if total_bytes(dropped) < missing_bytes:
+        return None
+    return keep_over_loops(base, plan.replace(stacks=without_gathers(plan.stacks, dropped)), environment)

@@ -1,0 +1,115 @@
+"""Microbatches are overlapped where one pass waits for gathers and the other for compute, and where memory allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import optax
+import pytest
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.memory import MemoryUse
+from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
+from jax_deepcompile.passes.pipeline_loops import choose_schedules
+from jax_deepcompile.planning import overlap
+from jax_deepcompile.planning.overlap import OverlapMicrobatches
+from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
+from jax_deepcompile.planning.plan import Plan, Prediction
+from jax_deepcompile.planning.stacks import repeated_stacks, total_bytes, with_gathers
+from jax_deepcompile.planning.unshard import keep_over_loops
+from tests.partition.steps import shapes, training_step
+from tests.passes.programs import stack_loss, stack_shapes
+
+pytestmark = pytest.mark.pure
+
+MICROBATCHES, LIMIT = 4, 1 << 30
+WAITS, COMPUTES = Totals(1.0, 1.2, gathered_bytes=1 << 20), Totals(3.0, 2.8, gathered_bytes=1 << 20)
+
+
+def program_of(loss, params):
+    optimizer = optax.sgd(0.1)
+    params = shapes(params)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    step = deepcompile.shard(training_step(loss, optimizer), {"fsdp": 8}, microbatches=MICROBATCHES)
+    return step.trace(state, shapes((16 * MICROBATCHES, 16))).sharded, step.mesh
+
+
+PROGRAM, MESH = program_of(stack_loss, {"stack": stack_shapes()})
+ENVIRONMENT = Environment(MESH, "cuda", CostModel(), LIMIT)
+PIPELINED = Plan("0").replace(loops=choose_schedules(PROGRAM))
+
+
+def proposals(
+    forward: Totals = WAITS,
+    backward: Totals = COMPUTES,
+    plan: Plan = PIPELINED,
+    free_bytes: int = LIMIT,
+    environment: Environment = ENVIRONMENT,
+    executions: int = MICROBATCHES,
+) -> list[Proposal]:
+    loops = tuple(Loop(name, "", 4, True, 1.0, trip, executions) for name, trip in (("f", forward), ("b", backward)))
+    nothing: Any = None
+    prediction = Prediction(50.0, 40.0, 40.0, 5.0, LIMIT - free_bytes)
+    run = Simulation(50.0, Totals(), loops, (), MemoryUse(0, 0, 0, 0, (), (), ()))
+    now = Trial(plan, PROGRAM, nothing, nothing, run, prediction, 0)
+    return list(OverlapMicrobatches().propose(PROGRAM, now, environment))
+
+
+def test_one_pass_waits_for_gathers_and_the_other_does_not():
+    (proposal,) = proposals()
+    assert proposal.plan == PIPELINED.replace(overlapped=("scan.0",))
+    assert proposal.decision.startswith("the next microbatch's forward pass beside backward, 0.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [(WAITS, replace(COMPUTES, communication_s=3.2)), (replace(WAITS, compute_s=1.3), COMPUTES), (Totals(), COMPUTES)],
+    ids=["both wait", "neither waits", "nothing in forward"],
+)
+def test_loops_that_wait_for_the_same_gain_nothing(forward, backward):
+    assert proposals(forward, backward) == []
+
+
+def test_a_little_is_not_worth_a_compilation():
+    assert proposals(replace(WAITS, communication_s=1.01)) == []
+
+
+def test_a_step_without_microbatches_has_no_next_one():
+    assert proposals(executions=1) == []
+
+
+def test_once_is_enough():
+    assert proposals(plan=PIPELINED.replace(overlapped=("scan.0",))) == []
+
+
+def test_without_pipelined_loops_there_is_nothing_to_run_side_by_side():
+    assert proposals(plan=Plan("0")) == []
+
+
+def test_without_a_limit_memory_does_not_matter():
+    assert proposals(free_bytes=0, environment=replace(ENVIRONMENT, limit_bytes=None))
+
+
+def keeping_all() -> Plan:
+    plan = PIPELINED.replace(stacks=with_gathers((), repeated_stacks(PROGRAM, ())))
+    return keep_over_loops(PROGRAM, plan, ENVIRONMENT)
+
+
+def test_what_does_not_fit_beside_is_no_longer_kept(monkeypatch):
+    monkeypatch.setattr(overlap, "SMALL_STACK_BYTES", 0)
+    plan = keeping_all()
+    (roomy,), (tight,) = proposals(plan=plan), proposals(plan=plan, free_bytes=0)
+    assert roomy.plan == plan.replace(overlapped=("scan.0",))
+    less = repeated_stacks(PROGRAM, tight.plan.stacks)
+    assert less
+    assert total_bytes(less) < total_bytes(repeated_stacks(PROGRAM, ()))
+    assert tight.plan.overlapped == ("scan.0",)
+
+
+def test_what_cannot_fit_is_not_tried():
+    """Small parameters stay gathered for all layers, whatever memory is left."""
+    assert proposals(plan=keeping_all(), free_bytes=0) == []
+    assert proposals(free_bytes=0) == []
