@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_deepcompile import errors
-from jax_deepcompile.arguments import place, refuse_deleted, shapes_only
+from jax_deepcompile.arguments import examples, place, refuse_deleted, shapes_only
 from jax_deepcompile.binding import Creation, PureCall, PureStep, bind
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.program import Role
@@ -81,7 +81,8 @@ def shard(
         and dtypes. By default the NNX objects, or else the first argument with any arrays, a random key before state
         and batch aside. Positions count the parameters of the step, those that are passed by name too.
       batch_argnums: positions of the arguments whose leaves have examples along dimension 0, divided among all devices.
-        By default the first argument that is neither state nor a random key. All further arguments are replicated.
+        By default the first argument that is neither state nor a random key, and those behind it that have as many
+        examples in every leaf, such as labels. All further arguments are replicated.
       fsdp_axes: mesh axes that divide the state.
       data_axes: mesh axes that divide the batch and replicate the state, where the mesh has them. Axes that are in
         neither are left to XLA and to the step's own sharding constraints.
@@ -278,7 +279,7 @@ class ShardedStep:
             lambda *args: call.step.fun(*args[:-1], **args[-1]),
             in_shardings=(*positional, keywords),
             out_shardings=jax.tree.unflatten(stage.traced.program.out_tree, outputs),
-            donate_argnums=self._signature(call.step).state if self._donate else (),
+            donate_argnums=self._state(call.step) if self._donate else (),
         )
         shapes = shapes_only((*call.args, call.kwargs), stage.targets, stage.roles)
         return plain.trace(*shapes).lower(lowering_platforms=(self._platform(),))
@@ -365,7 +366,7 @@ class ShardedStep:
             out_shardings=jax.tree.unflatten(
                 traced.program.out_tree, [self._sharding(port, program) for port in program.outputs]
             ),
-            donate_argnums=self._signature(step).state if self._donate else (),
+            donate_argnums=self._state(step) if self._donate else (),
             compiler_options=planned.plan.compiler_options() or None,
         )
 
@@ -376,7 +377,7 @@ class ShardedStep:
         return self._plans[id(partitioned)]
 
     def _partition(self, step: PureStep, args: tuple, kwargs: dict) -> tuple[Traced, Partitioned]:
-        signature = self._signature(step)
+        signature = self._signature(step, args)
         key = (step.structure, signature, abstract_key(args, kwargs, signature))
         if key not in self._partitions:
             traced = trace_step(step.fun, args, kwargs, signature, self._use.axes)
@@ -390,8 +391,30 @@ class ShardedStep:
             self._partitions[key] = (traced, partitioned)
         return self._partitions[key]
 
-    def _signature(self, step: PureStep) -> Signature:
+    def _signature(self, step: PureStep, args: tuple) -> Signature:
         """Roles of the pure step's arguments.
+
+        The batch is the first argument that is neither state nor a random key, with those behind it that have as many
+        examples, such as labels.
+        """
+        state = self._state(step)
+        if self._batch_argnums is None:
+            batch = [
+                index
+                for index, argument in enumerate(step.arguments)
+                if argument.has_arrays and not (argument.has_objects or argument.is_key) and index not in state
+            ]
+            counts = [examples(args[index]) for index in batch]
+            batch = [
+                each for each, count in zip(batch, counts, strict=True) if each == batch[0] or count == counts[0] > 0
+            ]
+        else:
+            places = {argument.place: index for index, argument in enumerate(step.arguments) if argument.has_arrays}
+            batch = [places[place] for place in self._batch_argnums if place in places]
+        return Signature(self._name, state, tuple(batch), tuple(argument.name for argument in step.arguments))
+
+    def _state(self, step: PureStep) -> tuple[int, ...]:
+        """Positions of the pure step's arguments that are state.
 
         State is what is in NNX objects, which is the argument in front, or else the first argument with anything in it.
         A random key is neither state nor batch where there are others to be that.
@@ -400,19 +423,11 @@ class ShardedStep:
         places = {argument.place: index for index, argument in enumerate(arguments) if argument.has_arrays}
         state = [places[place] for place in self._state_argnums or () if place in places]
         if step.structure is not None:
-            state = [0, *(index for index in state if not arguments[index].has_objects)]
-        elif self._state_argnums is None:
-            no_keys = [index for index in places.values() if not arguments[index].is_key]
-            state = no_keys[:1] if len(no_keys) > 1 else list(places.values())[:1]
-        if self._batch_argnums is None:
-            plain = [
-                index for index in places.values() if not (arguments[index].has_objects or arguments[index].is_key)
-            ]
-            batch = [index for index in plain if index not in state][:1]
-        else:
-            batch = [places[place] for place in self._batch_argnums if place in places]
-        names = tuple(argument.name for argument in arguments)
-        return Signature(self._name, tuple(state), tuple(batch), names)
+            return (0, *(index for index in state if not arguments[index].has_objects))
+        if self._state_argnums is not None:
+            return tuple(state)
+        no_keys = [index for index in places.values() if not arguments[index].is_key]
+        return tuple(no_keys[:1] if len(no_keys) > 1 else list(places.values())[:1])
 
     def _sharding(self, port, program) -> NamedSharding | None:
         """None, XLA's to choose, for state that may be divided over automatic axes too."""

@@ -46,6 +46,12 @@ def place(
     return jax.tree.unflatten(tree, placed), moved
 
 
+def examples(arg: Any) -> int:
+    """The number that all leaves of ``arg`` have along dimension 0; 0 if they disagree or have no dimensions."""
+    counts = {getattr(leaf, "shape", ())[:1] for leaf in jax.tree.leaves(arg)}
+    return counts.pop()[0] if len(counts) == 1 and () not in counts else 0
+
+
 def refuse_deleted(args: tuple, function: str) -> None:
     """Raises StateDonatedError if an earlier call was given one of ``args``; XLA may crash on it.
 

@@ -64,6 +64,7 @@ MEASURES = {"gpu_suite": {"costs", "lowering", "profilers"}}
 
 PUBLIC = {
     "BucketCollectives",
+    "OverlapMicrobatches",
     "PipelineLoops",
     "PrefetchGathers",
     "ReduceInOrder",

@@ -229,19 +229,42 @@ def test_printing_happens_once_a_step(capfd):
 
 
 def test_explain_names_replicated_inputs_that_look_like_examples():
-    def masked(state, batch, weights, mask, *, extra):
-        return step(state, {"x": batch["x"] * mask[:, None] * weights.sum() + extra["y"]})
+    def masked(state, batch, weights, *, extra):
+        return step(state, {"x": batch["x"] * extra["mask"][:, None] * weights.sum() + extra["shift"]})
 
     sharded = deepcompile.shard(masked)
     x = batch()["x"]
-    sharded.trace(create(), {"x": x}, np.ones(8, np.float32), x[:, 0], extra={"y": x})
+    extra = {"mask": x[:, 0], "shift": 0.0}
+    sharded.trace(create(), {"x": x}, np.ones(8, np.float32), extra=extra)
     assert (
-        "replicated, though shaped like a batch: mask float32[16], extra['y'] float32[16,16]; to divide examples among "
-        "the devices name their arguments' positions in shard(..., batch_argnums=...)"
+        "replicated, though shaped like a batch: extra['mask'] float32[16]; to divide examples among the devices name "
+        "their arguments' positions in shard(..., batch_argnums=...)"
     ) in sharded.explain().splitlines()
-    divided = deepcompile.shard(masked, batch_argnums=(1, 3))
-    divided.trace(create(), {"x": x}, np.ones(8, np.float32), x[:, 0], extra={"y": 0.0})
-    assert "shaped like a batch" not in divided.explain()
+
+
+def test_arguments_with_as_many_examples_as_the_batch_are_divided(expected):
+    """Images, labels and whatever else there is of every example; not what is as long by chance in some leaves only."""
+
+    def labelled(state, images, labels, table, *, weights):
+        return step(state, {"x": images + 0 * labels[:, None] * weights["per example"][:, None] + 0 * table["row"]})
+
+    sharded = deepcompile.shard(labelled)
+    x = batch()["x"]
+    weights = {"per example": x[:, 1]}
+    args = (create(), x, x[:, 0], {"row": x[0], "other": np.ones(3, np.float32)})
+    assert_equal(sharded(*args, weights=weights), expected)
+    roles = {port.path: port.role for port in sharded.trace(*args, weights=weights).planned.inputs}
+    assert [roles[path] for path in ("images", "labels", "weights['per example']")] == [Role.BATCH] * 3
+    assert roles["table['row']"] is Role.OTHER
+
+
+def test_batch_argnums_are_all_that_is_divided():
+    def labelled(state, images, labels):
+        return step(state, {"x": images + 0 * labels[:, None]})
+
+    x = batch()["x"]
+    traced = deepcompile.shard(labelled, batch_argnums=1).trace(create(), x, x[:, 0])
+    assert {port.path: port.role for port in traced.planned.inputs}["labels"] is Role.OTHER
 
 
 def test_a_batch_passed_by_keyword_alone_is_divided(expected):

@@ -25,6 +25,7 @@ PLAN = Plan(
     handed_over=(HandOver("scan.0", "scan.1", (1, 3)),),
     loops=(LoopSchedule("scan.0", 1, 0, 0, 3), LoopSchedule("scan.1", 1, 1, 3, 1)),
     kept=(KeptGathers("scan.2", (0, 4)),),
+    overlapped=("scan.2",),
     unsharded=(1,),
     prefetches=(Prefetch(3, 40),),
     reduction_bucket_bytes=128 << 20,
