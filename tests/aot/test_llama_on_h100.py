@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 import jax_deepcompile as deepcompile
 from models import llama
 
-pytestmark = pytest.mark.h100_aot
+pytestmark = [pytest.mark.h100_aot, pytest.mark.xdist_group("llama on H100s")]
 
 LAYERS = 4
 CONFIG = dataclasses.replace(llama.LLAMA3_70B, n_layers=LAYERS)

@@ -185,6 +185,10 @@ MODELS = {
 }
 
 
+BY_MODEL = [pytest.param(name, marks=pytest.mark.xdist_group(name), id=name) for name in MODELS]
+"""What one device computes is kept for the next test of the same model, in the same process."""
+
+
 @functools.cache
 def training_of(name: str, optimizer: str, dtype: str) -> Training:
     """Made once, for the train states of two makings differ in their static fields. Parameters are float32 at least."""
@@ -227,13 +231,14 @@ def assert_equals_one_device(
         assert_close(found, wanted[index], tolerance, f"mesh {mesh}, {size}, after step {index}", KEY_BIAS)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "vit"])
+@pytest.mark.parametrize("name", [each for each in BY_MODEL if each.id != "resnet"])
 def test_equals_one_device(name: str):
     for mesh, size in RUNS:
         assert_equals_one_device(name, "momentum", "float32", size, mesh)
 
 
 @pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.xdist_group("resnet")
 @pytest.mark.parametrize(("mesh", "size"), RUNS)
 def test_resnet_equals_one_device_but_for_rounding(mesh: str, size: str):
     """The gradient of the stem's bias is a difference of large sums; in float32 one device too is 1.2e-5 off.
@@ -252,7 +257,7 @@ def test_resnet_equals_one_device_but_for_rounding(mesh: str, size: str):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", BY_MODEL)
 def test_equals_one_device_under_adamw_without_float32_rounding(name: str):
     """What is left are the models' own casts to float32, of logits and routers."""
     with jax.enable_x64(True):
@@ -270,7 +275,7 @@ def test_equals_one_device_under_adamw():
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", BY_MODEL)
 def test_bfloat16_is_as_near_to_float32_as_on_one_device(name: str):
     """Every device rounds its part of a gradient to bfloat16 before it is summed.
 

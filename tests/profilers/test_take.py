@@ -16,7 +16,7 @@ from jax_deepcompile.profilers.runs import StepRuns
 from jax_deepcompile.profilers.take import machine_of
 from tests.profilers import steps
 
-pytestmark = pytest.mark.cpu_mesh
+pytestmark = [pytest.mark.cpu_mesh, pytest.mark.xdist_group("profile")]
 
 RUNS = 2
 
