@@ -48,8 +48,8 @@ def place(
 
 def examples(arg: Any) -> int:
     """The number that all leaves of ``arg`` have along dimension 0; 0 if they disagree or have no dimensions."""
-    counts = {getattr(leaf, "shape", ())[:1] for leaf in jax.tree.leaves(arg)}
-    return counts.pop()[0] if len(counts) == 1 and () not in counts else 0
+    counts = {leaf.shape[0] if getattr(leaf, "shape", ()) else 0 for leaf in jax.tree.leaves(arg)}
+    return counts.pop() if len(counts) == 1 else 0
 
 
 def refuse_deleted(args: tuple, function: str) -> None:

@@ -88,7 +88,8 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     objects = tuple(found for value, holder in zip(args, holders, strict=True) for found in holder.objects(value))
     if not objects:
         return PureCall(PureStep(arranged, arguments), args, kwargs)
-    graphdef, state = nnx.split(objects)
+    with nnx.update_context("jax_deepcompile"):  # takes what nnx.cached_partial has for the step it calls
+        graphdef, state = nnx.split(objects)
     holding = [argument.name for argument in arguments if argument.has_objects]
     together = Argument(f"({', '.join(holding)})" if len(holding) > 1 else holding[0], None, True)
     rest = [holder.without_objects(value) for value, holder in zip(args, holders, strict=True)]

@@ -57,6 +57,28 @@ def test_nnx_objects_with_dropout_batch_norm_and_metrics():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *map(_values, (mine, theirs)))
 
 
+def test_objects_cached_by_flax_are_trained():
+    """``nnx.cached_partial`` is how Flax spares a loop the walk through its objects."""
+
+    def train(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x[:, :8]) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def build():
+        model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    mine, theirs = build(), build()
+    sharded, plain = deepcompile.shard(train), nnx.jit(train)
+    cached = nnx.cached_partial(sharded, *mine)
+    x = np.random.default_rng(0).standard_normal((32, 16), np.float32)
+    for _ in range(3):
+        np.testing.assert_allclose(cached(x), plain(*theirs, x), rtol=1e-5)
+    np.testing.assert_allclose(mine[0].kernel[...], theirs[0].kernel[...], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(sharded(*mine, x), plain(*theirs, x), rtol=1e-5)
+
+
 def test_a_method_of_an_nnx_module_trains_its_object():
     class Trainer(nnx.Module):
         def __init__(self) -> None:
