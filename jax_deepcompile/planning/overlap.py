@@ -1,13 +1,12 @@
-"""Microbatches whose forward and backward passes wait for different things, side by side."""
+"""Microbatches whose forward and backward passes wait at different times, side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.loops import find_loops
-from jax_deepcompile.costs.simulation import Loop as SimulatedLoop
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.overlap_microbatches import Halves, find_halves
 from jax_deepcompile.planning.apply import apply_kept, loops_around
@@ -25,14 +24,20 @@ from jax_deepcompile.planning.unshard import keep_over_loops
 
 @dataclass(frozen=True)
 class OverlapMicrobatches:
-    """The next microbatch's forward pass beside this one's backward pass, where only one of them waits for gathers."""
+    """The next microbatch's forward pass beside this one's backward pass, where they wait for the network or compute.
+
+    Each has something to do while the other waits, and for one loop over layers there is one first gather to wait for.
+    Where all layers wait for the network anyway, memory is better spent on gathering less.
+    """
 
     name: str = "overlap_microbatches"
 
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        if now.plan.overlapped or _gain_s(now.simulation.loops) < WORTH_TRYING * now.prediction.step_s:
-            return
         around = loops_around(now.plan)
+        if now.plan.overlapped or not around or _network_bound(now):
+            return
+        if _waits_s(now, environment) < WORTH_TRYING * now.prediction.step_s:
+            return
         loops = [loop for loop in find_loops(apply_kept(base, environment.mesh, now.plan).jaxpr) if loop.name in around]
         halves = {loop.name: found for loop in loops if (found := find_halves(loop.eqn)) is not None}
         if not halves:
@@ -47,14 +52,15 @@ class OverlapMicrobatches:
             yield Proposal(plan.replace(overlapped=tuple(halves)), decision)
 
 
-def _gain_s(loops: Iterable[SimulatedLoop]) -> float:
-    """What layer loops that each wait for their own busiest stream would save as one loop."""
-    repeated = [loop for loop in loops if loop.is_innermost and loop.executions > 1]
-    times = [(loop.trip_count * (loop.executions - 1), loop.trip) for loop in repeated]
-    compute_s = sum(count * trip.compute_s for count, trip in times)
-    communication_s = sum(count * trip.communication_s for count, trip in times)
-    apart_s = sum(count * max(trip.compute_s, trip.communication_s) for count, trip in times)
-    return apart_s - max(compute_s, communication_s)
+def _network_bound(now: Trial) -> bool:
+    """Whether every layer takes the network longer than it computes."""
+    trips = [loop.trip for loop in now.simulation.loops if loop.is_innermost and loop.trip.gathered_bytes]
+    return all(trip.communication_s > trip.compute_s for trip in trips)
+
+
+def _waits_s(now: Trial, environment: Environment) -> float:
+    """What neither compute nor the network is needed for: the most that can be gained."""
+    return environment.expected_s(now) - max(now.prediction.compute_s, now.prediction.communication_s)
 
 
 def _more_bytes(halves: Halves) -> int:
