@@ -27,16 +27,17 @@ from experiments.bench.workload import Workload
 CUBLAS_GEMMS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 """Without a GPU nothing can be autotuned; these make dots cuBLAS calls, as tuning does."""
 
+_PIPELINED = ("all_gather", "reduce_scatter", "all_reduce")
+"""Collectives that XLA pipelines in loops where it is told to; jax 0.11 (2026-07) came without these options."""
+
 NVIDIA_FLAGS: Mapping[str, Any] = {
     "xla_gpu_all_gather_combine_threshold_bytes": 1 << 30,
     "xla_gpu_all_reduce_combine_threshold_bytes": 1 << 30,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 << 20,
-    "xla_gpu_enable_pipelined_all_gather": True,
-    "xla_gpu_enable_pipelined_reduce_scatter": True,
-    "xla_gpu_enable_pipelined_all_reduce": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
+    **{f"xla_gpu_enable_pipelined_{kind}": True for kind in _PIPELINED if jax.__version_info__ < (0, 11)},
 }
-"""The options NVIDIA recommends for JAX on GPUs (JAX-Toolbox, GPU performance)."""
+"""The options NVIDIA recommends for JAX on GPUs (JAX-Toolbox, GPU performance), as far as XLA has them."""
 
 GIB = 1 << 30
 
