@@ -34,6 +34,7 @@ from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reache
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.loops import Loop, constants_of
 from jax_deepcompile.ir.retrace import Compute, compute, read, split_operands
+from jax_deepcompile.ir.traversal import equations
 from jax_deepcompile.passes.uncounted_loops import run_uncounted
 
 _MOST_PEELED = 2
@@ -65,6 +66,11 @@ class Halves:
         """What is in memory twice."""
         return sum(map(size_bytes, self.handed))
 
+    @property
+    def turns(self) -> bool:
+        """Whether only ``backward`` reduces gradients."""
+        return _reduces(self.backward) and not _reduces(self.forward)
+
     @cached_property
     def before(self) -> list:
         """What of the second half ``backward`` needs."""
@@ -79,7 +85,10 @@ class Halves:
 
 
 def find_halves(eqn) -> Halves | None:
-    """The halves of a loop over microbatches, if it has a pair of pipelined layer loops that can run side by side."""
+    """The halves of a loop over microbatches, if it has a pair of pipelined layer loops that can run side by side.
+
+    Of several pairs the longest of a loop that reduces gradients and one that does not, nearest to each other.
+    """
     body = open_jaxpr(eqn.params["jaxpr"])
     if eqn.params["length"] < 2 or any(map(has_side_effects, body.eqns)):
         return None
@@ -91,7 +100,7 @@ def find_halves(eqn) -> Halves | None:
         if abs(forward.params["length"] - backward.params["length"]) <= _MOST_PEELED
         if (halves := _halves(eqn, body, forward, backward)) is not None
     ]
-    return max(found, key=lambda halves: halves.backward.params["length"], default=None)
+    return max(found, key=lambda halves: (halves.turns, halves.backward.params["length"]), default=None)
 
 
 def _is_carried(eqn) -> bool:
@@ -100,6 +109,10 @@ def _is_carried(eqn) -> bool:
         return False
     num_consts, num_carry = scan_counts(eqn)
     return num_consts + num_carry == len(eqn.invars) and num_carry == len(eqn.outvars)
+
+
+def _reduces(eqn) -> bool:
+    return any(inner.primitive.name == "reduce_scatter" for inner in equations(eqn.params["jaxpr"]))
 
 
 def _halves(eqn, body, forward, backward) -> Halves | None:

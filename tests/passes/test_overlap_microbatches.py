@@ -14,6 +14,7 @@ from jax import lax
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
@@ -223,6 +224,16 @@ def test_forward_hands_over_what_backward_reads_and_no_more():
     first = {id(eqn) for eqn in halves.ahead}
     assert halves.forward is halves.ahead[-1]
     assert not first.intersection(id(eqn) for eqn in (*halves.after, halves.backward))
+
+
+@pytest.mark.pure
+def test_of_two_stacks_the_one_where_forward_turns_to_backward():
+    program, mesh = in_microbatches(two_stacks, {"a": stack_shapes(), "b": stack_shapes()})
+    outer = outer_loop(program, mesh).eqn
+    halves = find_halves(outer)
+    assert halves is not None
+    loops = [eqn for eqn in open_jaxpr(outer.params["jaxpr"]).eqns if eqn.primitive.name == "scan"]
+    assert (loops.index(halves.forward), loops.index(halves.backward)) == (1, 2)
 
 
 @pytest.mark.pure
