@@ -336,10 +336,14 @@ def _objection(trial: Trial, best: Trial, environment: Environment, seconds: Cal
         return f"takes {peak / 2**30:.1f} GiB of {(limit or 0) / 2**30:.1f}"
     if fits and not best_fits:
         return ""
-    if seconds(trial) >= seconds(best):
+    if seconds(trial) > (1 - _TOLD_APART) * seconds(best):
         return f"no faster: {seconds(trial):.4g} s against {seconds(best):.4g} s"
     return ""
 
 
 def _fits(trial: Trial, environment: Environment) -> bool:
     return environment.limit_bytes is None or trial.prediction.peak_bytes <= environment.limit_bytes
+
+
+_TOLD_APART = 0.002
+"""The share of a step that a change must save to be taken: for less no memory is spent and no plan made longer."""
