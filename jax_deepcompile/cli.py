@@ -115,6 +115,9 @@ def _add_bench(subparsers: Any) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON results; a Markdown table is written beside it")
     parser.add_argument("--rows", type=int, nargs="+", default=[], metavar="N", help="rows to measure, from 0")
     parser.add_argument("--resume", action="store_true", help="keep what the output file holds already")
+    parser.add_argument(
+        "--again", nargs="+", default=[], metavar="SYSTEM", help="and measure these systems anew, such as all"
+    )
     parser.set_defaults(run=_bench)
 
 
@@ -131,6 +134,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         out=arguments.out,
         rows=arguments.rows,
         resume=arguments.resume,
+        again=arguments.again,
         list_only=arguments.list,
     )
 

@@ -9,7 +9,15 @@ from pathlib import Path
 from experiments.values import nearest_name
 
 
-def run(name: str | None, *, out: Path | None, rows: Sequence[int], resume: bool, list_only: bool) -> int:
+def run(
+    name: str | None,
+    *,
+    out: Path | None,
+    rows: Sequence[int],
+    resume: bool,
+    again: Sequence[str],
+    list_only: bool,
+) -> int:
     """Measures a benchmark; returns the exit code, 2 after one line about a mistake of the user's."""
     from experiments.bench.configs import BENCHMARKS
 
@@ -26,20 +34,27 @@ def run(name: str | None, *, out: Path | None, rows: Sequence[int], resume: bool
     wrong = [row for row in rows if not 0 <= row < count]
     if wrong:
         return _mistake(f"{name} has no row {wrong[0]}: its rows are 0 to {count - 1}")
-    if resume and out is None:
+    if (resume or again) and out is None:
         return _mistake("say which results to go on with: --out FILE")
-    _measure(name, out, rows or range(count), resume)
+    systems = [system.name for system in BENCHMARKS[name].systems]
+    unknown = [system for system in again if system not in systems]
+    if unknown:
+        return _mistake(f"{name} has no system {unknown[0]!r}: its systems are {', '.join(systems)}")
+    _measure(name, out, rows or range(count), resume, again)
     return 0
 
 
-def _measure(name: str, out: Path | None, rows: Sequence[int], resume: bool) -> None:
+def _measure(name: str, out: Path | None, rows: Sequence[int], resume: bool, again: Sequence[str]) -> None:
     from experiments.bench.configs import BENCHMARKS
     from experiments.bench.rows import load, measure
     from experiments.bench.table import table
 
     benchmark, results = BENCHMARKS[name], None
-    for results in measure(name, benchmark, rows, load(out, name) if out is not None and resume else None):
-        latest = results.results[-1]
+    done = load(out, name) if out is not None and (resume or again) else None
+    known = done.results if done is not None else ()
+    for results in measure(name, benchmark, rows, done, again):
+        (latest,) = (each for each in results.results if each not in known)
+        known = results.results
         step = f"{latest.figures.step_s:.3f} s" if latest.figures is not None else "does not fit"
         print(f"{latest.workload.model} {latest.system}: {step}", file=sys.stderr, flush=True)
         if out is not None:

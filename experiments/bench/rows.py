@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 import jax_deepcompile as deepcompile
+from experiments.bench.commit import commit
 from experiments.bench.configs import Benchmark
 from experiments.bench.systems import Figures, System
 from experiments.bench.workload import Cluster, Workload
@@ -26,12 +27,14 @@ class Result:
       system: its name.
       figures: None if it could not be had.
       problem: why not.
+      commit: of the code that it was measured with; empty where nobody knows.
     """
 
     workload: Workload
     system: str
     figures: Figures | None
     problem: str = ""
+    commit: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Results:
       benchmark: its name.
       date: of the last result, as ISO 8601.
       jax: version.
-      results: in the order of measurement.
+      results: in the order of the benchmark's rows and systems.
     """
 
     benchmark: str
@@ -59,7 +62,9 @@ class Results:
         return cls(**found | {"results": tuple(map(_result, found["results"]))})
 
 
-def measure(name: str, benchmark: Benchmark, rows: Sequence[int], done: Results | None) -> Iterator[Results]:
+def measure(
+    name: str, benchmark: Benchmark, rows: Sequence[int], done: Results | None, again: Container[str] = ()
+) -> Iterator[Results]:
     """The results after each further system and row.
 
     Args:
@@ -67,16 +72,21 @@ def measure(name: str, benchmark: Benchmark, rows: Sequence[int], done: Results 
       benchmark: what to measure.
       rows: which of its workloads.
       done: results of an earlier run, which are not measured again.
+      again: but for those of these systems, by name.
     """
-    results = done.results if done is not None else ()
-    known = {(each.workload, each.system) for each in results}
+    results = {(each.workload, each.system): each for each in (done.results if done is not None else ())}
+    keys = [(workload, system.name) for workload in benchmark.workloads for system in benchmark.systems]
+    measured_with = commit()
     for index in rows:
         workload = benchmark.workloads[index]
         for system in benchmark.systems:
-            if (workload, system.name) in known or not system.trains(workload):
+            key = (workload, system.name)
+            if (key in results and system.name not in again) or not system.trains(workload):
                 continue
-            results = (*results, _measured(workload, system, benchmark.memory_limit))
-            yield Results(name, time.strftime("%Y-%m-%d"), jax.__version__, results)
+            found = _measured(workload, system, benchmark.memory_limit)
+            results[key] = dataclasses.replace(found, commit=measured_with)
+            ordered = tuple(results[each] for each in keys if each in results)
+            yield Results(name, time.strftime("%Y-%m-%d"), jax.__version__, ordered)
 
 
 def load(path: Path, name: str) -> Results | None:
@@ -98,4 +108,4 @@ def _measured(workload: Workload, system: System, memory_limit: str) -> Result:
 def _result(found: dict[str, Any]) -> Result:
     workload = Workload(**found["workload"] | {"cluster": Cluster(**found["workload"]["cluster"])})
     figures = Figures(**found["figures"]) if found["figures"] is not None else None
-    return Result(workload, found["system"], figures, found["problem"])
+    return Result(**found | {"workload": workload, "figures": figures})

@@ -28,6 +28,7 @@ _COLUMNS = (
     "compile s",
     "plan s",
     "warm s",
+    "commit",
 )
 
 
@@ -52,7 +53,8 @@ def _statement(results: Results, benchmark: Benchmark) -> list[str]:
         "compiled by XLA:GPU for GPUs that are not attached, and simulated from its scheduled HLO by these constants.",
         "`x jit` compares with the first system of a row; `comm.` is the network's busy time, `exposed` the part that",
         "compute waited for, `bound` what no schedule of the same operations beats, `peak` XLA's own figure (in",
-        "bold if a GPU has less: such a step would not run), `warm` planning with the plan kept from an earlier run.",
+        "bold if a GPU has less: such a step would not run), `warm` planning with the plan kept from an earlier run,",
+        "`commit` the code that was measured, where the results say so.",
         f"Planned steps keep to {benchmark.memory_limit} a GPU.",
         "",
     ]
@@ -86,7 +88,7 @@ def _cells(result: Result, first: Result) -> tuple[str, ...]:
         result.system,
     )
     if found is None:
-        return (*row, "does not fit", *("",) * (len(_COLUMNS) - len(row) - 1))
+        return (*row, "does not fit", *("",) * (len(_COLUMNS) - len(row) - 2), result.commit)
     speedup = f"{first.figures.step_s / found.step_s:.2f}" if first.figures is not None else ""
     return (
         *row,
@@ -101,6 +103,7 @@ def _cells(result: Result, first: Result) -> tuple[str, ...]:
         f"{found.compile_s:.0f}",
         f"{found.plan_s:.0f}",
         f"{found.warm_plan_s:.1f}",
+        result.commit,
     )
 
 
@@ -118,7 +121,7 @@ def _published(workload: Workload, benchmark: Benchmark) -> list[str]:
     load = workload
     row = (load.model, "32", "", str(load.sequence), str(load.batch), str(load.microbatches))
     return [
-        _line((*row, f"*published: {name}*", "", "", f"*{tokens}*", *("",) * 8))
+        _line((*row, f"*published: {name}*", "", "", f"*{tokens}*", *("",) * 9))
         for name, tokens in names.items()
         if tokens is not None
     ]

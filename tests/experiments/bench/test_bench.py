@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
 import jax_deepcompile as deepcompile
 from experiments.bench import rows
 from experiments.bench.command import run
+from experiments.bench.commit import commit
 from experiments.bench.configs import BENCHMARKS, Benchmark, Published
 from experiments.bench.rows import Result, Results, load, measure
 from experiments.bench.systems import Figures, Ours
@@ -53,6 +56,24 @@ def test_what_is_known_is_not_measured_again(measured):
     *_, results = measure("two", two_rows(), [0], first)
     assert measured == [(SMALL, "first"), (SMALL, "second")]
     assert len(results.results) == 2
+
+
+def test_some_systems_are_measured_again_and_stay_in_their_place(measured):
+    *_, first = measure("two", two_rows(), [0, 1], None)
+    old = dataclasses.replace(first, results=tuple(dataclasses.replace(each, commit="older") for each in first.results))
+    *_, results = measure("two", two_rows(), [0], old, again=["first"])
+    assert measured[4:] == [(SMALL, "first")]
+    assert [(each.workload, each.system) for each in results.results] == measured[:4]
+    assert [each.commit == "older" for each in results.results] == [False, True, True, True]
+
+
+def test_results_name_their_commit(measured, monkeypatch):
+    monkeypatch.setattr(rows, "commit", lambda: "0123abc+")
+    *_, results = measure("two", two_rows(), [0, 1], None)
+    lines = [line for line in table(results, two_rows()).splitlines() if line.startswith("| llama3")]
+    assert len(lines) == 4
+    assert all(line.endswith(" 0123abc+ |") for line in lines)
+    assert re.fullmatch(r"[0-9a-f]{7,}\+?|", commit())
 
 
 def test_results_survive_json(measured, tmp_path):
@@ -120,10 +141,10 @@ def test_published_figures_belong_to_a_workload_of_the_paper(name):
 def test_the_command_writes_after_every_system(measured, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(BENCHMARKS, "two", two_rows())
     file = tmp_path / "made" / "two.json"
-    assert run("two", out=file, rows=[0], resume=False, list_only=False) == 0
+    assert run("two", out=file, rows=[0], resume=False, again=[], list_only=False) == 0
     assert len(Results.from_json(file.read_text()).results) == 2
     assert file.with_suffix(".md").read_text() == capsys.readouterr().out
-    assert run("two", out=file, rows=[], resume=True, list_only=False) == 0
+    assert run("two", out=file, rows=[], resume=True, again=[], list_only=False) == 0
     assert len(measured) == 4
 
 
@@ -134,14 +155,16 @@ def test_the_command_writes_after_every_system(measured, monkeypatch, tmp_path, 
         ("smok", {}, "there is no benchmark smok; the nearest is smoke"),
         ("smoke", {"rows": [7]}, "smoke has no row 7: its rows are 0 to 0"),
         ("smoke", {"resume": True}, "say which results to go on with: --out FILE"),
+        ("smoke", {"again": ["all"]}, "say which results to go on with: --out FILE"),
+        ("smoke", {"again": ["al"], "out": Path("any.json")}, "smoke has no system 'al': its systems are jit, all"),
     ],
 )
 def test_mistakes_are_named(name, options, sentence, capsys):
-    given = {"out": None, "rows": [], "resume": False, "list_only": False} | options
+    given = {"out": None, "rows": [], "resume": False, "again": [], "list_only": False} | options
     assert run(name, **given) == 2
     assert sentence in capsys.readouterr().err
 
 
 def test_the_list_names_every_benchmark(capsys):
-    assert run(None, out=None, rows=[], resume=False, list_only=True) == 0
+    assert run(None, out=None, rows=[], resume=False, again=[], list_only=True) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(BENCHMARKS)
