@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
-from jax_deepcompile.arguments import examples, place, refuse_deleted, shapes_only
+from jax_deepcompile.arguments import examples, join_rows, place, refuse_deleted, shapes_only
 from jax_deepcompile.binding import Creation, PureCall, PureStep, bind
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.program import Role
@@ -80,9 +80,10 @@ def shard(
       state_argnums: positions of the arguments that are state; each must be returned, with the same structure, shapes
         and dtypes. By default the NNX objects, or else the first argument with any arrays, a random key before state
         and batch aside. Positions count the parameters of the step, those that are passed by name too.
-      batch_argnums: positions of the arguments whose leaves have examples along dimension 0, divided among all devices.
-        By default the first argument that is neither state nor a random key, and those behind it that have as many
-        examples in every leaf, such as labels. All further arguments are replicated.
+      batch_argnums: positions of the arguments whose leaves have examples along dimension 0, divided among all devices;
+        scalars among them are replicated. By default the first argument, scalars aside, that is neither state nor a
+        random key, and those behind it that have as many examples in every leaf, such as labels. All further arguments
+        are replicated.
       fsdp_axes: mesh axes that divide the state.
       data_axes: mesh axes that divide the batch and replicate the state, where the mesh has them. Axes that are in
         neither are left to XLA and to the step's own sharding constraints.
@@ -218,7 +219,11 @@ class ShardedStep:
     def __call__(self, *args, **kwargs):
         """Runs one step; state is donated, batches may be numpy arrays or arrays anywhere.
 
-        In a run of several processes each passes its own rows of the batch.
+        In a run of several processes each passes its own rows of the batch, or arrays that all of them have.
+
+        Raises:
+          BatchNotDivisibleError, MicrobatchNotDivisibleError, StateDonatedError, DevicesNotAttachedError, and what
+          tracing finds wrong with the step: see ``jax_deepcompile.errors``.
         """
         if self._fast is not None and not kwargs:
             refuse_deleted(args, self._name)
@@ -249,7 +254,7 @@ class ShardedStep:
 
     def trace(self, *args, **kwargs) -> TracedStep:
         """Traces and partitions the step; leaves may be ``jax.ShapeDtypeStruct``s."""
-        call = bind(self._fun, self._name, args, kwargs)
+        call = self._bind(args, kwargs)
         stage = self._stage(call)
         shapes = shapes_only((*call.args, call.kwargs), stage.targets, stage.roles)
         traced, partitioned = self._partition(call.step, shapes[:-1], call.kwargs)
@@ -270,7 +275,7 @@ class ShardedStep:
 
         For comparison; leaves may be ``jax.ShapeDtypeStruct``s.
         """
-        call = bind(self._fun, self._name, args, kwargs)
+        call = self._bind(args, kwargs)
         stage = self._stage(call)
         program = stage.partitioned.program
         positional, keywords = jax.tree.unflatten(stage.traced.in_tree, stage.targets)
@@ -314,7 +319,7 @@ class ShardedStep:
 
     def _call(self, args: tuple, kwargs: dict):
         self._require_devices()
-        call = bind(self._fun, self._name, args, kwargs)
+        call = self._bind(args, kwargs)
         stage = self._stage(call)
         args_of_run = (*call.args, call.kwargs)
         refuse_deleted(args_of_run, self._name)
@@ -330,8 +335,22 @@ class ShardedStep:
             return out
         return call.finish(*out)
 
+    def _bind(self, args: tuple, kwargs: dict) -> PureCall:
+        """A call as a pure one, on arrays of all processes where they divide the batch."""
+        call = bind(self._fun, self._name, args, kwargs)
+        if jax.process_count() == 1 or not attached(self._use.mesh):
+            return call
+        signature = self._signature(call.step, call.args)
+        rows = NamedSharding(self._use.mesh, PartitionSpec(self._use.batch))
+        joined = [
+            join_rows(arg, signature.name_of(place), rows) if place in signature.batch else arg
+            for place, arg in enumerate(call.args)
+        ]
+        return replace(call, args=tuple(joined))
+
     def _stage(self, call: PureCall) -> _Stage:
-        key = (jax.tree.structure((call.args, call.kwargs)), call.step.structure, call.step.arguments)
+        batch = self._signature(call.step, call.args).batch
+        key = (jax.tree.structure((call.args, call.kwargs)), call.step.structure, call.step.arguments, batch)
         if key not in self._stages:
             self._stages[key] = self._build(call)
         self._last = self._stages[key]
@@ -394,20 +413,19 @@ class ShardedStep:
     def _signature(self, step: PureStep, args: tuple) -> Signature:
         """Roles of the pure step's arguments.
 
-        The batch is the first argument that is neither state nor a random key, with those behind it that have as many
-        examples, such as labels.
+        The batch is the first argument with examples that is neither state nor a random key, with those behind it that
+        have as many, such as labels.
         """
         state = self._state(step)
         if self._batch_argnums is None:
-            batch = [
-                index
+            counts = {
+                index: examples(args[index])
                 for index, argument in enumerate(step.arguments)
                 if argument.has_arrays and not (argument.has_objects or argument.is_key) and index not in state
-            ]
-            counts = [examples(args[index]) for index in batch]
-            batch = [
-                each for each, count in zip(batch, counts, strict=True) if each == batch[0] or count == counts[0] > 0
-            ]
+            }
+            leading = [index for index, count in counts.items() if count]
+            alike = [index for index in leading if len(counts[index]) == 1 and counts[index] == counts[leading[0]]]
+            batch = [index for index in leading if index == leading[0] or index in alike]
         else:
             places = {argument.place: index for index, argument in enumerate(step.arguments) if argument.has_arrays}
             batch = [places[place] for place in self._batch_argnums if place in places]

@@ -38,7 +38,7 @@ def place(
     placed, moved = [], False
     donated: set[int] = set()
     for leaf, target, role in zip(leaves, targets, roles, strict=True):
-        new = _placed(leaf, target, role, mesh)
+        new = _placed(leaf, target, mesh)
         moved |= new is not leaf and not role.is_state
         placed.append(jnp.copy(new) if id(new) in donated else new)
         if role.is_state and donate and isinstance(new, jax.Array):
@@ -46,10 +46,35 @@ def place(
     return jax.tree.unflatten(tree, placed), moved
 
 
-def examples(arg: Any) -> int:
-    """The number that all leaves of ``arg`` have along dimension 0; 0 if they disagree or have no dimensions."""
-    counts = {leaf.shape[0] if getattr(leaf, "shape", ()) else 0 for leaf in jax.tree.leaves(arg)}
-    return counts.pop() if len(counts) == 1 else 0
+def examples(arg: Any) -> set[int]:
+    """What the leaves of ``arg`` have along dimension 0, scalars aside."""
+    return {leaf.shape[0] for leaf in jax.tree.leaves(arg) if getattr(leaf, "shape", ())}
+
+
+def join_rows(arg: Any, name: str, sharding: NamedSharding) -> Any:
+    """Makes of the rows that this process has, and others theirs, arrays that all processes have.
+
+    Args:
+      arg: a batch argument: numpy arrays or arrays of this process's devices; all else is left alone.
+      name: what the user calls it.
+      sharding: how rows are divided.
+
+    Raises:
+      BatchNotDivisibleError: this process's devices cannot have equally many of its rows.
+    """
+    places = sharding.devices_indices_map((sharding.mesh.size,))
+    parts = len({places[device][0].start for device in sharding.addressable_devices})
+
+    def joined(path, leaf):
+        is_local = leaf.is_fully_addressable if _is_concrete(leaf) else isinstance(leaf, np.ndarray)
+        if not is_local or not leaf.shape:
+            return leaf
+        if leaf.shape[0] % parts:
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            raise errors.BatchNotDivisibleError(where, leaf.shape, parts, "this process's devices")
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
+    return jax.tree_util.tree_map_with_path(joined, arg)
 
 
 def refuse_deleted(args: tuple, function: str) -> None:
@@ -74,7 +99,7 @@ def _is_concrete(leaf: Any) -> TypeGuard[jax.Array]:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
-def _placed(leaf: Any, target: NamedSharding | None, role: Role, mesh: Mesh | AbstractMesh) -> Any:
+def _placed(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh) -> Any:
     if isinstance(leaf, Tracer):
         return leaf
     if isinstance(leaf, jax.Array):
@@ -83,8 +108,6 @@ def _placed(leaf: Any, target: NamedSharding | None, role: Role, mesh: Mesh | Ab
             return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
         fits = not leaf.committed or leaf.sharding.is_equivalent_to(target, leaf.ndim)
         return leaf if fits else jax.device_put(leaf, target)
-    if jax.process_count() > 1 and role is Role.BATCH and target is not None:
-        return jax.make_array_from_process_local_data(target, np.asarray(leaf))
     return leaf
 
 

@@ -10,23 +10,15 @@ class DeepCompileError(Exception):
 
 
 class BatchNotDivisibleError(DeepCompileError, ValueError):
-    def __init__(self, path: str, shape: Sequence[int], parts: int, axes: Sequence[str]) -> None:
+    def __init__(self, path: str, shape: Sequence[int], parts: int, counted: str) -> None:
         size = shape[0] if shape else 0
         below, above = size // parts * parts, (size // parts + 1) * parts
         choices = f"{below} or {above}" if below else f"{above}"
         super().__init__(
             f"batch leaf {path} has shape {tuple(shape)}: its leading dimension {size} must be a multiple of {parts}, "
-            f"the number of devices along the mesh axes {', '.join(axes)}. Use a batch of {choices} examples, "
+            f"the number of {counted}. Use a batch of {choices} examples, "
             f"or drop the last, shorter batch of an epoch. If it holds no examples, make it an argument of its own, "
             f"which is replicated, or name the arguments that do: shard(..., batch_argnums=...)."
-        )
-
-
-class BatchScalarError(DeepCompileError, ValueError):
-    def __init__(self, path: str) -> None:
-        super().__init__(
-            f"batch leaf {path} is a scalar, so it has no examples to divide among the devices. Pass it as an argument "
-            f"of its own, which is replicated, or name the arguments that hold examples: shard(..., batch_argnums=...)."
         )
 
 

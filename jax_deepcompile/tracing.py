@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ class Signature:
     Attributes:
       function: the step's name, for messages.
       state: positions of the state arguments.
-      batch: positions of the batch arguments.
+      batch: positions of the batch arguments, whose leaves have examples unless they are scalars.
       names: the name of every positional argument.
     """
 
@@ -180,7 +180,8 @@ def _input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple
         rest = path[2:]
         name = f"{where}{jax.tree_util.keystr(rest)}"
         role = signature.role_of(position)
-        ports.append(_port(name, _state_role(rest, where) if role is Role.PARAM else role, leaf))
+        port = _port(name, _state_role(rest, where) if role is Role.PARAM else role, leaf)
+        ports.append(replace(port, role=Role.OTHER) if role is Role.BATCH and not port.shape else port)
     return tuple(ports), in_tree
 
 

@@ -72,10 +72,10 @@ def partition_init(program: Program, mesh: AnyMesh, state_axes) -> Partitioned:
 
 def _batch_placement(port: Port, axes: Sequence[str], mesh: MeshAxes) -> Placement:
     parts, loops = mesh.size_of(axes), mesh.size_of(mesh.virtual)
-    if not port.shape:
-        raise errors.BatchScalarError(port.path)
     if port.shape[0] % parts:
-        raise errors.BatchNotDivisibleError(port.path, port.shape, parts, axes)
+        raise errors.BatchNotDivisibleError(
+            port.path, port.shape, parts, f"devices along the mesh axes {', '.join(axes)}"
+        )
     if port.shape[0] // parts % loops:
         raise errors.MicrobatchNotDivisibleError(port.path, port.shape, parts, loops)
     return mesh.place({0: (*axes, *mesh.virtual)})

@@ -164,6 +164,47 @@ def test_extra_arguments_are_replicated():
     assert_equal(found, jax.jit(scaled)(create(), batch(), {"by": 2.0}, offset=1))
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_scalars_in_the_batch_are_replicated(microbatches: int):
+    def scaled(state, batch):
+        state, loss = step(state, {"x": batch["x"] * batch["scale"]})
+        return state, (loss, batch["step"] + 1)
+
+    given = batch() | {"scale": np.float32(2.0), "step": 3}
+    sharded = deepcompile.shard(scaled, microbatches=microbatches)
+    assert_equal(sharded(create(), given), jax.jit(scaled)(create(), given))
+    roles = {port.path: port.role for port in sharded.trace(create(), given).program.inputs}
+    assert roles["batch['x']"] is Role.BATCH
+    assert roles["batch['scale']"] is roles["batch['step']"] is Role.OTHER
+
+
+def test_scalars_before_the_batch_are_not_taken_for_it():
+    def scaled(state, scale, batch):
+        return step(state, {"x": batch["x"] * scale})
+
+    sharded = deepcompile.shard(scaled)
+    assert_equal(sharded(create(), 2.0, batch()), jax.jit(scaled)(create(), 2.0, batch()))
+    roles = {port.path: port.role for port in sharded.trace(create(), 2.0, batch()).program.inputs}
+    assert (roles["scale"], roles["batch['x']"]) == (Role.OTHER, Role.BATCH)
+
+
+def test_a_step_that_makes_its_own_batch():
+    def made(state, seed):
+        return step(state, {"x": jax.random.normal(jax.random.key(seed), (8, 16))})
+
+    assert_equal(deepcompile.shard(made)(create(), 5), jax.jit(made)(create(), 5))
+
+
+def test_other_lengths_in_later_calls():
+    def scaled(state, batch, by):
+        return step(state, {"x": batch["x"] * by.mean()})
+
+    sharded = deepcompile.shard(scaled)
+    for rows, count in ((16, 16), (16, 12), (16, 16), (8, 3)):
+        by = np.arange(1.0, 1 + count, dtype=np.float32)
+        assert_equal(sharded(create(), batch(rows), by), jax.jit(scaled)(create(), batch(rows), by))
+
+
 def test_several_state_arguments_in_any_order():
     def two(params, x, moments):
         grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params)
@@ -230,11 +271,11 @@ def test_printing_happens_once_a_step(capfd):
 
 def test_explain_names_replicated_inputs_that_look_like_examples():
     def masked(state, batch, weights, *, extra):
-        return step(state, {"x": batch["x"] * extra["mask"][:, None] * weights.sum() + extra["shift"]})
+        return step(state, {"x": batch["x"] * extra["mask"][:, None] * weights.sum() + extra["shift"][0]})
 
     sharded = deepcompile.shard(masked)
     x = batch()["x"]
-    extra = {"mask": x[:, 0], "shift": 0.0}
+    extra = {"mask": x[:, 0], "shift": np.zeros(3, np.float32)}
     sharded.trace(create(), {"x": x}, np.ones(8, np.float32), extra=extra)
     assert (
         "replicated, though shaped like a batch: extra['mask'] float32[16]; to divide examples among the devices name "
@@ -377,7 +418,7 @@ def test_a_primitive_without_a_rule_is_computed_whole_and_named():
 
 @pytest.mark.parametrize("processes", [2])
 def test_each_process_passes_its_own_rows(processes: int):
-    """Two processes of four devices train as one of eight does."""
+    """Two processes of four devices train as one of eight does, on fewer rows each than there are devices too."""
     script = textwrap.dedent(
         """
         import sys
@@ -389,11 +430,14 @@ def test_each_process_passes_its_own_rows(processes: int):
         import jax_deepcompile as deepcompile
         sharded = deepcompile.shard(step)
         state = sharded.init(create)
-        rows = batch()["x"]
-        mine = {"x": rows[rank * len(rows) // count : (rank + 1) * len(rows) // count]}
-        for _ in range(2):
+        for rows, kind in ((batch()["x"], np.asarray), (batch(8)["x"], jax.numpy.asarray)):
+            mine = {"x": kind(rows[rank * len(rows) // count : (rank + 1) * len(rows) // count])}
             state, loss = sharded(state, mine)
-        print("LOSS", float(loss))
+            print("LOSS", float(loss))
+        try:
+            sharded(state, {"x": np.ones((6, 16), np.float32)})
+        except deepcompile.errors.BatchNotDivisibleError as error:
+            print("ERROR", error)
         """
     )
     import socket
@@ -411,11 +455,12 @@ def test_each_process_passes_its_own_rows(processes: int):
         for rank in range(processes)
     ]
     outputs = [run.communicate(timeout=240) for run in runs]
-    losses = {line for out, _ in outputs for line in out.splitlines() if line.startswith("LOSS")}
-    state, _ = jax.jit(step)(create(), batch())
-    _, loss = jax.jit(step)(state, batch())
-    assert len(losses) == 1, outputs
-    np.testing.assert_allclose(float(losses.pop().split()[1]), float(loss), rtol=1e-6)
+    losses = [[float(line.split()[1]) for line in out.splitlines() if line.startswith("LOSS")] for out, _ in outputs]
+    state, first = jax.jit(step)(create(), batch())
+    _, second = jax.jit(step)(state, batch(8))
+    assert len(losses[0]) == 2, outputs
+    np.testing.assert_allclose(losses, [[float(first), float(second)]] * processes, rtol=1e-6)
+    assert all("6 must be a multiple of 4, the number of this process's devices" in out for out, _ in outputs)
 
 
 def test_a_sharded_step_may_be_traced_by_jax(expected):

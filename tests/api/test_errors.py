@@ -39,11 +39,6 @@ def test_a_batch_the_mesh_does_not_divide():
     )
 
 
-def test_a_batch_leaf_without_examples():
-    with pytest.raises(errors.BatchScalarError, match=r"batch leaf batch\['x'\] is a scalar.*batch_argnums"):
-        trace(step, batch={"x": jax.ShapeDtypeStruct((), jnp.float32)})
-
-
 def test_no_mesh_axis_of_that_name():
     with pytest.raises(errors.MeshAxisError) as caught:
         deepcompile.shard(step, {"data": 4, "model": 2})
