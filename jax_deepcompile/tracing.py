@@ -15,6 +15,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat, errors
 from jax_deepcompile.ir.canonicalize import canonicalize
+from jax_deepcompile.ir.empty_arrays import without_empty_arrays
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.ir.traversal import equations, inline_calls
@@ -126,7 +127,7 @@ def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name
         if not needed:
             raise
         raise errors.PythonValueNeededError(name, needed, str(error).split("\n")[0]) from error
-    flat = canonicalize(inline_calls(closed))
+    flat = canonicalize(without_empty_arrays(inline_calls(closed)))
     _refuse_effects(flat)
     live = _jax_compat.dce(_jax_compat.open_jaxpr(flat))
     return jex.ClosedJaxpr(live, _jax_compat.closed_consts(flat)), out_shape

@@ -1,0 +1,163 @@
+"""Arrays without elements, which ``jnp.pad`` puts at both ends of every dimension, are not waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+from jax.extend import core as jex
+from jax.extend.core import primitives
+
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+
+_ZERO_OF_ZEROS = frozenset(
+    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "slice", "neg"}
+)
+"""What only puts zeros elsewhere."""
+
+_ADDITIONS = frozenset({"add", "add_any"})
+
+
+def without_empty_arrays(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """``closed`` with nothing made of arrays that have no elements; inside loops and branches too.
+
+    To partitioning rules they are arrays like any other: an empty one in front of a batch seems to shift its examples.
+    Results keep every bit, but -0.0 may stay where adding nothing made 0.0 of it. Calls should be inlined. Where all
+    arrays have elements ``closed`` itself comes back.
+
+    Before::
+
+        b:f32[0,3] = slice[limit_indices=(0, 3) start_indices=(0, 0)] a
+        c:f32[4,3] = concatenate[dimension=0] b a
+        d:f32[0,3] e:f32[4,3] = split[axis=0 sizes=(0, 4)] c
+        f:f32[4,3] = pad[padding_config=((0, 4, 0), (0, 0, 0))] d 0.0
+        g:f32[4,3] = add_any e f
+
+    After::
+
+        g:f32[4,3] = a
+    """
+    jaxpr = open_jaxpr(closed)
+    rewriter = _Rewriter()
+    eqns = [new for eqn in jaxpr.eqns for new in rewriter.rewritten(eqn)]
+    if not rewriter.changed:
+        return closed
+    outvars = [rewriter.read(atom) for atom in jaxpr.outvars]
+    return jex.ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), closed_consts(closed))
+
+
+class _Rewriter:
+    """Goes through the equations of one jaxpr.
+
+    Attributes:
+      same: for variables that another stands for, that one.
+      zeros: variables that are known to be zero everywhere.
+      changed: whether any equation is another now.
+    """
+
+    def __init__(self) -> None:
+        self.same: dict[Any, Any] = {}
+        self.zeros: set[Any] = set()
+        self.changed = False
+
+    def read(self, atom: Any) -> Any:
+        return atom if isinstance(atom, jex.Literal) else self.same.get(atom, atom)
+
+    def rewritten(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
+        """What to compute in the place of ``eqn``."""
+        operands = [self.read(atom) for atom in eqn.invars]
+        params = {name: _within(value) for name, value in eqn.params.items()}
+        if operands != eqn.invars or any(params[name] is not value for name, value in eqn.params.items()):
+            self.changed = True
+            eqn = eqn.replace(invars=operands, params=params)
+        name = eqn.primitive.name
+        if name == "concatenate":
+            return self._concatenated(eqn)
+        if name == "split":
+            return self._split(eqn)
+        if name in _ADDITIONS and any(map(self._is_zero, eqn.invars)):
+            return self._added(eqn)
+        if self._makes_zeros(eqn):
+            self.zeros.add(eqn.outvars[0])
+            return [self._constant(eqn, eqn.outvars[0])]
+        return [eqn]
+
+    def _added(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
+        rest = [atom for atom in eqn.invars if not self._is_zero(atom)] or eqn.invars
+        alike = _shape(rest[0]) == _shape(eqn.outvars[0])
+        return self._renamed(eqn.outvars[0], rest[0]) if alike else [eqn]
+
+    def _concatenated(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
+        pieces = [atom for atom in eqn.invars if _shape(atom)[eqn.params["dimension"]]]
+        if len(pieces) == len(eqn.invars) or not pieces:
+            return [eqn]
+        self.changed = True
+        return self._renamed(eqn.outvars[0], pieces[0]) if len(pieces) == 1 else [eqn.replace(invars=pieces)]
+
+    def _split(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
+        empty = [var for var in eqn.outvars if not _shape(var)[eqn.params["axis"]]]
+        pieces = [var for var in eqn.outvars if var not in empty]
+        if not empty or not pieces:
+            return [eqn]
+        self.changed = True
+        sizes = tuple(_shape(var)[eqn.params["axis"]] for var in pieces)
+        split = eqn.replace(outvars=pieces, params={**eqn.params, "sizes": sizes})
+        rest = [split] if len(pieces) > 1 else self._renamed(pieces[0], eqn.invars[0])
+        return [*rest, *(self._constant(eqn, var) for var in empty)]
+
+    def _makes_zeros(self, eqn: jex.JaxprEqn) -> bool:
+        """Whether the only result of ``eqn`` has no elements, or has zeros because of operands that have none."""
+        if len(eqn.outvars) != 1 or not eqn.invars or eqn.effects or not _is_number(eqn.outvars[0]):
+            return False
+        name, first = eqn.primitive.name, eqn.invars[0]
+        if _is_empty(eqn.outvars[0]):
+            return name not in ("scan", "while", "cond", "optimization_barrier")
+        if name == "reduce_sum":
+            return _is_empty(first) or self._is_zero(first)
+        if name == "pad":
+            padding = eqn.invars[1]
+            is_zero = isinstance(padding, jex.Literal) and bool(np.all(padding.val == 0))
+            return is_zero and (_is_empty(first) or self._is_zero(first))
+        return name in _ZERO_OF_ZEROS and self._is_zero(first)
+
+    def _is_zero(self, atom: Any) -> bool:
+        return not isinstance(atom, jex.Literal) and atom in self.zeros
+
+    def _constant(self, eqn: jex.JaxprEqn, var: Any) -> jex.JaxprEqn:
+        self.changed = True
+        zero = jex.Literal(np.zeros((), _dtype(var)), core.ShapedArray((), _dtype(var)))
+        params = {"shape": _shape(var), "broadcast_dimensions": (), "sharding": None}
+        return jex.new_jaxpr_eqn([zero], [var], primitives.broadcast_in_dim_p, params, jex.no_effects, eqn.source_info)
+
+    def _renamed(self, var: Any, atom: Any) -> list[jex.JaxprEqn]:
+        self.changed = True
+        self.same[var] = atom
+        return []
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return atom.aval.shape
+
+
+def _dtype(atom: Any) -> Any:
+    return atom.aval.dtype
+
+
+def _is_empty(atom: Any) -> bool:
+    return 0 in _shape(atom)
+
+
+def _is_number(var: Any) -> bool:
+    return jnp.issubdtype(_dtype(var), np.number) or jnp.issubdtype(_dtype(var), np.bool_)
+
+
+def _within(value: Any) -> Any:
+    """A parameter of an equation, the jaxprs of loops and branches rewritten."""
+    if isinstance(value, jex.ClosedJaxpr):
+        return without_empty_arrays(value)
+    if isinstance(value, tuple) and value and all(isinstance(item, jex.ClosedJaxpr) for item in value):
+        rewritten = tuple(map(without_empty_arrays, value))
+        return rewritten if any(new is not old for new, old in zip(rewritten, value, strict=True)) else value
+    return value
