@@ -51,10 +51,7 @@ def _measure(name: str, out: Path | None, rows: Sequence[int], resume: bool, aga
 
     benchmark, results = BENCHMARKS[name], None
     done = load(out, name) if out is not None and (resume or again) else None
-    known = done.results if done is not None else ()
-    for results in measure(name, benchmark, rows, done, again):
-        (latest,) = (each for each in results.results if each not in known)
-        known = results.results
+    for latest, results in measure(name, benchmark, rows, done, again):
         step = f"{latest.figures.step_s:.3f} s" if latest.figures is not None else "does not fit"
         print(f"{latest.workload.model} {latest.system}: {step}", file=sys.stderr, flush=True)
         if out is not None:

@@ -7,10 +7,14 @@ from pathlib import Path
 
 
 def commit() -> str:
-    """The commit checked out here, followed by ``+`` where files differ from it; empty outside of a checkout."""
-    described = ["git", "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=7"]
+    """The commit checked out here, followed by ``+`` where code differs from it; empty outside of a checkout."""
     try:
-        found = subprocess.run(described, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        changed = _git("diff", "--name-only", "HEAD", "--", ":/*.py", ":/*.toml", ":/*.txtpb")
+        return _git("rev-parse", "--short=7", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return found.stdout.strip()
+
+
+def _git(*command: str) -> str:
+    here = Path(__file__).parent
+    return subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=True).stdout.strip()

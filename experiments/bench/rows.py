@@ -45,7 +45,7 @@ class Results:
       benchmark: its name.
       date: of the last result, as ISO 8601.
       jax: version.
-      results: in the order of the benchmark's rows and systems.
+      results: in the order of the benchmark's rows and systems; those that it no longer has come last.
     """
 
     benchmark: str
@@ -64,8 +64,8 @@ class Results:
 
 def measure(
     name: str, benchmark: Benchmark, rows: Sequence[int], done: Results | None, again: Container[str] = ()
-) -> Iterator[Results]:
-    """The results after each further system and row.
+) -> Iterator[tuple[Result, Results]]:
+    """Each further result, and all there are after it.
 
     Args:
       name: of the benchmark.
@@ -76,6 +76,7 @@ def measure(
     """
     results = {(each.workload, each.system): each for each in (done.results if done is not None else ())}
     keys = [(workload, system.name) for workload in benchmark.workloads for system in benchmark.systems]
+    keys += [key for key in results if key not in keys]
     measured_with = commit()
     for index in rows:
         workload = benchmark.workloads[index]
@@ -86,7 +87,7 @@ def measure(
             found = _measured(workload, system, benchmark.memory_limit)
             results[key] = dataclasses.replace(found, commit=measured_with)
             ordered = tuple(results[each] for each in keys if each in results)
-            yield Results(name, time.strftime("%Y-%m-%d"), jax.__version__, ordered)
+            yield results[key], Results(name, time.strftime("%Y-%m-%d"), jax.__version__, ordered)
 
 
 def load(path: Path, name: str) -> Results | None:

@@ -46,22 +46,22 @@ def two_rows(**options) -> Benchmark:
 
 
 def test_every_system_of_every_row_is_measured_once(measured):
-    *_, results = measure("two", two_rows(), [0, 1], None)
+    *_, (_, results) = measure("two", two_rows(), [0, 1], None)
     assert measured == [(load, name) for load in (SMALL, LARGE) for name in ("first", "second")]
     assert [(each.workload, each.system) for each in results.results] == measured
 
 
 def test_what_is_known_is_not_measured_again(measured):
-    first = next(measure("two", two_rows(), [0], None))
-    *_, results = measure("two", two_rows(), [0], first)
+    _, first = next(measure("two", two_rows(), [0], None))
+    *_, (_, results) = measure("two", two_rows(), [0], first)
     assert measured == [(SMALL, "first"), (SMALL, "second")]
     assert len(results.results) == 2
 
 
 def test_some_systems_are_measured_again_and_stay_in_their_place(measured):
-    *_, first = measure("two", two_rows(), [0, 1], None)
+    *_, (_, first) = measure("two", two_rows(), [0, 1], None)
     old = dataclasses.replace(first, results=tuple(dataclasses.replace(each, commit="older") for each in first.results))
-    *_, results = measure("two", two_rows(), [0], old, again=["first"])
+    *_, (_, results) = measure("two", two_rows(), [0], old, again=["first"])
     assert measured[4:] == [(SMALL, "first")]
     assert [(each.workload, each.system) for each in results.results] == measured[:4]
     assert [each.commit == "older" for each in results.results] == [False, True, True, True]
@@ -69,7 +69,7 @@ def test_some_systems_are_measured_again_and_stay_in_their_place(measured):
 
 def test_results_name_their_commit(measured, monkeypatch):
     monkeypatch.setattr(rows, "commit", lambda: "0123abc+")
-    *_, results = measure("two", two_rows(), [0, 1], None)
+    *_, (_, results) = measure("two", two_rows(), [0, 1], None)
     lines = [line for line in table(results, two_rows()).splitlines() if line.startswith("| llama3")]
     assert len(lines) == 4
     assert all(line.endswith(" 0123abc+ |") for line in lines)
@@ -77,7 +77,7 @@ def test_results_name_their_commit(measured, monkeypatch):
 
 
 def test_results_survive_json(measured, tmp_path):
-    *_, results = measure("two", two_rows(), [0, 1], None)
+    *_, (_, results) = measure("two", two_rows(), [0, 1], None)
     file = tmp_path / "two.json"
     file.write_text(results.to_json())
     assert Results.from_json(file.read_text()) == results
@@ -93,7 +93,7 @@ def test_results_of_another_jax_are_measured_anew(tmp_path):
 
 
 def test_the_table_compares_with_the_first_system_and_says_what_it_rests_on(measured):
-    *_, results = measure("two", two_rows(published={SMALL: Published(10, None, 30)}), [0, 1], None)
+    *_, (_, results) = measure("two", two_rows(published={SMALL: Published(10, None, 30)}), [0, 1], None)
     faster = dataclasses.replace(FIGURES, step_s=1.0)
     results = dataclasses.replace(
         results, results=(results.results[0], Result(SMALL, "second", faster), *results.results[2:])
@@ -114,7 +114,7 @@ def test_the_table_compares_with_the_first_system_and_says_what_it_rests_on(meas
 @pytest.mark.parametrize(("peak_gib", "cell"), [(79.0, "| 79.0 |"), (80.0, "| **80.0** |")])
 def test_a_peak_beyond_the_gpus_memory_stands_out(measured, peak_gib, cell):
     """An H100 has 79.1 GiB."""
-    *_, results = measure("two", two_rows(), [0], None)
+    *_, (_, results) = measure("two", two_rows(), [0], None)
     over = Result(SMALL, "second", dataclasses.replace(FIGURES, peak_gib=peak_gib))
     assert cell in table(dataclasses.replace(results, results=(over,)), two_rows())
 
@@ -125,7 +125,7 @@ def test_a_step_that_does_not_fit_is_a_result(monkeypatch):
 
     monkeypatch.setattr(Ours, "measure", full)
     monkeypatch.setattr(Cluster, "make_mesh", lambda self: None)
-    *_, results = measure("two", two_rows(), [0], None)
+    *_, (_, results) = measure("two", two_rows(), [0], None)
     assert results.results[0].figures is None
     assert "GiB" in results.results[0].problem
 
