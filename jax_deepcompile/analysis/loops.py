@@ -20,7 +20,7 @@ from jax_deepcompile.analysis.dataflow import (
 )
 from jax_deepcompile.analysis.gathers import is_gather_loop
 from jax_deepcompile.analysis.leading import collectives_along_leading_dimension
-from jax_deepcompile.ir.traversal import nested_jaxprs
+from jax_deepcompile.ir.traversal import equations, nested_jaxprs
 
 _HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while", "cond"})
 """Work that is never done ahead of its turn with a gather."""
@@ -67,6 +67,11 @@ def find_loops(jaxpr: Any, around: tuple[int, ...] = ()) -> Iterator[Loop]:
         for body in nested_jaxprs(eqn):
             yield from find_loops(body, path)
         yield Loop(path, eqn)
+
+
+def reduces_gradients(eqn) -> bool:
+    """Whether a loop reduces onto shards."""
+    return any(inner.primitive.name == "reduce_scatter" for inner in equations(eqn.params["jaxpr"]))
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def split_body(eqn) -> SplitBody:
     rest = [eqn for eqn in body.eqns if not set(eqn.outvars) & set(gathers)]
     late_eqns = _late(rest, body.outvars[:num_carry])
     made_late = {var for eqn in late_eqns for var in eqn.outvars}
-    late_outputs = tuple(index for index, atom in enumerate(stacked) if atom in made_late)
+    late_outputs = tuple(index for index, atom in enumerate(stacked) if isinstance(atom, jex.Var) and atom in made_late)
     late = _part(late_eqns, [stacked[index] for index in late_outputs])
     given = set(body.constvars) | set(body.invars[:num_consts]) | set(body.invars[num_consts + num_carry :])
     pending = [var for var in late.inputs if var not in given]

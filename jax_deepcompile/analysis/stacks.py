@@ -48,7 +48,7 @@ def stacked_reductions(eqn) -> tuple[Reduction, ...]:
     found = []
     for output, atom in enumerate(body.outvars[num_carry:]):
         chain: list = []
-        while atom in maker and uses[atom] == 1:
+        while isinstance(atom, jex.Var) and atom in maker and uses[atom] == 1:
             inner = maker[atom]
             operands = variables(inner.invars)
             if len(operands) != 1 or len(inner.outvars) != 1:

@@ -9,7 +9,8 @@ After::
 
     s = scan(t): s[t] = s[t] + reduce_scatter(p)
 
-No second stack of gradients is filled, added and thrown away; a pipelined loop adds in place.
+No second stack of gradients is filled, added and thrown away; a pipelined loop adds in place. Loops that reduce no
+gradients, of metrics say, stay free of what microbatches hand to one another.
 
 Guarantees: values are bitwise the same.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import alike, variables
-from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.loops import find_loops, reduces_gradients
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, ReadingMore, Replacement, replace_equations, rescan, split_operands
@@ -56,7 +57,7 @@ def accumulate_in_loops(program: Program, mesh: AnyMesh) -> Program:
     for outer in find_loops(program.jaxpr):
         body = open_jaxpr(outer.eqn.params["jaxpr"])
         for eqn in body.eqns:
-            sums = _sums(body, eqn) if eqn.primitive.name == "scan" else []
+            sums = _sums(body, eqn) if eqn.primitive.name == "scan" and reduces_gradients(eqn) else []
             if sums:
                 replacements[id(eqn)] = ReadingMore(_adding(sums), tuple(each.before for each in sums))
                 for each in sums:

@@ -32,10 +32,11 @@ from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import eval_local, has_side_effects, open_jaxpr, provenance, scan_counts
 from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, variables
 from jax_deepcompile.analysis.gathers import size_bytes
-from jax_deepcompile.analysis.loops import Loop, constants_of
+from jax_deepcompile.analysis.loops import Loop, constants_of, reduces_gradients
+from jax_deepcompile.analysis.work import COLLECTIVES
+from jax_deepcompile.ir.iterations import Iterations, run_uncounted
 from jax_deepcompile.ir.retrace import Compute, compute, read, split_operands
-from jax_deepcompile.ir.traversal import equations
-from jax_deepcompile.passes.uncounted_loops import run_uncounted
+from jax_deepcompile.ir.traversal import equations, nested_jaxprs
 
 _MOST_PEELED = 2
 """Iterations by which the two layer loops may differ."""
@@ -50,7 +51,8 @@ class Halves:
       forward: the layer loop of the first half, the last equation of ``ahead``.
       backward: the layer loop of the second half that it runs beside.
       ahead: the first half: equations that need nothing that microbatches hand to one another.
-      rest: the second half, ``backward`` among them; what is alike for all microbatches it computes again.
+      rest: the second half, ``backward`` among them; what is alike for all microbatches it computes again, except for
+        collectives.
       handed: what the second half needs of the first.
     """
 
@@ -65,11 +67,6 @@ class Halves:
     def handed_bytes(self) -> int:
         """What is in memory twice."""
         return sum(map(size_bytes, self.handed))
-
-    @property
-    def turns(self) -> bool:
-        """Whether only ``backward`` reduces gradients."""
-        return _reduces(self.backward) and not _reduces(self.forward)
 
     @cached_property
     def before(self) -> list:
@@ -87,7 +84,7 @@ class Halves:
 def find_halves(eqn) -> Halves | None:
     """The halves of a loop over microbatches, if it has a pair of pipelined layer loops that can run side by side.
 
-    Of several pairs the longest of a loop that reduces gradients and one that does not, nearest to each other.
+    Only the second of a pair reduces gradients. Of several pairs the longest, nearest to each other.
     """
     body = open_jaxpr(eqn.params["jaxpr"])
     if eqn.params["length"] < 2 or any(map(has_side_effects, body.eqns)):
@@ -97,10 +94,11 @@ def find_halves(eqn) -> Halves | None:
         halves
         for place, backward in enumerate(loops)
         for forward in loops[:place][::-1]
+        if reduces_gradients(backward) and not reduces_gradients(forward)
         if abs(forward.params["length"] - backward.params["length"]) <= _MOST_PEELED
         if (halves := _halves(eqn, body, forward, backward)) is not None
     ]
-    return max(found, key=lambda halves: (halves.turns, halves.backward.params["length"]), default=None)
+    return max(found, key=lambda halves: halves.backward.params["length"], default=None)
 
 
 def _is_carried(eqn) -> bool:
@@ -111,8 +109,9 @@ def _is_carried(eqn) -> bool:
     return num_consts + num_carry == len(eqn.invars) and num_carry == len(eqn.outvars)
 
 
-def _reduces(eqn) -> bool:
-    return any(inner.primitive.name == "reduce_scatter" for inner in equations(eqn.params["jaxpr"]))
+def _communicates(eqn) -> bool:
+    names = {eqn.primitive.name, *(inner.primitive.name for body in nested_jaxprs(eqn) for inner in equations(body))}
+    return not names.isdisjoint(COLLECTIVES)
 
 
 def _halves(eqn, body, forward, backward) -> Halves | None:
@@ -124,7 +123,7 @@ def _halves(eqn, body, forward, backward) -> Halves | None:
     if carried.intersection(free_variables(ahead, forward.outvars)):
         return None
     own = reached_from(body.eqns, body.invars[num_consts + num_carry :])
-    made = {var for other in ahead for var in other.outvars if var in own or other.primitive.name == "all_gather"}
+    made = {var for other in ahead for var in other.outvars if var in own or _communicates(other)}
     made |= set(forward.outvars)
     rest = needed_for([other for other in body.eqns if not made.issuperset(other.outvars)], body.outvars)
     handed = [var for var in free_variables(rest, body.outvars) if var in made]
@@ -138,7 +137,7 @@ def overlapped(loop: Loop) -> Compute:
         raise errors.PlanError(
             "the plan", f"it overlaps the iterations of {loop.name}, which has no two layer loops to run side by side"
         )
-    return lambda _, operands: _Microbatches(halves, operands).run()
+    return lambda eqn, operands: _Microbatches(halves, Iterations.of(eqn, operands)).run()
 
 
 @dataclass(frozen=True)
@@ -148,74 +147,72 @@ class _State:
     Attributes:
       carry: the loop's own carry.
       handed: what the first half of the coming microbatch left for its second half.
-      outs: the stacked outputs so far.
+      outputs: the stacked outputs so far.
     """
 
     carry: Sequence
     handed: Sequence
-    outs: Sequence
+    outputs: Sequence
 
 
-jax.tree_util.register_dataclass(_State, ["carry", "handed", "outs"], [])
+jax.tree_util.register_dataclass(_State, ["carry", "handed", "outputs"], [])
 
 
 @dataclass(frozen=True)
 class _Microbatches:
-    """The loop's halves on its operands."""
+    """The halves of a loop's iterations."""
 
     halves: Halves
-    operands: list
+    loop: Iterations
 
     def run(self) -> list:
-        halves, length = self.halves, self.halves.eqn.params["length"]
-        _, carry, _ = split_operands(halves.eqn, self.operands)
+        halves, last = self.halves, self.loop.length - 1
         first = compute(halves.ahead, self._given(0))
-        outs = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in halves.eqn.outvars[len(carry) :]]
-        state = _State(carry, [first[var] for var in halves.handed], outs)
-        state = run_uncounted(length - 1, self._trip, state)
-        last = compute([halves.backward], self._until_backward(length - 1, state))
-        carry, outs = self._finished(length - 1, last, state.outs)
-        return [*carry, *outs]
+        state = _State(self.loop.carry, [first[var] for var in halves.handed], self.loop.outputs())
+        state = run_uncounted(last, self._trip, state)
+        known = compute([halves.backward], self._until_backward(last, state))
+        carry, outputs = self._finished(last, known, state.outputs)
+        return [*carry, *outputs]
 
     def _trip(self, turn, state: _State) -> _State:
-        halves = self.halves
-        mine, coming = self._until_backward(turn, state), compute(halves.ahead[:-1], self._given(turn + 1))
-        loops = (halves.forward, coming), (halves.backward, mine)
-        results = _side_by_side([(eqn, [read(atom, known) for atom in eqn.invars]) for eqn, known in loops])
-        for (eqn, known), made in zip(loops, results, strict=True):
-            known |= dict(zip(eqn.outvars, made, strict=True))
-        carry, outs = self._finished(turn, mine, state.outs)
-        return _State(carry, [coming[var] for var in halves.handed], outs)
+        """The second half of the microbatch whose turn it is, the first of the next, and their layer loops as one."""
+        forward, backward = self.halves.forward, self.halves.backward
+        mine, coming = self._until_backward(turn, state), compute(self.halves.ahead[:-1], self._given(turn + 1))
+        left, reduced = _side_by_side([(forward, _operands(forward, coming)), (backward, _operands(backward, mine))])
+        coming |= dict(zip(forward.outvars, left, strict=True))
+        mine |= dict(zip(backward.outvars, reduced, strict=True))
+        carry, outputs = self._finished(turn, mine, state.outputs)
+        return _State(carry, [coming[var] for var in self.halves.handed], outputs)
 
     def _given(self, turn) -> dict:
         """What all microbatches read, and what the one whose turn it is does."""
-        eqn = self.halves.eqn
-        body = open_jaxpr(eqn.params["jaxpr"])
-        consts, carry, stacks = split_operands(eqn, self.operands)
-        slices = [lax.dynamic_index_in_dim(stack, self._place(turn), keepdims=False) for stack in stacks]
-        sliced = body.invars[len(consts) + len(carry) :]
-        return constants_of(eqn) | dict(zip((*body.invars[: len(consts)], *sliced), (*consts, *slices), strict=True))
+        loop, variables = self.loop, self._body.invars
+        num_consts, num_carry = len(loop.consts), len(loop.carry)
+        shared = zip(variables[:num_consts], loop.consts, strict=True)
+        sliced = zip(variables[num_consts + num_carry :], loop.slices(turn), strict=True)
+        return constants_of(loop.eqn) | dict((*shared, *sliced))
 
     def _until_backward(self, turn, state: _State) -> dict:
         """All values of the second half that are there before its layer loop."""
-        num_consts, num_carry = scan_counts(self.halves.eqn)
-        carried = open_jaxpr(self.halves.eqn.params["jaxpr"]).invars[num_consts : num_consts + num_carry]
+        num_consts, num_carry = len(self.loop.consts), len(state.carry)
+        carried = self._body.invars[num_consts : num_consts + num_carry]
         made = dict(zip((*carried, *self.halves.handed), (*state.carry, *state.handed), strict=True))
         return compute(self.halves.before, self._given(turn) | made)
 
-    def _finished(self, turn, known: dict, outs: Sequence) -> tuple[list, list]:
+    def _finished(self, turn, known: dict, outputs: Sequence) -> tuple[list, list]:
         """What is carried on, and the stacked outputs with this microbatch's."""
         known = compute(self.halves.after, known)
-        results = [jnp.asarray(read(atom, known)) for atom in open_jaxpr(self.halves.eqn.params["jaxpr"]).outvars]
-        num_carry = len(results) - len(outs)
-        return results[:num_carry], [
-            lax.dynamic_update_index_in_dim(whole, one, self._place(turn), 0)
-            for whole, one in zip(outs, results[num_carry:], strict=True)
-        ]
+        results = [jnp.asarray(read(atom, known)) for atom in self._body.outvars]
+        num_carry = len(self.loop.carry)
+        return results[:num_carry], self.loop.written(outputs, turn, results[num_carry:])
 
-    def _place(self, turn):
-        params = self.halves.eqn.params
-        return params["length"] - 1 - turn if params["reverse"] else turn
+    @property
+    def _body(self):
+        return open_jaxpr(self.loop.eqn.params["jaxpr"])
+
+
+def _operands(eqn, known: dict) -> list:
+    return [read(atom, known) for atom in eqn.invars]
 
 
 def _side_by_side(loops: Sequence[tuple[Any, list]]) -> list[list]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.passes.overlap_microbatches import Halves, find_halves
+from jax_deepcompile.passes.overlap_microbatches import Halves, find_halves, overlapped
+from jax_deepcompile.passes.replace_loops import replace_loops
+from jax_deepcompile.passes.uncounted_loops import uncounted
 from jax_deepcompile.planning.apply import apply_kept, loops_around
 from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import Plan
@@ -38,8 +41,7 @@ class OverlapMicrobatches:
             return
         if _waits_s(now, environment) < WORTH_TRYING * now.prediction.step_s:
             return
-        loops = [loop for loop in find_loops(apply_kept(base, environment.mesh, now.plan).jaxpr) if loop.name in around]
-        halves = {loop.name: found for loop in loops if (found := find_halves(loop.eqn)) is not None}
+        halves = _all_halves(apply_kept(base, environment.mesh, now.plan), environment.mesh, around)
         if not halves:
             return
         needed_bytes = sum(map(_more_bytes, halves.values()))
@@ -48,8 +50,21 @@ class OverlapMicrobatches:
             free_bytes = environment.limit_bytes - now.prediction.peak_bytes
             plan = _keeping_less(base, now.plan, environment, needed_bytes - free_bytes)
         if plan is not None:
-            decision = f"the next microbatch's forward pass beside backward, {needed_bytes / 2**30:.2f} GiB"
+            decision = f"in {', '.join(halves)} the next forward pass beside backward, {needed_bytes / 2**30:.2f} GiB"
             yield Proposal(plan.replace(overlapped=tuple(halves)), decision)
+
+
+def _all_halves(program: Program, mesh: AnyMesh, around: Collection[str]) -> dict[str, Halves]:
+    """The halves of the loops ``around`` pipelined ones, as they are when the loops inside of them run as planned."""
+    found: dict[str, Halves] = {}
+    for name in sorted(around, key=lambda name: -name.count("/")):
+        inside = [other for other in around if other.startswith(f"{name}/")]
+        ways = {other: overlapped if other in found else uncounted for other in inside}
+        loops = find_loops(replace_loops(program, mesh, ways).jaxpr)
+        halves = find_halves(next(loop.eqn for loop in loops if loop.name == name))
+        if halves is not None:
+            found[name] = halves
+    return found
 
 
 def _network_bound(now: Trial) -> bool:

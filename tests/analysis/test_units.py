@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import Literal
 
-from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, without_barriers
 from jax_deepcompile.analysis.gathers import find_gathers, first_uses, outermost
 from jax_deepcompile.analysis.leading import collectives_along_leading_dimension
 from jax_deepcompile.analysis.loops import find_loops, split_body
+from jax_deepcompile.analysis.stacks import stacked_reductions
 from tests.passes.programs import sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
@@ -97,3 +99,21 @@ def test_a_layer_loop_splits_into_gathers_work_and_reductions():
         assert "all_gather" not in names(split.main.jaxpr.eqns)
         assert bool(split.late_outputs) == reduces
         assert ("reduce_scatter" in names(split.late.jaxpr.eqns)) == reduces
+
+
+def test_a_loop_that_stacks_a_constant():
+    """JAX hands on what does not change as a literal."""
+
+    def loss(params, batch):
+        x, flags = lax.scan(lambda x, layer: (jnp.tanh(x @ layer), True), batch, params["w"])
+        return jnp.mean(x**2) * flags.sum()
+
+    program, _ = sharded(loss, {"w": (5, 16, 16)})
+    for loop in find_loops(program.jaxpr):
+        assert all(reduction.output < len(loop.eqn.outvars) for reduction in stacked_reductions(loop.eqn))
+        assert set(split_body(loop.eqn).late_outputs) <= set(range(len(loop.eqn.outvars)))
+    assert any(isinstance(atom, Literal) for loop in find_loops(program.jaxpr) for atom in stacked_outputs(loop))
+
+
+def stacked_outputs(loop) -> list:
+    return open_jaxpr(loop.eqn.params["jaxpr"]).outvars[scan_counts(loop.eqn)[1] :]

@@ -15,7 +15,7 @@ from jax import lax
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.loops import find_loops, reduces_gradients
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
@@ -253,6 +253,41 @@ def test_a_forward_pass_that_waits_for_the_last_microbatch_is_left_where_it_is()
     assert find_halves(outer_loop(program, sharded_step.mesh).eqn) is None
     with pytest.raises(errors.PlanError, match=r"overlaps the iterations of scan\.0, which has no two layer loops"):
         apply_plan(program, sharded_step.mesh, overlapped(pipelined(program)))
+
+
+def twice_loss(params, batch):
+    """Tied layers: their gradients are added up over both loops before they are reduced."""
+    return jnp.mean(run_stack(params["stack"], jnp.sin(run_stack(params["stack"], batch))) ** 2)
+
+
+@pytest.mark.pure
+def test_loops_none_of_which_reduces_gradients_are_left_alone():
+    program, mesh = in_microbatches(twice_loss, STACK)
+    loops = [loop for loop in find_loops(program.jaxpr) if "/" in loop.name]
+    assert len(loops) == 4
+    assert not any(reduces_gradients(loop.eqn) for loop in loops)
+    assert find_halves(outer_loop(program, mesh).eqn) is None
+
+
+@pytest.mark.cpu_mesh
+def test_what_is_alike_for_all_microbatches_communicates_as_often_as_before():
+    def step(params, batches):
+        def loss(params, batch):
+            prompt = run_stack(params["early"], jnp.tanh(params["start"]))
+            return jnp.mean(run_stack(params["stack"], batch + prompt.mean(0)) ** 2)
+
+        def one(total, batch):
+            value, gradients = jax.value_and_grad(loss)(params, batch)
+            return jax.tree.map(jnp.add, total, gradients), value
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        gradients, values = lax.scan(one, zeros, batches.reshape(BATCH, 4, WIDTH).swapaxes(0, 1))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), values
+
+    params = STACK | {"early": stack_shapes(6), "start": (WIDTH, WIDTH)}
+    sharded_step = deepcompile.shard(step, {"fsdp": 8})
+    program = sharded_step.trace(shapes(params), shapes((BATCH * 4, WIDTH))).sharded
+    assert_same(program, sharded_step.mesh, pipelined(program))
 
 
 @pytest.mark.pure
