@@ -20,9 +20,34 @@ _COMBINED = frozenset({"psum", "pmax", "pmin", "all_gather"})
 
 _MATRIX_WORK = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "fft", "pallas_call"}
 _LINEAR_ALGEBRA = {"cholesky", "lu", "qr", "svd", "eigh", "triangular_solve"}
+_MEANING = {
+    "psum": "a sum over examples",
+    "pmax": "a maximum over examples",
+    "pmin": "a minimum over examples",
+    "reduce_scatter": "a sum over examples",
+    "all_gather": "an array of all examples",
+    "all_to_all": "an array of all examples",
+    "ppermute": "examples in another order",
+    "dynamic_slice": "an array of all examples",
+}
+"""What stands in a user's line where the program has a collective, or reads what one made."""
+
+_MIX_BEFORE = "Bring examples together (shuffles, mixup, pairs, copies of the batch side by side) before the step"
+_NOT_IN_LOOPS = "Take it out of the loop or branch"
+_EXAMPLES_ALONE = (
+    "Make what the loss is a sum or mean over examples of from each example alone (LayerNorm or GroupNorm in the place "
+    "of BatchNorm, counts and weights from the batch, no function of a mean)"
+)
+"""Remedies."""
+
 _COMMUNICATION = {"all_gather", "reduce_scatter", "all_to_all", "ppermute", "psum", "pmax", "pmin"}
-_HEAVY = _MATRIX_WORK | _LINEAR_ALGEBRA | _COMMUNICATION | {"scan", "while", "cond", "sort", "custom_call"}
-"""Work that is not done twice so that a total can be known early."""
+_HEAVY = _MATRIX_WORK | _LINEAR_ALGEBRA | _COMMUNICATION | {"while", "sort", "custom_call"}
+
+
+def is_heavy(eqn) -> bool:
+    """Whether ``eqn`` is, or has inside, work that is not done twice so that a total can be known early."""
+    inner = (each for body in nested_jaxprs(eqn) for each in equations(body))
+    return eqn.primitive.name in _HEAVY or any(each.primitive.name in _HEAVY for each in inner)
 
 
 @dataclass(frozen=True)
@@ -139,7 +164,7 @@ def _read_flow(jaxpr: jex.Jaxpr, axis: str) -> _Flow:
     reductions = [eqn for eqn in combining if any(var in varying for var in variables(eqn.invars))]
     totals = [total for eqn in reductions for total in _totals(eqn)]
     totals += [Total("last", var, var) for var in dict.fromkeys(variables(jaxpr.outvars)) if var in varying]
-    heavy = [eqn for eqn in plain if eqn.primitive.name in _HEAVY and any(var in varying for var in eqn.outvars)]
+    heavy = [eqn for eqn in plain if is_heavy(eqn) and any(var in varying for var in eqn.outvars)]
     return _Flow(
         tuple(_without(jaxpr.eqns, reductions)),
         tuple(totals),
@@ -218,12 +243,12 @@ def _work(behind: dict, totals: Sequence[Total]) -> int:
 def _heavy_behind(flow: _Flow) -> dict:
     """For each variable a bit for every piece of heavy work that goes into it, what goes through totals aside."""
 
-    def is_heavy(eqn) -> bool:
-        return eqn.primitive.name in _HEAVY and flow.varies(eqn)
+    def weighs(eqn) -> bool:
+        return is_heavy(eqn) and flow.varies(eqn)
 
     return {
-        var: bits | is_heavy(eqn) << place
-        for place, (eqn, bits) in enumerate(zip(flow.eqns, needs(flow.eqns, is_heavy), strict=True))
+        var: bits | weighs(eqn) << place
+        for place, (eqn, bits) in enumerate(zip(flow.eqns, needs(flow.eqns, weighs), strict=True))
         for var in eqn.outvars
     }
 
@@ -295,9 +320,15 @@ def _refuse_exchanges(jaxpr: jex.Jaxpr, axis: str, length: int) -> None:
         name = eqn.primitive.name
         if not _is_over(eqn, axis) or name == "axis_index" or (id(eqn) in outer and name in _COMBINED):
             continue
-        nested = "a loop or branch of the step goes on with the result"
-        reason = nested if id(eqn) not in outer else "parts of examples would change places"
-        raise errors.WholeBatchNeededError(name, user_line(eqn), length, reason)
+        reason, remedy = "parts of examples would change places", _MIX_BEFORE
+        if id(eqn) not in outer:
+            reason, remedy = "a loop or branch of the step goes on with the result", _NOT_IN_LOOPS
+        raise _needed(eqn, length, reason, remedy)
+
+
+def _needed(eqn, length: int, reason: str, remedy: str) -> errors.WholeBatchNeededError:
+    what = _MEANING.get(eqn.primitive.name) or str(eqn.primitive.name)
+    return errors.WholeBatchNeededError(what, user_line(eqn), length, reason, remedy)
 
 
 def _refuse_hoards(flow: _Flow, loops: Sequence[Round], length: int, kept_bytes: int) -> None:
@@ -308,8 +339,7 @@ def _refuse_hoards(flow: _Flow, loops: Sequence[Round], length: int, kept_bytes:
         asked = sorted((total for total in flow.totals if total.result in results), key=lambda t: t.how != "all_gather")
         if asked and asked[0].how == "all_gather":
             reader = next(eqn for eqn in flow.eqns if asked[0].result in variables(eqn.invars))
-            reason = "the step goes on with examples of other microbatches"
-            raise errors.WholeBatchNeededError(reader.primitive.name, user_line(reader), length, reason)
+            raise _needed(reader, length, "the step goes on with examples of other microbatches", _MIX_BEFORE)
         if loop.read and kept > kept_bytes:
             again = _maker(loop.read[0], flow)
             maker = _maker(next((total.source for total in asked if total.source in flow.costly), loop.read[0]), flow)
@@ -317,7 +347,7 @@ def _refuse_hoards(flow: _Flow, loops: Sequence[Round], length: int, kept_bytes:
                 f"the step goes on with the result, and {again.primitive.name} at {user_line(again)} would have to be "
                 f"done again for that, or its results kept for all microbatches"
             )
-            raise errors.WholeBatchNeededError(maker.primitive.name, user_line(maker), length, reason)
+            raise _needed(maker, length, reason, _EXAMPLES_ALONE)
 
 
 def _maker(var, flow: _Flow):

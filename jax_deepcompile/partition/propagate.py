@@ -52,6 +52,7 @@ class Propagator:
         batch: Sequence[bool],
         demands: Sequence[Sequence[Placement]],
         held: Sequence[bool] = (),
+        late: Sequence[bool] = (),
     ) -> Layout:
         """Decides ``jaxpr``.
 
@@ -61,8 +62,11 @@ class Propagator:
           batch: for each input whether it depends on the batch.
           demands: for each output the placements wanted of it; it is brought to the first. Empty: as it comes.
           held: for each input whether a gathered copy of it serves the whole jaxpr; by default none does.
+          late: for each output whether it is brought to what is wanted at the end, and nothing before does it a favor;
+            by default none is.
         """
-        key = (id(jaxpr), tuple(inputs), tuple(batch), tuple(tuple(wanted) for wanted in demands), tuple(held))
+        wanted = tuple(tuple(each) for each in demands)
+        key = (id(jaxpr), tuple(inputs), tuple(batch), wanted, tuple(held), tuple(late))
         if key not in self._layouts:
             self._layouts[key] = _Sweeps(self, jaxpr, *key[1:]).run()
         return self._layouts[key]
@@ -72,7 +76,7 @@ class Propagator:
         whole = self.mesh.replicated()
         count = len(jaxpr.invars)
         asked = tuple(tuple(wanted) for wanted in demands)
-        return _Sweeps(self, jaxpr, (whole,) * count, (False,) * count, asked, ()).hint_inputs()
+        return _Sweeps(self, jaxpr, (whole,) * count, (False,) * count, asked, (), ()).hint_inputs()
 
     def within(self, mesh: MeshAxes) -> Propagator:
         """A propagator with the same rules over fewer axes."""
@@ -107,6 +111,7 @@ class _Sweeps:
     input_batch: tuple[bool, ...]
     output_demands: Demands
     input_held: tuple[bool, ...]
+    output_late: tuple[bool, ...]
     lazy: bool = False
     natural: dict = field(default_factory=dict)
     batch: dict = field(default_factory=dict)
@@ -142,8 +147,9 @@ class _Sweeps:
             self.batch.update(zip(eqn.outvars, outs, strict=True))
 
     def _demand_outputs(self) -> None:
-        for atom, wanted in zip(self.jaxpr.outvars, self.output_demands, strict=True):
-            for placement in wanted:
+        late = self.output_late or (False,) * len(self.jaxpr.outvars)
+        for atom, wanted, is_late in zip(self.jaxpr.outvars, self.output_demands, late, strict=True):
+            for placement in () if is_late else wanted:
                 self._demand(atom, placement)
 
     def _hint(self) -> None:

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr, provenance
-from jax_deepcompile.analysis.microbatches import Round, Rounds, Total, choose_rounds
+from jax_deepcompile.analysis.microbatches import Round, Rounds, Total, choose_rounds, is_heavy
+from jax_deepcompile.ir.light_loops import split_light_loops
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.ir.retrace import compute, read, trace_blocks
@@ -40,7 +41,7 @@ def accumulate(program: Program, mesh: AnyMesh) -> Program:
         return program
     (axis,) = program.mesh.virtual
     length = program.mesh.size_of((axis,))
-    jaxpr = open_jaxpr(program.jaxpr)
+    jaxpr = split_light_loops(open_jaxpr(program.jaxpr), is_heavy)
     rounds = choose_rounds(jaxpr, axis, length, _batch_bytes(program))
     once = {id(eqn): lambda eqn, values: _repeat(eqn, values, axis, length) for eqn in rounds.repeated}
 
@@ -96,10 +97,16 @@ def _start(total: Total) -> jax.Array:
         return jnp.zeros(shape, _summed_in(dtype))
     if total.how == "last":
         return jnp.zeros(shape, dtype)
-    limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
-    infinite = jnp.inf if jnp.issubdtype(dtype, jnp.floating) else None
-    lowest, highest = (-infinite, infinite) if infinite else (limits.min, limits.max)
+    lowest, highest = _limits(dtype)
     return jnp.full(shape, lowest if total.how == "pmax" else highest, dtype)
+
+
+def _limits(dtype) -> tuple[Any, Any]:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return False, True
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -jnp.inf, jnp.inf
+    return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
 
 
 def _summed_in(dtype) -> Any:

@@ -156,6 +156,42 @@ def test_metrics():
     assert_same_in_microbatches(loss_of)
 
 
+def test_what_the_model_says_of_every_example_comes_back_whole():
+    def loss_of(params, batch, key):
+        logits = logits_of(params, batch["x"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        wrong = jnp.isnan(logits)
+        told = {"logits": logits, "turned": logits.T, "best": logits.argmax(-1), "any": wrong.any(), "all": wrong.all()}
+        return losses.mean(), told
+
+    assert_same_in_microbatches(loss_of)
+
+
+@pytest.mark.parametrize("mode", ["edge", "mean", "linear_ramp", "reflect"])
+def test_features_that_are_padded(mode: str):
+    def loss_of(params, batch, key):
+        padded = jnp.pad(logits_of(params, batch["x"]), ((0, 0), (1, 2)), mode=mode)
+        return jnp.square(padded * jnp.linspace(0.1, 1.0, 11)).mean(), {}
+
+    assert_same_in_microbatches(loss_of)
+
+
+def test_a_mean_whose_sum_and_count_one_loop_carries():
+    def loss_of(params, batch, key):
+        weights = batch["mask"][:, None] * jnp.arange(16)
+
+        def chunk(carry, columns):
+            x, weight = columns
+            total, count = carry
+            return (total + (jnp.tanh(x * params["up"][0, 0]) * weight).sum(), count + weight.sum()), None
+
+        (total, count), _ = jax.lax.scan(chunk, (0.0, 0.0), (batch["x"].T, weights.T))
+        hidden = jax.lax.scan(chunk, (0.0, 0.0), (logits_of(params, batch["x"]).T, weights[:, :8].T))[0]
+        return total / count + hidden[0] / hidden[1], {"count": count}
+
+    assert_same_in_microbatches(loss_of)
+
+
 def test_dropout_masks_are_those_of_the_whole_batch():
     def masks(state, batch):
         return state, jax.random.bernoulli(state["key"], 0.5, batch["x"].shape)

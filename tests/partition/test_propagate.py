@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -50,6 +52,20 @@ class TestPerceptron:
             "mul f32[] f32[2,16] -> f32[2,16]",
             "sub f32[2,16] f32[2,16] -> f32[2,16]",
         ]
+
+    def test_what_the_step_returns_whole_is_brought_together_at_the_end(self):
+        """The loss and the backward pass read the part of a device, as if nothing else were asked of it."""
+
+        def step(w, batch, returned=True):
+            def loss_of(w):
+                logits = batch["x"] @ w
+                return squares(logits, batch), logits
+
+            (loss, logits), gradient = jax.value_and_grad(loss_of, has_aux=True)(w)
+            return w - 0.1 * gradient, loss, logits if returned else ()
+
+        plain = lines(trace(functools.partial(step, returned=False), (D, D), BATCH).sharded)
+        assert lines(trace(step, (D, D), BATCH).sharded) == [*plain, "all_gather fsdp: f32[4,16] -> f32[32,16]"]
 
     def test_what_is_scattered_in_one_piece_is_transposed_afterwards(self):
         """The leading dimension of ``w`` does not divide, so its gradient is scattered where that one leads."""
