@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
-from jax_deepcompile.arguments import examples, join_rows, place, refuse_deleted, shapes_only
+from jax_deepcompile.arguments import join_rows, place, refuse_deleted, shapes_only
 from jax_deepcompile.binding import Creation, PureCall, PureStep, bind
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.program import Role
@@ -28,9 +28,9 @@ from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.session import Planned, Wishes, plan_program
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.text import explain
+from jax_deepcompile.roles import Roles
 from jax_deepcompile.stages import LoweredStep, TracedStep
 from jax_deepcompile.tracing import (
-    Signature,
     Traced,
     abstract_key,
     function_name,
@@ -79,7 +79,8 @@ def shard(
         along one axis "fsdp".
       state_argnums: positions of the arguments that are state; each must be returned, with the same structure, shapes
         and dtypes. By default the NNX objects, or else the first argument with any arrays, a random key before state
-        and batch aside. Positions count the parameters of the step, those that are passed by name too.
+        and batch aside, and with them every argument that the state of an optax optimizer is in. Positions count the
+        parameters of the step, those that are passed by name too.
       batch_argnums: positions of the arguments whose leaves have examples along dimension 0, divided among all devices;
         scalars among them are replicated. By default the first argument, scalars aside, that is neither state nor a
         random key, and those behind it that have as many examples in every leaf, such as labels. All further arguments
@@ -146,10 +147,6 @@ def _is_pmapped(fun: Callable) -> bool:
     return wrapper or "pmap" in code.rsplit(".", 1)[-1] or "pmap" in getattr(fun, "__qualname__", "").split(".")[0]
 
 
-def _positions(argnums: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
-
-
 @dataclass(frozen=True)
 class _Stage:
     """Everything known of one structure of arguments.
@@ -183,8 +180,7 @@ class ShardedStep:
         self._name = function_name(fun)
         self._use = use
         self._asked = asked
-        self._state_argnums = _positions(asked["state_argnums"])
-        self._batch_argnums = _positions(asked["batch_argnums"])
+        self._roles = Roles.of(asked["state_argnums"], asked["batch_argnums"])
         self._microbatches = asked["microbatches"]
         self._wishes = wishes
         self._donate = asked["donate"]
@@ -222,8 +218,8 @@ class ShardedStep:
         In a run of several processes each passes its own rows of the batch, or arrays that all of them have.
 
         Raises:
-          BatchNotDivisibleError, MicrobatchNotDivisibleError, StateDonatedError, DevicesNotAttachedError, and what
-          tracing finds wrong with the step: see ``jax_deepcompile.errors``.
+          BatchNotDivisibleError, MicrobatchNotDivisibleError, AmbiguousRowsError, StateDonatedError,
+          DevicesNotAttachedError, and what tracing finds wrong with the step: see ``jax_deepcompile.errors``.
         """
         if self._fast is not None and not kwargs:
             refuse_deleted(args, self._name)
@@ -284,7 +280,7 @@ class ShardedStep:
             lambda *args: call.step.fun(*args[:-1], **args[-1]),
             in_shardings=(*positional, keywords),
             out_shardings=jax.tree.unflatten(stage.traced.program.out_tree, outputs),
-            donate_argnums=self._state(call.step) if self._donate else (),
+            donate_argnums=self._roles.state_of(call.step) if self._donate else (),
         )
         shapes = shapes_only((*call.args, call.kwargs), stage.targets, stage.roles)
         return plain.trace(*shapes).lower(lowering_platforms=(self._platform(),))
@@ -336,12 +332,13 @@ class ShardedStep:
         return call.finish(*out)
 
     def _bind(self, args: tuple, kwargs: dict) -> PureCall:
-        """A call as a pure one, on arrays of all processes where they divide the batch."""
+        """A call as a pure one, on arrays of all processes where each passed its own rows."""
         call = bind(self._fun, self._name, args, kwargs)
         if jax.process_count() == 1 or not attached(self._use.mesh):
             return call
-        signature = self._signature(call.step, call.args)
+        signature = self._roles.signature(self._name, call.step, call.args)
         rows = NamedSharding(self._use.mesh, PartitionSpec(self._use.batch))
+        self._roles.refuse_ambiguous(call, signature, rows)
         joined = [
             join_rows(arg, signature.name_of(place), rows) if place in signature.batch else arg
             for place, arg in enumerate(call.args)
@@ -349,7 +346,7 @@ class ShardedStep:
         return replace(call, args=tuple(joined))
 
     def _stage(self, call: PureCall) -> _Stage:
-        batch = self._signature(call.step, call.args).batch
+        batch = self._roles.signature(self._name, call.step, call.args).batch
         key = (jax.tree.structure((call.args, call.kwargs)), call.step.structure, call.step.arguments, batch)
         if key not in self._stages:
             self._stages[key] = self._build(call)
@@ -385,7 +382,7 @@ class ShardedStep:
             out_shardings=jax.tree.unflatten(
                 traced.program.out_tree, [self._sharding(port, program) for port in program.outputs]
             ),
-            donate_argnums=self._state(step) if self._donate else (),
+            donate_argnums=self._roles.state_of(step) if self._donate else (),
             compiler_options=planned.plan.compiler_options() or None,
         )
 
@@ -396,7 +393,7 @@ class ShardedStep:
         return self._plans[id(partitioned)]
 
     def _partition(self, step: PureStep, args: tuple, kwargs: dict) -> tuple[Traced, Partitioned]:
-        signature = self._signature(step, args)
+        signature = self._roles.signature(self._name, step, args)
         key = (step.structure, signature, abstract_key(args, kwargs, signature))
         if key not in self._partitions:
             traced = trace_step(step.fun, args, kwargs, signature, self._use.axes)
@@ -409,43 +406,6 @@ class ShardedStep:
             partitioned = replace(partitioned, program=program)
             self._partitions[key] = (traced, partitioned)
         return self._partitions[key]
-
-    def _signature(self, step: PureStep, args: tuple) -> Signature:
-        """Roles of the pure step's arguments.
-
-        The batch is the first argument with examples that is neither state nor a random key, with those behind it that
-        have as many, such as labels.
-        """
-        state = self._state(step)
-        if self._batch_argnums is None:
-            counts = {
-                index: examples(args[index])
-                for index, argument in enumerate(step.arguments)
-                if argument.has_arrays and not (argument.has_objects or argument.is_key) and index not in state
-            }
-            leading = [index for index, count in counts.items() if count]
-            alike = [index for index in leading if len(counts[index]) == 1 and counts[index] == counts[leading[0]]]
-            batch = [index for index in leading if index == leading[0] or index in alike]
-        else:
-            places = {argument.place: index for index, argument in enumerate(step.arguments) if argument.has_arrays}
-            batch = [places[place] for place in self._batch_argnums if place in places]
-        return Signature(self._name, state, tuple(batch), tuple(argument.name for argument in step.arguments))
-
-    def _state(self, step: PureStep) -> tuple[int, ...]:
-        """Positions of the pure step's arguments that are state.
-
-        State is what is in NNX objects, which is the argument in front, or else the first argument with anything in it.
-        A random key is neither state nor batch where there are others to be that.
-        """
-        arguments = step.arguments
-        places = {argument.place: index for index, argument in enumerate(arguments) if argument.has_arrays}
-        state = [places[place] for place in self._state_argnums or () if place in places]
-        if step.structure is not None:
-            return (0, *(index for index in state if not arguments[index].has_objects))
-        if self._state_argnums is not None:
-            return tuple(state)
-        no_keys = [index for index in places.values() if not arguments[index].is_key]
-        return tuple(no_keys[:1] if len(no_keys) > 1 else list(places.values())[:1])
 
     def _sharding(self, port, program) -> NamedSharding | None:
         """None, XLA's to choose, for state that may be divided over automatic axes too."""

@@ -62,12 +62,10 @@ def join_rows(arg: Any, name: str, sharding: NamedSharding) -> Any:
     Raises:
       BatchNotDivisibleError: this process's devices cannot have equally many of its rows.
     """
-    places = sharding.devices_indices_map((sharding.mesh.size,))
-    parts = len({places[device][0].start for device in sharding.addressable_devices})
+    parts, _ = _parts(sharding)
 
     def joined(path, leaf):
-        is_local = leaf.is_fully_addressable if _is_concrete(leaf) else isinstance(leaf, np.ndarray)
-        if not is_local or not leaf.shape:
+        if not _has_own_rows(leaf):
             return leaf
         if leaf.shape[0] % parts:
             where = f"{name}{jax.tree_util.keystr(path)}"
@@ -75,6 +73,30 @@ def join_rows(arg: Any, name: str, sharding: NamedSharding) -> Any:
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
     return jax.tree_util.tree_map_with_path(joined, arg)
+
+
+def may_be_rows(arg: Any, batch: Any, sharding: NamedSharding) -> bool:
+    """Whether what this process has of ``arg`` may be its rows beside those of ``batch``, or the same everywhere."""
+    here, all_of_them = _parts(sharding)
+
+    def together(tree: Any) -> list[int]:
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "shape", ())]
+        return [leaf.shape[0] * all_of_them // here if _has_own_rows(leaf) else leaf.shape[0] for leaf in leaves]
+
+    own = any(map(_has_own_rows, jax.tree.leaves(arg)))
+    return own and len(set(together(arg))) == 1 and set(together(arg)) == set(together(batch))
+
+
+def _has_own_rows(leaf: Any) -> bool:
+    """Whether ``leaf`` is an array of this process alone."""
+    is_own = leaf.is_fully_addressable if _is_concrete(leaf) else isinstance(leaf, np.ndarray)
+    return is_own and bool(leaf.shape)
+
+
+def _parts(sharding: NamedSharding) -> tuple[int, int]:
+    """Into how many parts this process's devices, and those of all processes, divide rows."""
+    places = {device: rows.start for device, (rows,) in sharding.devices_indices_map((sharding.mesh.size,)).items()}
+    return len({places[device] for device in sharding.addressable_devices}), len(set(places.values()))
 
 
 def refuse_deleted(args: tuple, function: str) -> None:

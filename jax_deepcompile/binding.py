@@ -27,6 +27,7 @@ class Argument:
       has_objects: NNX objects are in it.
       has_arrays: and anything else is.
       is_key: it is a random key.
+      has_optimizer: the state of an optax optimizer is in it.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Argument:
     has_objects: bool = False
     has_arrays: bool = True
     is_key: bool = False
+    has_optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     arranged, names, args, kwargs = _arranged(fun, args, kwargs)
     holders = tuple(map(_Holder.of, args))
     arguments = tuple(
-        Argument(name, place, holder.count > 0, holder.count < len(holder.slots), _is_key(value))
+        Argument(name, place, holder.count > 0, holder.count < len(holder.slots), _is_key(value), _has_optimizer(value))
         for (name, place), holder, value in zip(names, holders, args, strict=True)
     )
     objects = tuple(found for value, holder in zip(args, holders, strict=True) for found in holder.objects(value))
@@ -178,6 +180,16 @@ def _is_key(value: Any) -> bool:
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value.shape == ()
     return value.dtype == jnp.uint32 and value.shape in ((2,), (4,))
+
+
+def _has_optimizer(value: Any) -> bool:
+    return any(map(_is_optimizer_state, jax.tree.leaves(value, is_leaf=_is_optimizer_state)))
+
+
+def _is_optimizer_state(node: Any) -> bool:
+    """Optax keeps its state in named tuples of its own."""
+    kind = type(node)
+    return isinstance(node, tuple) and hasattr(kind, "_fields") and kind.__module__.split(".")[0] == "optax"
 
 
 def _is_object(node: Any) -> bool:

@@ -18,7 +18,18 @@ class BatchNotDivisibleError(DeepCompileError, ValueError):
             f"batch leaf {path} has shape {tuple(shape)}: its leading dimension {size} must be a multiple of {parts}, "
             f"the number of {counted}. Use a batch of {choices} examples, "
             f"or drop the last, shorter batch of an epoch. If it holds no examples, make it an argument of its own, "
-            f"which is replicated, or name the arguments that do: shard(..., batch_argnums=...)."
+            f"which is replicated, or name the arguments that do: shard(..., batch_argnums=...). If it is state, name "
+            f"what is: shard(..., state_argnums=...)."
+        )
+
+
+class AmbiguousRowsError(DeepCompileError, ValueError):
+    def __init__(self, function: str, argument: str, places: tuple[object, object], processes: int) -> None:
+        batch, other = places
+        super().__init__(
+            f"{function} was given {argument} with as many rows as the batch, in a run of {processes} processes: they "
+            f"may be the rows of this process or the same in all of them. Say which arguments have examples: "
+            f"shard(..., batch_argnums=({batch}, {other})) if {argument} is one of them, else batch_argnums={batch}."
         )
 
 
@@ -42,11 +53,12 @@ class MicrobatchNotDivisibleError(DeepCompileError, ValueError):
 
 
 class WholeBatchNeededError(DeepCompileError, NotImplementedError):
-    def __init__(self, primitive: str, where: str, microbatches: int, reason: str) -> None:
+    def __init__(self, what: str, where: str, microbatches: int, reason: str, remedy: str) -> None:
         super().__init__(
-            f"{primitive} at {where} needs the whole batch in the middle of the step, and with "
-            f"microbatches={microbatches} only a part of it is there at a time: {reason}. Compute it for each example "
-            f"alone (LayerNorm or GroupNorm in the place of BatchNorm), or outside of the step, or use microbatches=1."
+            f"{what} at {where} needs the whole batch in the middle of the step, and with "
+            f"microbatches={microbatches} only a part of it is there at a time: {reason}. {remedy}, or use "
+            f"microbatches=1. If it comes of an argument without examples, name those that have some: "
+            f"shard(..., batch_argnums=...)."
         )
 
 

@@ -33,10 +33,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": BASE | {"ir", "analysis", "partition", "planning", "costs"},
     "stages": BASE | {"ir", "partition", "planning", "lowering", "report"},
     "arguments": {"ir", "errors"},
+    "roles": {"arguments", "binding", "errors", "tracing"},
     "methods": BASE | {"binding", "api", "costs", "planning", "profilers", "stages"},
     "api": BASE
     | {
         "arguments",
+        "roles",
         "methods",
         "ir",
         "tracing",

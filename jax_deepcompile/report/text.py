@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +39,7 @@ def explain(program: Program, partitioned: Partitioned, planned: Planned | None 
     """The text of ``explain()``."""
     mesh = program.mesh
     shape = " x ".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
-    lines = [f"{program.name} on {shape}: {len(partitioned.layout.steps)} equations", ""]
+    lines = [f"{program.name} on {shape}: {len(partitioned.layout.steps)} equations", _arguments(program), ""]
     lines += _state(partitioned)
     lines += _like_examples(partitioned)
     lines += ["", *_microbatches(partitioned), *_collectives(partitioned.program)]
@@ -47,6 +48,15 @@ def explain(program: Program, partitioned: Partitioned, planned: Planned | None 
     if planned is not None:
         lines += ["", *explain_plan(planned)]
     return "\n".join(lines)
+
+
+def _arguments(program: Program) -> str:
+    """What every argument was taken for."""
+    taken: dict[str, dict[str, None]] = {"state": {}, "batch": {}, "replicated": {}}
+    for port in program.inputs:
+        kind = "state" if port.role.is_state else "batch" if port.role is Role.BATCH else "replicated"
+        taken[kind][re.split(r"[.\[]", port.path)[0]] = None
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in taken.items() if names)
 
 
 def _state(partitioned: Partitioned) -> list[str]:

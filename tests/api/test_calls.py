@@ -11,7 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
@@ -193,6 +195,46 @@ def test_a_step_that_makes_its_own_batch():
         return step(state, {"x": jax.random.normal(jax.random.key(seed), (8, 16))})
 
     assert_equal(deepcompile.shard(made)(create(), 5), jax.jit(made)(create(), 5))
+
+
+@pytest.mark.parametrize("optimizer", [optax.adamw(1e-2), optax.sgd(1e-2, momentum=0.9), optax.adafactor(1e-2)])
+def test_an_optimizer_state_of_its_own_is_state(optimizer):
+    def trained(params, moments, x, y):
+        def loss_of(params):
+            return jnp.mean((x @ params["w"] - y) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, loss
+
+    def given():
+        params = {"w": jnp.linspace(0.0, 1.0, 256).reshape(16, 16)}
+        return params, optimizer.init(params), batch()["x"], np.ones((16, 16), np.float32)
+
+    sharded = deepcompile.shard(trained)
+    found, expected = sharded(*given()), jax.jit(trained)(*given())
+    assert_equal(found, expected)
+    assert_equal(sharded(*found[:2], *given()[2:]), jax.jit(trained)(*expected[:2], *given()[2:]))
+    assert sharded.explain().splitlines()[1] == "state: params, moments; batch: x, y"
+
+
+def test_a_model_in_nnx_with_an_optax_state():
+    optimizer = optax.adam(1e-2)
+
+    def trained(model, moments, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        updates, moments = optimizer.update(grads, moments)
+        nnx.update(model, optax.apply_updates(nnx.state(model, nnx.Param), updates))
+        return moments, loss
+
+    def given():
+        model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        return model, optimizer.init(nnx.state(model, nnx.Param)), batch()["x"]
+
+    sharded, (model, *rest), (plain, *others) = deepcompile.shard(trained), given(), given()
+    assert_equal(sharded(model, *rest), nnx.jit(trained)(plain, *others))
+    assert_equal(nnx.state(model), nnx.state(plain))
+    assert sharded.explain().splitlines()[1] == "state: model, moments; batch: x"
 
 
 def test_other_lengths_in_later_calls():
@@ -438,6 +480,15 @@ def test_each_process_passes_its_own_rows(processes: int):
             sharded(state, {"x": np.ones((6, 16), np.float32)})
         except deepcompile.errors.BatchNotDivisibleError as error:
             print("ERROR", error)
+        def weighted(state, batch, weights):
+            return step(state, {"x": batch["x"] * weights[:, None]})
+        weights = np.linspace(1, 2, len(rows), dtype=np.float32)[rank * 4 : (rank + 1) * 4]
+        try:
+            deepcompile.shard(weighted)(state, mine, weights)
+        except deepcompile.errors.AmbiguousRowsError as error:
+            print("ERROR", error)
+        given = sharded.init(create)
+        print("LOSS", float(deepcompile.shard(weighted, batch_argnums=(1, 2))(given, mine, weights)[1]))
         """
     )
     import socket
@@ -458,8 +509,10 @@ def test_each_process_passes_its_own_rows(processes: int):
     losses = [[float(line.split()[1]) for line in out.splitlines() if line.startswith("LOSS")] for out, _ in outputs]
     state, first = jax.jit(step)(create(), batch())
     _, second = jax.jit(step)(state, batch(8))
-    assert len(losses[0]) == 2, outputs
-    np.testing.assert_allclose(losses, [[float(first), float(second)]] * processes, rtol=1e-6)
+    _, third = step(create(), {"x": batch(8)["x"] * np.linspace(1, 2, 8, dtype=np.float32)[:, None]})
+    assert len(losses[0]) == 3, outputs
+    np.testing.assert_allclose(losses, [[float(first), float(second), float(third)]] * processes, rtol=1e-6)
+    assert all("shard(..., batch_argnums=(1, 2)) if weights is one" in out for out, _ in outputs)
     assert all("6 must be a multiple of 4, the number of this process's devices" in out for out, _ in outputs)
 
 

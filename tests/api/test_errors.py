@@ -35,7 +35,7 @@ def test_a_batch_the_mesh_does_not_divide():
         "batch leaf batch['x'] has shape (12, 16): its leading dimension 12 must be a multiple of 8, the number of "
         "devices along the mesh axes fsdp. Use a batch of 8 or 16 examples, or drop the last, shorter batch of an "
         "epoch. If it holds no examples, make it an argument of its own, which is replicated, or name the arguments "
-        "that do: shard(..., batch_argnums=...)."
+        "that do: shard(..., batch_argnums=...). If it is state, name what is: shard(..., state_argnums=...)."
     )
 
 
