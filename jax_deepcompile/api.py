@@ -22,6 +22,7 @@ from jax_deepcompile.meshes import AxisNames, MeshUse, attached, resolve_mesh
 from jax_deepcompile.methods import BoundStep
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.passes.microbatch import accumulate
+from jax_deepcompile.passes.stop_alone import stop_alone
 from jax_deepcompile.planning.limits import MemoryLimit
 from jax_deepcompile.planning.pass_manager import Opening, Pass
 from jax_deepcompile.planning.plan import Plan
@@ -400,7 +401,7 @@ class ShardedStep:
             partitioned = partition_step(
                 traced.program, self._use.mesh, self._use.state, self._use.batch, self._microbatches
             )
-            program = accumulate(partitioned.program, self._use.mesh)
+            program = accumulate(stop_alone(partitioned.program), self._use.mesh)
             if not self._donate:
                 program = program.replace(state_outputs=())
             partitioned = replace(partitioned, program=program)

@@ -11,6 +11,7 @@ from jax.extend import core as jex
 from jax.extend.core import primitives
 
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile.ir.traversal import with_regions
 
 _ZERO_OF_ZEROS = frozenset(
     {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "slice", "neg"}
@@ -68,10 +69,10 @@ class _Rewriter:
     def rewritten(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
         """What to compute in the place of ``eqn``."""
         operands = [self.read(atom) for atom in eqn.invars]
-        params = {name: _within(value) for name, value in eqn.params.items()}
-        if operands != eqn.invars or any(params[name] is not value for name, value in eqn.params.items()):
+        within = with_regions(eqn, without_empty_arrays)
+        if operands != eqn.invars or within is not eqn:
             self.changed = True
-            eqn = eqn.replace(invars=operands, params=params)
+            eqn = within.replace(invars=operands)
         name = eqn.primitive.name
         if name == "concatenate":
             return self._concatenated(eqn)
@@ -151,13 +152,3 @@ def _is_empty(atom: Any) -> bool:
 
 def _is_number(var: Any) -> bool:
     return jnp.issubdtype(_dtype(var), np.number) or jnp.issubdtype(_dtype(var), np.bool_)
-
-
-def _within(value: Any) -> Any:
-    """A parameter of an equation, the jaxprs of loops and branches rewritten."""
-    if isinstance(value, jex.ClosedJaxpr):
-        return without_empty_arrays(value)
-    if isinstance(value, tuple) and value and all(isinstance(item, jex.ClosedJaxpr) for item in value):
-        rewritten = tuple(map(without_empty_arrays, value))
-        return rewritten if any(new is not old for new, old in zip(rewritten, value, strict=True)) else value
-    return value

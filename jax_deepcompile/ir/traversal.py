@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 from jax import lax
@@ -54,6 +54,19 @@ def bodies(eqn: jex.JaxprEqn) -> list:
         return list(params["branches"])
     key = "jaxpr" if name in ("scan", "shard_map") else _CALLED.get(name)
     return [params[key]] if key in params else []
+
+
+def with_regions(eqn: jex.JaxprEqn, rewrite: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]) -> jex.JaxprEqn:
+    """``eqn`` with the closed jaxprs among its parameters rewritten; itself if they stay as they are."""
+    params = {}
+    for name, value in eqn.params.items():
+        if isinstance(value, jex.ClosedJaxpr):
+            params[name] = rewrite(value)
+        elif isinstance(value, tuple) and any(isinstance(item, jex.ClosedJaxpr) for item in value):
+            items = tuple(rewrite(item) if isinstance(item, jex.ClosedJaxpr) else item for item in value)
+            params[name] = items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    changed = {name: value for name, value in params.items() if value is not eqn.params[name]}
+    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
 
 
 def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:

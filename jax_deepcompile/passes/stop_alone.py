@@ -1,0 +1,120 @@
+"""Loops over examples end on each device when its own examples are done.
+
+``vmap`` of a ``while`` goes on until no example does, and leaves those that are done as they are. A device whose
+examples all are need not wait for the others, nor ask them after every iteration.
+
+Before::
+
+    while(x): pmax(any(cond(x)), "fsdp"); x = select(cond(x), body(x), x)
+
+After::
+
+    while(x): any(cond(x)); x = select(cond(x), body(x), x)
+
+Guarantees: values are bitwise the same; loops that communicate otherwise, or change an example that is done, stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import closed_consts, has_side_effects, open_jaxpr
+from jax_deepcompile.analysis.work import COLLECTIVES
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.traversal import equations, with_regions
+
+
+def stop_alone(program: Program) -> Program:
+    """``program``, in the local view, with such loops; the same object if it has none."""
+    jaxpr = _rewritten(program.jaxpr)
+    return program if jaxpr is program.jaxpr else program.replace(jaxpr=jaxpr)
+
+
+def _rewritten(closed: Any) -> Any:
+    jaxpr = open_jaxpr(closed)
+    eqns = [_alone(with_regions(eqn, _rewritten)) for eqn in jaxpr.eqns]
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return closed
+    return jex.ClosedJaxpr(jaxpr.replace(eqns=eqns), closed_consts(closed))
+
+
+def _alone(eqn) -> Any:
+    """``eqn`` with a condition of this device's own, if it is a ``while`` that may have one."""
+    if eqn.primitive.name != "while" or has_side_effects(eqn):
+        return eqn
+    closed = eqn.params["cond_jaxpr"]
+    condition = open_jaxpr(closed)
+    asked = _maker(condition, condition.outvars[0], "pmax")
+    here = asked and _maker(condition, asked.invars[0], "reduce_or")
+    if not here or not _keeps_what_is_done(eqn, here.invars[0]):
+        return eqn
+    alone = condition.replace(eqns=[each for each in condition.eqns if each is not asked], outvars=here.outvars)
+    return eqn.replace(params={**eqn.params, "cond_jaxpr": jex.ClosedJaxpr(alone, closed_consts(closed))})
+
+
+def _keeps_what_is_done(eqn, going: Any) -> bool:
+    """Whether the body communicates not, and changes only elements of which the condition says that they go on."""
+    condition, body = open_jaxpr(eqn.params["cond_jaxpr"]), open_jaxpr(eqn.params["body_jaxpr"])
+    among = [each.primitive.name for each in (*equations(body), *equations(condition))]
+    if sum(name in COLLECTIVES for name in among) != 1:
+        return False
+    conds, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    tested, given, carried = eqn.invars[:conds], eqn.invars[conds : conds + bodies], body.invars[bodies:]
+    same = dict(zip(condition.invars[conds:], carried, strict=True))
+    for var, atom in zip(condition.invars[:conds], tested, strict=True):
+        same[var] = next((inner for inner, other in zip(body.invars, given, strict=False) if other is atom), None)
+    twin = _Twin(condition, body, same)
+    return all(
+        new is old or _is_guarded(body, new, old, going, twin) for new, old in zip(body.outvars, carried, strict=True)
+    )
+
+
+def _is_guarded(body: jex.Jaxpr, new: Any, old: Any, going: Any, twin: _Twin) -> bool:
+    """Whether ``new`` differs from ``old`` only where ``going``, of the condition, is true."""
+    select = _maker(body, new, "select_n")
+    if not select or len(select.invars) != 3 or select.invars[1] is not old:
+        return False
+    each, dims = select.invars[0], tuple(range(len(old.aval.shape)))
+    rows = dims[: len(going.aval.shape)]
+    while not (dims == rows and twin.is_same(going, each)):
+        broadcast = _maker(body, each, "broadcast_in_dim")
+        if not broadcast:
+            return False
+        each, dims = broadcast.invars[0], tuple(dims[dim] for dim in broadcast.params["broadcast_dimensions"])
+    return True
+
+
+class _Twin:
+    """Finds what a condition computes in the body of its loop."""
+
+    def __init__(self, condition: jex.Jaxpr, body: jex.Jaxpr, same: dict) -> None:
+        self.made = [
+            {var: (eqn, index) for eqn in jaxpr.eqns for index, var in enumerate(eqn.outvars)}
+            for jaxpr in (condition, body)
+        ]
+        self.same = same
+
+    def is_same(self, there: Any, here: Any) -> bool:
+        """Whether ``there``, of the condition, has the value of ``here``, of the body."""
+        if isinstance(there, jex.Literal) or isinstance(here, jex.Literal):
+            both = isinstance(there, jex.Literal) and isinstance(here, jex.Literal)
+            return both and there.aval == here.aval and bool(np.all(there.val == here.val))
+        if there not in self.same:
+            self.same[there] = here if self._computes_same(there, here) else None
+        return self.same[there] is here
+
+    def _computes_same(self, there: Any, here: Any) -> bool:
+        if there not in self.made[0] or here not in self.made[1]:
+            return False
+        (left, index), (right, other) = self.made[0][there], self.made[1][here]
+        alike = left.primitive is right.primitive and index == other and left.params == right.params
+        regions = any(isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr)) for value in left.params.values())
+        return alike and not regions and all(map(self.is_same, left.invars, right.invars))
+
+
+def _maker(jaxpr: jex.Jaxpr, atom: Any, name: str) -> Any:
+    """The equation called ``name`` that makes ``atom``; None if another does."""
+    return next((eqn for eqn in jaxpr.eqns if eqn.primitive.name == name and atom in eqn.outvars), None)

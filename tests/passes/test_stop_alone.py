@@ -1,0 +1,156 @@
+"""Loops over examples do not wait for those of other devices, and no other loop stops waiting."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.ir.traversal import equations
+from jax_deepcompile.passes.stop_alone import stop_alone
+
+BATCH, WIDTH = 32, 8
+X = np.random.default_rng(0).uniform(0.1, 5.0, (BATCH, WIDTH)).astype(np.float32)
+
+
+def training(solve):
+    def step(w, x):
+        def loss(w):
+            made = x @ w
+            return jnp.mean((made - lax.stop_gradient(solve(made))) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.1 * gradient, value
+
+    return step
+
+
+def newton(x):
+    """The square root of every element, to a precision of its own for each example."""
+
+    def going(carry):
+        turn, guess = carry
+        return (turn < 50) & (jnp.abs(guess * guess - x).max() > 1e-3)
+
+    return lax.while_loop(going, lambda carry: (carry[0] + 1, 0.5 * (carry[1] + x / carry[1])), (0, x))[1]
+
+
+def each_example(made):
+    return jax.vmap(newton)(jnp.abs(made) + 0.5)
+
+
+def inside_a_loop(made):
+    return lax.scan(lambda x, _: (each_example(x), None), made, None, length=2)[0]
+
+
+def by_hand(made):
+    """What ``vmap`` makes of such a loop, written out."""
+
+    def body(x):
+        return jnp.where((x.sum(1) > 1.0)[:, None], x * 0.5, x)
+
+    return lax.while_loop(lambda x: (x.sum(1) > 1.0).any(), body, jnp.abs(made))
+
+
+def until_all_are_done(made):
+    """Examples that are done go on with the others."""
+    return lax.while_loop(lambda x: (x.sum(1) > 1.0).any(), lambda x: x * 0.5, jnp.abs(made))
+
+
+def counted(made):
+    """How often the loop ran depends on all examples."""
+
+    def body(carry):
+        turn, x = carry
+        return turn + 1, jnp.where((x.sum(1) > 1.0)[:, None], x * 0.5, x)
+
+    turns, x = lax.while_loop(lambda carry: (carry[1].sum(1) > 1.0).any(), body, (0, jnp.abs(made)))
+    return x * turns
+
+
+def guarded_otherwise(made):
+    """Another threshold: an example may change after it is done."""
+
+    def body(x):
+        return jnp.where((x.sum(1) > 0.5)[:, None], x * 0.5, x)
+
+    return lax.while_loop(lambda x: (x.sum(1) > 1.0).any(), body, jnp.abs(made))
+
+
+def guarded_the_wrong_way(made):
+    def body(x):
+        return jnp.where((x.sum(1) > 1.0)[:, None], x, x + 0.5)
+
+    return lax.while_loop(lambda x: (x.sum(1) < 1.0).any(), lambda x: body(x) + 1.0, jnp.abs(made))
+
+
+def with_a_mean(made):
+    """The body reads other examples."""
+
+    def body(x):
+        return jnp.where((x.sum(1) > 1.0)[:, None], x * 0.5 - 1e-3 * x.mean(), x)
+
+    return lax.while_loop(lambda x: (x.sum(1) > 1.0).any(), body, jnp.abs(made))
+
+
+ALONE = [each_example, inside_a_loop, by_hand]
+TOGETHER = [until_all_are_done, counted, guarded_otherwise, guarded_the_wrong_way, with_a_mean]
+
+
+def program_of(solve):
+    w, x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), jax.ShapeDtypeStruct(X.shape, jnp.float32)
+    return deepcompile.shard(training(solve), {"fsdp": 8}).trace(w, x).sharded
+
+
+def asked(program) -> int:
+    """How many equations ask other devices for a maximum."""
+    return sum(eqn.primitive.name == "pmax" for eqn in equations(program.jaxpr))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("solve", ALONE)
+def test_no_device_asks_the_others(solve):
+    program = program_of(solve)
+    assert asked(program) == 0
+    assert stop_alone(program) is program
+
+
+@pytest.mark.pure
+def test_the_condition_before_and_after(monkeypatch):
+    monkeypatch.setattr("jax_deepcompile.api.stop_alone", lambda program: program)
+    before = program_of(by_hand)
+    after = stop_alone(before)
+
+    def condition(program) -> list[str]:
+        (loop,) = (eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == "while")
+        return [eqn.primitive.name for eqn in equations(loop.params["cond_jaxpr"])]
+
+    assert condition(before) == ["reduce_sum", "gt", "reduce_or", "pmax"]
+    assert condition(after) == ["reduce_sum", "gt", "reduce_or"]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("solve", TOGETHER)
+def test_others_go_on_together(solve):
+    assert asked(program_of(solve)) == 1
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("solve", [*ALONE, *TOGETHER])
+def test_the_numbers_stay_the_same(solve):
+    w = jnp.eye(WIDTH) * jnp.linspace(0.2, 3.0, WIDTH)
+    expected = jax.jit(training(solve))(w, X)
+    found = deepcompile.shard(training(solve), {"fsdp": 8})(jnp.copy(w), X)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6), found, expected)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("solve", ALONE)
+def test_in_microbatches(solve):
+    w = jnp.eye(WIDTH) * jnp.linspace(0.2, 3.0, WIDTH)
+    expected = jax.jit(training(solve))(w, X)
+    found = deepcompile.shard(training(solve), {"fsdp": 8}, microbatches=2)(jnp.copy(w), X)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6), found, expected)
