@@ -103,7 +103,8 @@ def shard(
       A ``ShardedStep``, or a decorator that makes one.
 
     Raises:
-      MeshAxisError, MeshTooLargeError, MicrobatchCountError, PmappedStepError: see ``jax_deepcompile.errors``.
+      ArgnumsError, MeshAxisError, MeshTooLargeError, MicrobatchCountError, PmappedStepError: see
+        ``jax_deepcompile.errors``.
     """
     if isinstance(fun, (Mesh, AbstractMesh, Mapping)):
         fun, mesh = None, fun
@@ -401,7 +402,7 @@ class ShardedStep:
             partitioned = partition_step(
                 traced.program, self._use.mesh, self._use.state, self._use.batch, self._microbatches
             )
-            program = accumulate(stop_alone(partitioned.program), self._use.mesh)
+            program = accumulate(stop_alone(partitioned.program, self._use.mesh), self._use.mesh)
             if not self._donate:
                 program = program.replace(state_outputs=())
             partitioned = replace(partitioned, program=program)

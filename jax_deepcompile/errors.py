@@ -23,6 +23,14 @@ class BatchNotDivisibleError(DeepCompileError, ValueError):
         )
 
 
+class ArgnumsError(DeepCompileError, ValueError):
+    def __init__(self, parameter: str, given: object) -> None:
+        super().__init__(
+            f"{parameter} is {given!r}: positions count the parameters of the step from the first, which is 0. Name "
+            f"those further behind by their number too."
+        )
+
+
 class AmbiguousRowsError(DeepCompileError, ValueError):
     def __init__(self, function: str, argument: str, places: tuple[object, object], processes: int) -> None:
         batch, other = places

@@ -28,7 +28,8 @@ class Roles:
 
     @classmethod
     def of(cls, state_argnums: int | Sequence[int] | None, batch_argnums: int | Sequence[int] | None) -> Roles:
-        return cls(_positions(state_argnums), _positions(batch_argnums))
+        """Raises ArgnumsError if positions do not count from 0."""
+        return cls(_positions("state_argnums", state_argnums), _positions("batch_argnums", batch_argnums))
 
     def state_of(self, step: PureStep) -> tuple[int, ...]:
         """Positions of the pure step's arguments that are state.
@@ -89,8 +90,13 @@ class Roles:
                 raise errors.AmbiguousRowsError(signature.function, argument.name, places, jax.process_count())
 
 
-def _positions(argnums: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def _positions(parameter: str, argnums: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if argnums is None:
+        return None
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if any(position < 0 for position in positions):
+        raise errors.ArgnumsError(parameter, argnums)
+    return positions
 
 
 def _places(step: PureStep) -> dict:

@@ -13,9 +13,7 @@ from jax.extend.core import primitives
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
 from jax_deepcompile.ir.traversal import with_regions
 
-_ZERO_OF_ZEROS = frozenset(
-    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "slice", "neg"}
-)
+_ZERO_OF_ZEROS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "slice"})
 """What only puts zeros elsewhere."""
 
 _ADDITIONS = frozenset({"add", "add_any"})
@@ -74,7 +72,7 @@ class _Rewriter:
             self.changed = True
             eqn = within.replace(invars=operands)
         name = eqn.primitive.name
-        if name == "concatenate":
+        if name == "concatenate" and not _is_empty(eqn.outvars[0]):
             return self._concatenated(eqn)
         if name == "split":
             return self._split(eqn)
@@ -92,7 +90,7 @@ class _Rewriter:
 
     def _concatenated(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
         pieces = [atom for atom in eqn.invars if _shape(atom)[eqn.params["dimension"]]]
-        if len(pieces) == len(eqn.invars) or not pieces:
+        if len(pieces) == len(eqn.invars):
             return [eqn]
         self.changed = True
         return self._renamed(eqn.outvars[0], pieces[0]) if len(pieces) == 1 else [eqn.replace(invars=pieces)]
@@ -119,8 +117,7 @@ class _Rewriter:
             return _is_empty(first) or self._is_zero(first)
         if name == "pad":
             padding = eqn.invars[1]
-            is_zero = isinstance(padding, jex.Literal) and bool(np.all(padding.val == 0))
-            return is_zero and (_is_empty(first) or self._is_zero(first))
+            return _is_positive_zero(padding) and (_is_empty(first) or self._is_zero(first))
         return name in _ZERO_OF_ZEROS and self._is_zero(first)
 
     def _is_zero(self, atom: Any) -> bool:
@@ -148,6 +145,11 @@ def _dtype(atom: Any) -> Any:
 
 def _is_empty(atom: Any) -> bool:
     return 0 in _shape(atom)
+
+
+def _is_positive_zero(atom: Any) -> bool:
+    """Whether ``atom`` is a literal with no bit set."""
+    return isinstance(atom, jex.Literal) and not any(np.asarray(atom.val).tobytes())
 
 
 def _is_number(var: Any) -> bool:

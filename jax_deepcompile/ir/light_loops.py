@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import dce, is_drop_var, new_var, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import dce, has_side_effects, is_drop_var, new_var, open_jaxpr, scan_counts
 
 
 def split_light_loops(jaxpr: jex.Jaxpr, is_heavy: Callable[[Any], bool]) -> jex.Jaxpr:
@@ -25,7 +25,7 @@ def split_light_loops(jaxpr: jex.Jaxpr, is_heavy: Callable[[Any], bool]) -> jex.
         n = scan(carry n; mask): n + sum(mask)
         s = scan(carry s; x, mask): s + sum(dot(x, w) * mask)
 
-    Guarantees: values are bitwise the same; heavy work is done as often as before.
+    Guarantees: values are bitwise the same; heavy work is done, and what has side effects happens, as often as before.
 
     Args:
       jaxpr: an open jaxpr; only scans that are not in other loops are split.
@@ -36,8 +36,10 @@ def split_light_loops(jaxpr: jex.Jaxpr, is_heavy: Callable[[Any], bool]) -> jex.
     for eqn in jaxpr.eqns:
         results = _heavy_results(eqn, heavy, is_heavy)
         heavy.update(eqn.outvars[index] for index in results)
-        light = _used_carry(eqn) - results if results and eqn.primitive.name == "scan" else set()
-        eqns += [_with_results(eqn, light), _without_results(eqn, light)] if light else [eqn]
+        splits = eqn.primitive.name == "scan" and results and not has_side_effects(eqn)
+        light = _used_carry(eqn) - results if splits else set()
+        rest = set(range(len(eqn.outvars))) - light
+        eqns += [_keeping(eqn, light), _keeping(eqn, rest)] if light else [eqn]
     return dce(jaxpr.replace(eqns=eqns)) if len(eqns) > len(jaxpr.eqns) else jaxpr
 
 
@@ -75,12 +77,6 @@ def _used_carry(eqn) -> set[int]:
     return {index for index, var in enumerate(eqn.outvars[:num_carry]) if not is_drop_var(var)}
 
 
-def _with_results(eqn, kept: set[int]) -> Any:
+def _keeping(eqn, kept: set[int]) -> Any:
     """``eqn`` with other names for all results but those ``kept``, so that nothing reads them."""
-    return _without_results(eqn, set(range(len(eqn.outvars))) - kept)
-
-
-def _without_results(eqn, dropped: set[int]) -> Any:
-    return eqn.replace(
-        outvars=[new_var(var.aval) if index in dropped else var for index, var in enumerate(eqn.outvars)]
-    )
+    return eqn.replace(outvars=[var if index in kept else new_var(var.aval) for index, var in enumerate(eqn.outvars)])

@@ -62,7 +62,7 @@ def with_regions(eqn: jex.JaxprEqn, rewrite: Callable[[jex.ClosedJaxpr], jex.Clo
     for name, value in eqn.params.items():
         if isinstance(value, jex.ClosedJaxpr):
             params[name] = rewrite(value)
-        elif isinstance(value, tuple) and any(isinstance(item, jex.ClosedJaxpr) for item in value):
+        elif type(value) is tuple and any(isinstance(item, jex.ClosedJaxpr) for item in value):
             items = tuple(rewrite(item) if isinstance(item, jex.ClosedJaxpr) else item for item in value)
             params[name] = items if any(new is not old for new, old in zip(items, value, strict=True)) else value
     changed = {name: value for name, value in params.items() if value is not eqn.params[name]}

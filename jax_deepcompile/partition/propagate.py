@@ -62,7 +62,7 @@ class Propagator:
           batch: for each input whether it depends on the batch.
           demands: for each output the placements wanted of it; it is brought to the first. Empty: as it comes.
           held: for each input whether a gathered copy of it serves the whole jaxpr; by default none does.
-          late: for each output whether it is brought to what is wanted at the end, and nothing before does it a favor;
+          late: for each output whether it is brought to what is wanted at the end, without a say in what comes before;
             by default none is.
         """
         wanted = tuple(tuple(each) for each in demands)

@@ -11,24 +11,32 @@ After::
 
     while(x): any(cond(x)); x = select(cond(x), body(x), x)
 
-Guarantees: values are bitwise the same; loops that communicate otherwise, or change an example that is done, stay.
+Guarantees: values are bitwise the same; loops that communicate otherwise, or change an example that is done, stay. So
+do all loops where XLA divides what is in them further, along automatic axes, and communicates on its own.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, has_side_effects, open_jaxpr
 from jax_deepcompile.analysis.work import COLLECTIVES
+from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import equations, with_regions
 
+_NOT_COMPARED = (jex.Jaxpr, jex.ClosedJaxpr, np.ndarray, jax.Array)
+"""Parameters of equations that are not looked into."""
 
-def stop_alone(program: Program) -> Program:
+
+def stop_alone(program: Program, mesh: AnyMesh) -> Program:
     """``program``, in the local view, with such loops; the same object if it has none."""
+    if len(mesh.axis_names) > len(program.mesh.devices.names):
+        return program
     jaxpr = _rewritten(program.jaxpr)
     return program if jaxpr is program.jaxpr else program.replace(jaxpr=jaxpr)
 
@@ -56,7 +64,7 @@ def _alone(eqn) -> Any:
 
 
 def _keeps_what_is_done(eqn, going: Any) -> bool:
-    """Whether the body communicates not, and changes only elements of which the condition says that they go on."""
+    """Whether the body does not communicate, and changes only elements of which the condition says that they go on."""
     condition, body = open_jaxpr(eqn.params["cond_jaxpr"]), open_jaxpr(eqn.params["body_jaxpr"])
     among = [each.primitive.name for each in (*equations(body), *equations(condition))]
     if sum(name in COLLECTIVES for name in among) != 1:
@@ -101,7 +109,9 @@ class _Twin:
         """Whether ``there``, of the condition, has the value of ``here``, of the body."""
         if isinstance(there, jex.Literal) or isinstance(here, jex.Literal):
             both = isinstance(there, jex.Literal) and isinstance(here, jex.Literal)
-            return both and there.aval == here.aval and bool(np.all(there.val == here.val))
+            return (
+                both and there.aval == here.aval and np.asarray(there.val).tobytes() == np.asarray(here.val).tobytes()
+            )
         if there not in self.same:
             self.same[there] = here if self._computes_same(there, here) else None
         return self.same[there] is here
@@ -110,11 +120,16 @@ class _Twin:
         if there not in self.made[0] or here not in self.made[1]:
             return False
         (left, index), (right, other) = self.made[0][there], self.made[1][here]
-        alike = left.primitive is right.primitive and index == other and left.params == right.params
-        regions = any(isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr)) for value in left.params.values())
-        return alike and not regions and all(map(self.is_same, left.invars, right.invars))
+        plain = not any(isinstance(value, _NOT_COMPARED) for value in left.params.values())
+        alike = left.primitive is right.primitive and index == other and plain and left.params == right.params
+        return alike and all(map(self.is_same, left.invars, right.invars))
+
+
+def _bits(atom: Any) -> tuple:
+    """What tells one literal from another, and from variables."""
+    return (atom.aval, np.asarray(atom.val).tobytes()) if isinstance(atom, jex.Literal) else ()
 
 
 def _maker(jaxpr: jex.Jaxpr, atom: Any, name: str) -> Any:
-    """The equation called ``name`` that makes ``atom``; None if another does."""
-    return next((eqn for eqn in jaxpr.eqns if eqn.primitive.name == name and atom in eqn.outvars), None)
+    """The equation called ``name`` that makes ``atom`` and nothing else; None if another does."""
+    return next((eqn for eqn in jaxpr.eqns if eqn.primitive.name == name and eqn.outvars == [atom]), None)

@@ -39,6 +39,12 @@ def test_a_batch_the_mesh_does_not_divide():
     )
 
 
+@pytest.mark.parametrize("argnums", [{"state_argnums": (0, -1)}, {"batch_argnums": -1}])
+def test_positions_below_the_first(argnums):
+    with pytest.raises(errors.ArgnumsError, match="positions count the parameters of the step from the first"):
+        deepcompile.shard(step, **argnums)
+
+
 def test_no_mesh_axis_of_that_name():
     with pytest.raises(errors.MeshAxisError) as caught:
         deepcompile.shard(step, {"data": 4, "model": 2})

@@ -93,6 +93,8 @@ def test_what_is_not_zero_is_added():
     assert_same(lambda x: x + x[:0].prod(0), X)
     assert_same(lambda x: x + jnp.max(x[:0], 0, initial=-5.0), X)
     assert_same(lambda x: x + jnp.cos(x[:0].sum(0)), X)
+    assert_same(lambda x: 1 / (-jnp.sum(x[:0])), X)
+    assert_same(lambda x: 1 / jnp.pad(x[:0], ((1, 3), (0, 0)), constant_values=-0.0), X)
 
 
 def test_inside_loops_and_branches():

@@ -101,6 +101,17 @@ def test_stacked_results_stay_with_the_heavy_work():
     assert split(step) == [(2, True)]
 
 
+def test_what_is_printed_is_printed_once():
+    def step(x, w, mask):
+        def chunk(carry, turn):
+            jax.debug.print("{}", turn[1].sum())
+            return (carry[0] + (turn[0] @ w).sum(), carry[1] + turn[1].sum()), None
+
+        return lax.scan(chunk, (0.0, 0.0), (x, mask))[0]
+
+    assert split(step) == [(2, True)]
+
+
 def test_loops_of_one_kind_stay():
     assert split(lambda x, w, mask: lax.scan(lambda c, t: (c + t.sum(), c), 0.0, mask)) == [(2, False)]
     assert split(lambda x, w, mask: lax.scan(lambda c, t: (c + (t @ w).sum(), c), 0.0, x)) == [(2, True)]

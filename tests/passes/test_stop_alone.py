@@ -12,6 +12,7 @@ import jax_deepcompile as deepcompile
 from jax_deepcompile.ir.traversal import equations
 from jax_deepcompile.passes.stop_alone import stop_alone
 
+MESH = deepcompile.shard(lambda state: state, {"fsdp": 8}).mesh
 BATCH, WIDTH = 32, 8
 X = np.random.default_rng(0).uniform(0.1, 5.0, (BATCH, WIDTH)).astype(np.float32)
 
@@ -115,14 +116,14 @@ def asked(program) -> int:
 def test_no_device_asks_the_others(solve):
     program = program_of(solve)
     assert asked(program) == 0
-    assert stop_alone(program) is program
+    assert stop_alone(program, MESH) is program
 
 
 @pytest.mark.pure
 def test_the_condition_before_and_after(monkeypatch):
-    monkeypatch.setattr("jax_deepcompile.api.stop_alone", lambda program: program)
+    monkeypatch.setattr("jax_deepcompile.api.stop_alone", lambda program, mesh: program)
     before = program_of(by_hand)
-    after = stop_alone(before)
+    after = stop_alone(before, MESH)
 
     def condition(program) -> list[str]:
         (loop,) = (eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == "while")
@@ -136,6 +137,13 @@ def test_the_condition_before_and_after(monkeypatch):
 @pytest.mark.parametrize("solve", TOGETHER)
 def test_others_go_on_together(solve):
     assert asked(program_of(solve)) == 1
+
+
+@pytest.mark.pure
+def test_where_xla_communicates_on_its_own_they_go_on_together():
+    w, x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), jax.ShapeDtypeStruct(X.shape, jnp.float32)
+    traced = deepcompile.shard(training(by_hand), {"fsdp": 4, "tensor": 2}).trace(w, x)
+    assert asked(traced.sharded) == 1
 
 
 @pytest.mark.cpu_mesh
