@@ -167,11 +167,11 @@ def test_what_the_model_says_of_every_example_comes_back_whole():
     assert_same_in_microbatches(loss_of)
 
 
-@pytest.mark.parametrize("mode", ["edge", "mean", "linear_ramp", "reflect"])
-def test_features_that_are_padded(mode: str):
+def test_features_that_are_padded():
     def loss_of(params, batch, key):
-        padded = jnp.pad(logits_of(params, batch["x"]), ((0, 0), (1, 2)), mode=mode)
-        return jnp.square(padded * jnp.linspace(0.1, 1.0, 11)).mean(), {}
+        logits = logits_of(params, batch["x"])
+        padded = [jnp.pad(logits, ((0, 0), (1, 2)), mode=mode) for mode in ("edge", "mean", "linear_ramp", "reflect")]
+        return jnp.square(jnp.concatenate(padded, 1) * jnp.linspace(0.1, 1.0, 44)).mean(), {}
 
     assert_same_in_microbatches(loss_of)
 
