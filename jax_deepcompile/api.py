@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
-from jax_deepcompile.arguments import join_rows, place, refuse_deleted, shapes_only
+from jax_deepcompile.arguments import has_repeated_arrays, join_rows, place, refuse_deleted, shapes_only
 from jax_deepcompile.binding import Creation, PureCall, PureStep, bind
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.program import Role
@@ -80,12 +80,13 @@ def shard(
         along one axis "fsdp".
       state_argnums: positions of the arguments that are state; each must be returned, with the same structure, shapes
         and dtypes. By default the NNX objects, or else the first argument with any arrays, a random key before state
-        and batch aside, and with them every argument that the state of an optax optimizer is in. Positions count the
-        parameters of the step, those that are passed by name too.
+        and batch aside, and with them every argument that the state of an optax optimizer is in, and dictionaries that
+        look like parameters and are returned; if they are not, they are divided like state and only read. Positions
+        count the parameters of the step, those that are passed by name too.
       batch_argnums: positions of the arguments whose leaves have examples along dimension 0, divided among all devices;
-        scalars among them are replicated. By default the first argument, scalars aside, that is neither state nor a
-        random key, and those behind it that have as many examples in every leaf, such as labels. All further arguments
-        are replicated.
+        scalars among them are replicated. By default the first argument, scalars aside, that is neither state nor
+        parameters nor a random key, and those behind it that have as many examples in every leaf, such as labels. All
+        further arguments are replicated.
       fsdp_axes: mesh axes that divide the state.
       data_axes: mesh axes that divide the batch and replicate the state, where the mesh has them. Axes that are in
         neither are left to XLA and to the step's own sharding constraints.
@@ -157,6 +158,7 @@ class _Stage:
       traced, partitioned: for the shapes it was made for.
       targets: where every leaf of ``(*args, kwargs)`` goes; None where it may stay.
       roles: the role of every leaf.
+      returned: whether every leaf is state that the step returns anew.
       step: the pure step.
     """
 
@@ -164,6 +166,7 @@ class _Stage:
     partitioned: Partitioned
     targets: tuple[NamedSharding | None, ...]
     roles: tuple[Role, ...]
+    returned: tuple[bool, ...]
     step: PureStep
 
 
@@ -223,7 +226,7 @@ class ShardedStep:
           BatchNotDivisibleError, MicrobatchNotDivisibleError, AmbiguousRowsError, StateDonatedError,
           DevicesNotAttachedError, and what tracing finds wrong with the step: see ``jax_deepcompile.errors``.
         """
-        if self._fast is not None and not kwargs:
+        if self._fast is not None and not kwargs and not has_repeated_arrays(args):
             refuse_deleted(args, self._name)
             try:
                 return self._fast(*args, {})
@@ -282,7 +285,7 @@ class ShardedStep:
             lambda *args: call.step.fun(*args[:-1], **args[-1]),
             in_shardings=(*positional, keywords),
             out_shardings=jax.tree.unflatten(stage.traced.program.out_tree, outputs),
-            donate_argnums=self._roles.state_of(call.step) if self._donate else (),
+            donate_argnums=stage.traced.returned if self._donate else (),
         )
         shapes = shapes_only((*call.args, call.kwargs), stage.targets, stage.roles)
         return plain.trace(*shapes).lower(lowering_platforms=(self._platform(),))
@@ -321,7 +324,7 @@ class ShardedStep:
         stage = self._stage(call)
         args_of_run = (*call.args, call.kwargs)
         refuse_deleted(args_of_run, self._name)
-        placed, moved_inputs = place(args_of_run, stage.targets, stage.roles, self._use.mesh, self._donate)
+        placed, moved_inputs = place(args_of_run, stage.targets, stage.returned, self._use.mesh, self._donate)
         try:
             out = self._run_of(stage)(*placed)
         except (TypeError, ValueError):
@@ -348,8 +351,8 @@ class ShardedStep:
         return replace(call, args=tuple(joined))
 
     def _stage(self, call: PureCall) -> _Stage:
-        batch = self._roles.signature(self._name, call.step, call.args).batch
-        key = (jax.tree.structure((call.args, call.kwargs)), call.step.structure, call.step.arguments, batch)
+        signature = self._roles.signature(self._name, call.step, call.args)
+        key = (jax.tree.structure((call.args, call.kwargs)), call.step.structure, call.step.arguments, signature)
         if key not in self._stages:
             self._stages[key] = self._build(call)
         self._last = self._stages[key]
@@ -358,8 +361,11 @@ class ShardedStep:
     def _build(self, call: PureCall) -> _Stage:
         traced, partitioned = self._partition(call.step, call.args, call.kwargs)
         program = partitioned.program
-        leaves = [self._sharding(port, program) for port in program.inputs]
-        return _Stage(traced, partitioned, tuple(leaves), tuple(port.role for port in program.inputs), call.step)
+        targets = tuple(self._sharding(port, program) for port in program.inputs)
+        roles = tuple(port.role for port in program.inputs)
+        sources = {source for source, _ in traced.program.state_outputs}
+        returned = tuple(index in sources for index in range(len(roles)))
+        return _Stage(traced, partitioned, targets, roles, returned, call.step)
 
     def _run_of(self, stage: _Stage) -> Callable:
         """``jax.jit`` of ``(*args, kwargs) -> out``, planned."""
@@ -384,7 +390,7 @@ class ShardedStep:
             out_shardings=jax.tree.unflatten(
                 traced.program.out_tree, [self._sharding(port, program) for port in program.outputs]
             ),
-            donate_argnums=self._roles.state_of(step) if self._donate else (),
+            donate_argnums=traced.returned if self._donate else (),
             compiler_options=planned.plan.compiler_options() or None,
         )
 

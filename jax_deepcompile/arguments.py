@@ -18,7 +18,7 @@ from jax_deepcompile.ir.program import Role
 def place(
     args: tuple,
     targets: Sequence[NamedSharding | None],
-    roles: Sequence[Role],
+    returned: Sequence[bool],
     mesh: Mesh | AbstractMesh,
     donate: bool,
 ) -> tuple[tuple, bool]:
@@ -27,23 +27,31 @@ def place(
     Args:
       args: positional arguments, and a dictionary of the others.
       targets: where every leaf goes; None where it may stay.
-      roles: what every leaf is.
+      returned: whether every leaf is state, which the next call gets where it is wanted.
       mesh: the step's.
-      donate: whether the step takes the buffers of its state: a leaf that occurs twice is copied.
+      donate: whether the step takes the buffers of its state.
 
     Returns:
-      The arguments placed, and whether anything but state was moved.
+      The arguments placed, and whether anything was moved that the next call will have to move again.
     """
     leaves, tree = jax.tree.flatten(args)
-    placed, moved = [], False
-    donated: set[int] = set()
-    for leaf, target, role in zip(leaves, targets, roles, strict=True):
-        new = _placed(leaf, target, mesh)
-        moved |= new is not leaf and not role.is_state
-        placed.append(jnp.copy(new) if id(new) in donated else new)
-        if role.is_state and donate and isinstance(new, jax.Array):
-            donated.add(id(new))
+    placed = [_placed(leaf, target, mesh) for leaf, target in zip(leaves, targets, strict=True)]
+    moved = any(new is not leaf and not stays for new, leaf, stays in zip(placed, leaves, returned, strict=True))
+    if donate:
+        placed = _each_taken_once(placed, returned)
     return jax.tree.unflatten(tree, placed), moved
+
+
+def _each_taken_once(leaves: Sequence[Any], taken: Sequence[bool]) -> list:
+    """``leaves`` with copies of those that are taken, but are there another time: what is only read stays."""
+    kept = {id(leaf) for leaf, is_taken in zip(leaves, taken, strict=True) if not is_taken}
+    once = []
+    for leaf, is_taken in zip(leaves, taken, strict=True):
+        again = is_taken and isinstance(leaf, jax.Array) and id(leaf) in kept
+        once.append(jnp.copy(leaf) if again else leaf)
+        if is_taken:
+            kept.add(id(leaf))
+    return once
 
 
 def examples(arg: Any) -> set[int]:
@@ -108,6 +116,12 @@ def refuse_deleted(args: tuple, function: str) -> None:
         leaf = next(iter(jax.tree.leaves(arg)), None)
         if _is_concrete(leaf) and leaf.is_deleted():
             raise errors.StateDonatedError(function, leaf.shape, str(leaf.dtype))
+
+
+def has_repeated_arrays(args: tuple) -> bool:
+    """Whether an array is in ``args`` twice: its buffer cannot be taken, and XLA may crash on it."""
+    arrays = [id(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
+    return len(set(arrays)) < len(arrays)
 
 
 def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], roles: Sequence[Role]) -> tuple:

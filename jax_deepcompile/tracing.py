@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,17 +31,19 @@ class Signature:
     Attributes:
       function: the step's name, for messages.
       state: positions of the state arguments.
+      parameters: positions of arguments like these, which are state if the step returns them, and only read otherwise.
       batch: positions of the batch arguments, whose leaves have examples unless they are scalars.
       names: the name of every positional argument.
     """
 
     function: str
     state: tuple[int, ...]
+    parameters: tuple[int, ...]
     batch: tuple[int, ...]
     names: tuple[str, ...]
 
     def role_of(self, position: int | None) -> Role:
-        if position in self.state:
+        if position in self.state or position in self.parameters:
             return Role.PARAM
         return Role.BATCH if position in self.batch else Role.OTHER
 
@@ -60,6 +62,13 @@ class Traced:
 
     program: Program
     in_tree: Any
+
+    @property
+    def returned(self) -> tuple[int, ...]:
+        """Positions of the arguments that the step returns anew: what it may have the memory of."""
+        returned = {source for source, _ in self.program.state_outputs}
+        args, _ = jax.tree.unflatten(self.in_tree, range(self.in_tree.num_leaves))
+        return tuple(place for place, arg in enumerate(args) if not returned.isdisjoint(jax.tree.leaves(arg)))
 
 
 def function_name(fun: Callable) -> str:
@@ -103,7 +112,7 @@ def trace_step(fun: Callable, args: tuple, kwargs: dict, signature: Signature, m
 def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Traced:
     """Traces the function that creates the state: inputs are replicated, every output is state."""
     name = function_name(fun)
-    ports, in_tree = _input_ports(args, kwargs, Signature(name, (), (), argument_names(fun, len(args))))
+    ports, in_tree = _input_ports(args, kwargs, Signature(name, (), (), (), argument_names(fun, len(args))))
     closed, out_shape = _trace(fun, args, kwargs, ports, name)
     leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
     outputs = tuple(_port(f"state{jax.tree_util.keystr(path)}", _state_role(path), leaf) for path, leaf in leaves)
@@ -206,50 +215,84 @@ def _state_role(path: Sequence, argument: str = "") -> Role:
 
 
 def _match_state(args: tuple, out_shape: Any, signature: Signature) -> tuple[tuple[int, int], ...]:
-    """Pairs (flat input, flat output) of the state arguments and what the step returns in their place."""
-    pairs: list[tuple[int, int]] = []
-    taken: set[int] = set()
-    subtrees = list(_subtrees(out_shape))
-    for position in signature.state:
+    """Pairs (flat input, flat output) of the state arguments and what the step returns in their place.
+
+    Those with the most leaves come first: an optimizer's moments look like parameters.
+    """
+    found: dict[int, _Subtree] = {}
+    subtrees = sorted(_subtrees(out_shape), key=lambda sub: sub.depth)
+
+    def free(position: int) -> list[_Subtree]:
+        taken = {leaf for sub in found.values() for leaf in sub.leaves}
         wanted = jax.tree.structure(args[position])
-        start = len(jax.tree.leaves(args[:position]))
-        candidates = [sub for sub in subtrees if sub.structure == wanted and id(sub) not in taken]
+        return [sub for sub in subtrees if sub.structure == wanted and taken.isdisjoint(sub.leaves)]
+
+    def most_leaves_first(positions: Sequence[int]) -> list[int]:
+        return sorted(positions, key=lambda position: -jax.tree.structure(args[position]).num_leaves)
+
+    for position in most_leaves_first(signature.state):
+        candidates = free(position)
         same = [sub for sub in candidates if not _changes(args[position], sub.tree, "")]
         if not candidates:
             _explain_missing(args[position], subtrees, signature, position, out_shape)
         if not same:
             changes = _changes(args[position], candidates[0].tree, signature.name_of(position))
             raise errors.StateChangedError(signature.function, changes)
-        taken.add(id(same[0]))
-        pairs += [(start + index, same[0].start + index) for index in range(wanted.num_leaves)]
-    return tuple(pairs)
+        found[position] = same[0]
+    for position in most_leaves_first(signature.parameters):
+        same = [sub for sub in free(position) if not _changes(args[position], sub.tree, "")]
+        if same and len(same) >= len(_rivals(args, position, set(signature.parameters) - set(found))):
+            found[position] = same[0]
+    return tuple(
+        (len(jax.tree.leaves(args[:position])) + index, leaf)
+        for position in sorted(found)
+        for index, leaf in enumerate(found[position].leaves)
+    )
+
+
+def _rivals(args: tuple, position: int, others: Collection[int]) -> list[int]:
+    """Those of ``others`` that could be what a step returns in place of argument ``position`` as well."""
+    structure = jax.tree.structure(args[position])
+    alike = [other for other in others if jax.tree.structure(args[other]) == structure]
+    return [other for other in alike if not _changes(args[position], args[other], "")]
 
 
 def _alike(args: tuple, out_shape: Any, signature: Signature) -> list[tuple[int, int]]:
     """Pairs like those of ``_match_state`` of everything returned that looks like state, gradients say."""
     pairs = []
-    for position in signature.state:
+    for position in (*signature.state, *signature.parameters):
         structure = jax.tree.structure(args[position])
         start = len(jax.tree.leaves(args[:position]))
         for sub in _subtrees(out_shape):
             if sub.structure == structure and structure.num_leaves > 1 and not _changes(args[position], sub.tree, ""):
-                pairs += [(start + index, sub.start + index) for index in range(structure.num_leaves)]
+                pairs += zip(range(start, start + structure.num_leaves), sub.leaves, strict=True)
     return pairs
 
 
 @dataclass(frozen=True)
 class _Subtree:
+    """A part of what a step returns.
+
+    Attributes:
+      tree: the part.
+      structure: of it.
+      leaves: positions of its leaves among all that are returned.
+      depth: how deep inside it is.
+    """
+
     tree: Any
     structure: Any
-    start: int
+    leaves: range
+    depth: int
 
 
-def _subtrees(tree: Any, start: int = 0):
-    """The returned tree and all trees it is made of, outermost first."""
-    yield _Subtree(tree, jax.tree.structure(tree), start)
+def _subtrees(tree: Any, start: int = 0, depth: int = 0):
+    """The returned tree and all trees it is made of."""
+    structure = jax.tree.structure(tree)
+    yield _Subtree(tree, structure, range(start, start + structure.num_leaves), depth)
     level = jax.tree_util.default_registry.flatten_one_level(tree)
     for child in level[0] if level is not None else ():
-        yield from _subtrees(child, start)
+        yield from _subtrees(child, start, depth + 1)
         start += len(jax.tree.leaves(child))
 
 

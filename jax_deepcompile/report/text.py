@@ -52,9 +52,11 @@ def explain(program: Program, partitioned: Partitioned, planned: Planned | None 
 
 def _arguments(program: Program) -> str:
     """What every argument was taken for."""
-    taken: dict[str, dict[str, None]] = {"state": {}, "batch": {}, "replicated": {}}
-    for port in program.inputs:
-        kind = "state" if port.role.is_state else "batch" if port.role is Role.BATCH else "replicated"
+    taken: dict[str, dict[str, None]] = {"state": {}, "read only": {}, "batch": {}, "replicated": {}}
+    returned = {source for source, _ in program.state_outputs}
+    for index, port in enumerate(program.inputs):
+        kept = "state" if index in returned else "read only"
+        kind = kept if port.role.is_state else "batch" if port.role is Role.BATCH else "replicated"
         taken[kind][re.split(r"[.\[]", port.path)[0]] = None
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in taken.items() if names)
 

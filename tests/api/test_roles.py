@@ -1,0 +1,185 @@
+"""What the arguments of steps of the usual forms are taken for, and what a step may have the memory of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jax_deepcompile as deepcompile
+from tests.equality.harness import assert_close
+
+pytestmark = pytest.mark.cpu_mesh
+
+_OPTIMIZER = optax.adam(1e-3)
+
+
+def _model(seed: int, width: int = 64) -> dict:
+    keys = jax.random.split(jax.random.key(seed))
+    return {
+        "Dense_0": {"kernel": jax.random.normal(keys[0], (32, width)) / 8, "bias": jnp.zeros(width)},
+        "Dense_1": {"kernel": jax.random.normal(keys[1], (width, 16)) / 8, "bias": jnp.zeros(16)},
+    }
+
+
+def _apply(params: Mapping, x: jax.Array) -> jax.Array:
+    for layer in params.values():
+        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+    return x
+
+
+def _updated(params, opt_state, loss_of, *args):
+    loss, grads = jax.value_and_grad(loss_of)(params, *args)
+    updates, opt_state = _OPTIMIZER.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def _loss(params, x, y):
+    return jnp.mean((_apply(params, x) - y) ** 2)
+
+
+def with_target(params, target, opt_state, x, y):
+    return _updated(params, opt_state, lambda p: _loss(p, x, y + 0.9 * _apply(target, x)))
+
+
+def with_average(params, average, opt_state, batch):
+    params, opt_state, loss = _updated(params, opt_state, _loss, batch["x"], batch["y"])
+    return params, jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, average, params), opt_state, loss
+
+
+def with_teacher(params, opt_state, teacher, x):
+    return _updated(params, opt_state, lambda p: _loss(p, x, _apply(teacher, x)))
+
+
+def with_statistics(params, batch_stats, opt_state, x, y):
+    hidden = {name: jnp.mean(x) * value for name, value in batch_stats["norm"].items()}
+    new, opt_state, loss = _updated(params, opt_state, _loss, x, y + hidden["mean"].sum())
+    return new, {"norm": hidden}, opt_state, loss
+
+
+def adversarial(g_params, d_params, g_opt, d_opt, x, y):
+    g, g_opt, g_loss = _updated(g_params, g_opt, lambda p: -_loss(d_params, x, _apply(p, x)))
+    d, d_opt, d_loss = _updated(d_params, d_opt, _loss, x, y)
+    return g, d, g_opt, d_opt, (g_loss, d_loss)
+
+
+def optimizer_in_front(opt_state, params, x, y):
+    params, opt_state, loss = _updated(params, opt_state, _loss, x, y)
+    return opt_state, params, loss
+
+
+def one_of_two_returned(opt_state, target, params, x, y):
+    return with_target(params, target, opt_state, x, y)
+
+
+_X = jax.random.normal(jax.random.key(2), (16, 32))
+_Y = jax.random.normal(jax.random.key(3), (16, 16))
+_PARAMS, _OTHER = _model(0), _model(1)
+_STATE = _OPTIMIZER.init(_PARAMS)
+_STATISTICS = {"norm": {"mean": jnp.ones(64), "var": jnp.ones(64)}}
+
+_STEPS = [
+    (with_target, (_PARAMS, _OTHER, _STATE, _X, _Y), "state: params, opt_state; read only: target; batch: x, y"),
+    (
+        with_average,
+        (_PARAMS, _OTHER, _STATE, {"x": _X, "y": _Y}),
+        "state: params, average, opt_state; batch: batch",
+    ),
+    (with_teacher, (_PARAMS, _STATE, _model(4, 128), _X), "state: params, opt_state; read only: teacher; batch: x"),
+    (
+        with_statistics,
+        (_PARAMS, _STATISTICS, _STATE, _X, _Y),
+        "state: params, batch_stats, opt_state; batch: x, y",
+    ),
+    (
+        adversarial,
+        (_PARAMS, _OTHER, _STATE, _STATE, _X, _Y),
+        "state: g_params, d_params, g_opt, d_opt; batch: x, y",
+    ),
+    (optimizer_in_front, (_STATE, _PARAMS, _X, _Y), "state: opt_state, params; batch: x, y"),
+    (
+        one_of_two_returned,
+        (_STATE, _OTHER, _PARAMS, _X, _Y),
+        "state: opt_state; read only: target, params; batch: x, y",
+    ),
+]
+
+
+@pytest.mark.parametrize(("step", "args", "roles"), _STEPS, ids=[step.__name__ for step, *_ in _STEPS])
+def test_models_beside_the_first_are_no_batch(step, args, roles):
+    args = jax.tree.map(jnp.copy, args)
+    expected = jax.jit(step)(*args)
+    sharded = deepcompile.shard(step)
+    assert_close(sharded(*args), expected, 1e-5, step.__name__)
+    assert sharded.explain().splitlines()[1] == roles
+
+
+def test_what_is_only_read_stays():
+    sharded = deepcompile.shard(with_target)
+    params, opt_state, target = jax.tree.map(jnp.copy, (_PARAMS, _STATE, _OTHER))
+    for _ in range(3):
+        params, opt_state, _ = sharded(params, target, opt_state, _X, _Y)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(target))
+
+
+@pytest.mark.parametrize("step", [with_target, with_average])
+def test_a_network_may_be_passed_for_another(step):
+    """As when a target network is brought up to date: its arrays are those of state that the step takes."""
+    batch = (_X, _Y) if step is with_target else ({"x": _X, "y": _Y},)
+    sharded, plain = deepcompile.shard(step), jax.jit(step)
+    mine, theirs = jax.tree.map(jnp.copy, ((_PARAMS, _OTHER, _STATE),) * 2)
+    for count in range(4):
+        found, expected = sharded(*mine, *batch), plain(*theirs, *batch)
+        assert_close(found, expected, 1e-5, f"step {count}")
+        mine, theirs = (
+            (out[0], out[0] if count % 2 else (args if step is with_target else out)[1], out[-2])
+            for out, args in ((found, mine), (expected, theirs))
+        )
+
+
+class Graph(NamedTuple):
+    nodes: jax.Array
+    edges: jax.Array
+    senders: jax.Array
+
+
+def _read(params, opt_state, first, second):
+    total = sum(jnp.sum(leaf) for leaf in jax.tree.leaves((first, second)))
+    return _updated(params, opt_state, lambda p: total * _loss(p, _X, _Y))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "roles"),
+    [
+        (
+            Graph(np.ones((16, 4)), np.ones((32, 4)), np.ones(32, np.int32)),
+            np.ones(8),
+            "batch: first; replicated: second",
+        ),
+        ({"x": np.ones((16, 4))}, {"rows": np.ones(16), "table": np.ones(3)}, "batch: first; replicated: second"),
+        ({"rows": np.ones(3), "table": np.ones(5)}, np.ones((16, 4)), "read only: first; batch: second"),
+        ({"x": {"y": np.ones((16, 4))}}, np.ones(16), "batch: first, second"),
+        ((np.ones(8), np.ones(16)), np.ones((16, 4)), "batch: first; replicated: second"),
+        (np.ones(16), _model(4), "read only: second; batch: first"),
+        (np.ones(8), np.ones((16, 4)), "batch: first; replicated: second"),
+    ],
+    ids=["graph", "behind", "in front", "nested", "tuple", "model behind", "one array"],
+)
+def test_what_batches_look_like(first, second, roles):
+    sharded = deepcompile.shard(_read)
+    sharded.trace(_PARAMS, _STATE, first, second)
+    assert sharded.explain().splitlines()[1] == f"state: params, opt_state; {roles}"
+
+
+def test_named_positions_leave_nothing_to_guess():
+    sharded = deepcompile.shard(with_average, state_argnums=(0, 2))
+    sharded.trace(_PARAMS, _OTHER, _STATE, {"x": _X, "y": _Y})
+    assert sharded.explain().splitlines()[1] == "state: params, opt_state; batch: batch; replicated: average"
+    sharded = deepcompile.shard(with_average, batch_argnums=3)
+    sharded.trace(_PARAMS, _OTHER, _STATE, {"x": _X, "y": _Y})
+    assert sharded.explain().splitlines()[1] == "state: params, average, opt_state; batch: batch"
