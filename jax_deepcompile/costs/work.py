@@ -58,8 +58,9 @@ def _fusion(module: Module, body: Computation) -> Work:
         flops, factor = _matmul(step, operands)
         matmul_flops, dtype = matmul_flops + flops, factor or dtype
         vector_flops += _vector_flops(step, operands)
-        if step.opcode in ("fusion", "call"):
-            inner = _fusion(module, module.body(step))
+        if step.opcode in ("fusion", "call", "custom-call"):
+            is_library = step.opcode == "custom-call"
+            inner = _custom_call(step, operands) if is_library else _fusion(module, module.body(step))
             matmul_flops, dtype = matmul_flops + inner.matmul_flops, inner.dtype or dtype
             vector_flops += inner.vector_flops
     return Work(matmul_flops, dtype, vector_flops, read + written)
@@ -135,7 +136,7 @@ def _written(instruction: Instruction, operands: Sequence[Instruction]) -> int:
         return bytes_of(operands[1].shape)
     if opcode == "scatter":
         return 2 * bytes_of(operands[-1].shape)
-    return bytes_of(results_of(instruction))
+    return bytes_of(_without_workspace(instruction) if opcode == "custom-call" else results_of(instruction))
 
 
 def _vector_flops(instruction: Instruction, operands: Sequence[Instruction]) -> float:
@@ -175,7 +176,7 @@ def _factor(instruction: Instruction, operands: Sequence[Instruction], highest: 
 
 def _custom_call(instruction: Instruction, operands: Sequence[Instruction]) -> Work:
     """A library's kernel: cuBLAS and cuDNN by their FLOPs, others by their bytes."""
-    moved = sum(bytes_of(operand.shape) for operand in operands) + bytes_of(_without_workspace(instruction))
+    moved = sum(bytes_of(operand.shape) for operand in operands) + _written(instruction, operands)
     config = instruction.config
     for key in ("gemm_backend_config", "cudnn_fmha_backend_config"):
         if key in config and operands:

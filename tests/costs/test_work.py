@@ -35,6 +35,32 @@ def test_cublas_counts_batch_and_contracted_dimensions_but_no_workspace():
     assert found == Work(2.0 * 4 * 10 * 20 * 30, "bf16", 0.0, 2 * 4 * (300 + 600) + 4 * 4 * 200)
 
 
+def test_a_library_call_on_a_slice_of_a_stack_is_one_fusion():
+    config = (
+        '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+        '"rhs_contracting_dimensions":["0"]},"precision_config":{"operand_precision":["DEFAULT","DEFAULT"]}}}'
+    )
+    sliced = f"""
+%sliced (a: bf16[10,30], stack: bf16[8,30,20], i: s32[]) -> (bf16[10,20], s8[4096]) {{
+  %a = bf16[10,30]{{1,0}} parameter(0)
+  %stack = bf16[8,30,20]{{2,1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  %o = s32[] constant(0)
+  %layer = bf16[1,30,20]{{2,1,0}} dynamic-slice(%stack, %i, %o, %o), dynamic_slice_sizes={{1,30,20}}
+  %b = bf16[30,20]{{1,0}} bitcast(%layer)
+  ROOT %product = (bf16[10,20]{{1,0}}, s8[4096]{{0}}) custom-call(%a, %b), \
+custom_call_target="__cublas$lt$matmul", backend_config={config}
+}}
+"""
+    entry = """
+%left = bf16[10,30]{1,0} parameter(0)
+%layers = bf16[8,30,20]{2,1,0} parameter(1)
+%t = s32[] parameter(2)
+%r = (bf16[10,20]{1,0}, s8[4096]{0}) fusion(%left, %layers, %t), kind=kCustom, calls=%sliced
+"""
+    assert work(entry, sliced) == Work(2.0 * 10 * 20 * 30, "bf16", 0.0, 2 * (300 + 600 + 200) + 4)
+
+
 @pytest.mark.parametrize(("precision", "factor"), [("DEFAULT", "f32"), ("HIGHEST", "f32-highest")])
 def test_float32_is_tf32_unless_asked_otherwise(precision: str, factor: str):
     config = (
