@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax_deepcompile import errors
 from jax_deepcompile.arguments import examples, may_be_rows
 from jax_deepcompile.binding import PureCall, PureStep
-from jax_deepcompile.tracing import Signature
+from jax_deepcompile.signature import Signature
 
 
 @dataclass(frozen=True)

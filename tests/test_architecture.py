@@ -19,7 +19,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_jax_compat": set(),
     "ir": BASE,
-    "tracing": BASE | {"ir"},
+    "signature": BASE | {"ir"},
+    "returned": BASE | {"ir", "signature"},
+    "tracing": BASE | {"ir", "returned", "signature"},
     "binding": BASE | {"tracing"},
     "meshes": BASE | {"ir"},
     "partition": BASE | {"ir"},
@@ -33,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": BASE | {"ir", "analysis", "partition", "planning", "costs"},
     "stages": BASE | {"ir", "partition", "planning", "lowering", "report"},
     "arguments": {"ir", "errors"},
-    "roles": {"arguments", "binding", "errors", "tracing"},
+    "roles": {"arguments", "binding", "errors", "signature"},
     "methods": BASE | {"binding", "api", "costs", "planning", "profilers", "stages"},
     "api": BASE
     | {

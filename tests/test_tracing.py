@@ -14,7 +14,8 @@ from jax_deepcompile.errors import StateChangedError, StateNotReturnedError
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.ir.traversal import equations
-from jax_deepcompile.tracing import Signature, Traced, abstract_key, argument_names, trace_init, trace_step
+from jax_deepcompile.signature import Signature
+from jax_deepcompile.tracing import Traced, abstract_key, argument_names, trace_init, trace_step
 
 pytestmark = pytest.mark.pure
 

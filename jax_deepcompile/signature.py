@@ -1,0 +1,79 @@
+"""What the leaves of a step's arguments are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_deepcompile import errors
+from jax_deepcompile.ir.program import Port, Role
+
+_OPTIMIZER_NAMES = frozenset({"opt_state", "optimizer", "opt", "optimizer_state"})
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Which arguments of a step are what.
+
+    Attributes:
+      function: the step's name, for messages.
+      state: positions of the state arguments.
+      parameters: positions of arguments like these, which are state if the step returns them, and only read otherwise.
+      batch: positions of the batch arguments, whose leaves have examples unless they are scalars.
+      names: the name of every positional argument.
+    """
+
+    function: str
+    state: tuple[int, ...]
+    parameters: tuple[int, ...]
+    batch: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def role_of(self, position: int | None) -> Role:
+        if position in self.state or position in self.parameters:
+            return Role.PARAM
+        return Role.BATCH if position in self.batch else Role.OTHER
+
+    def name_of(self, position: int) -> str:
+        return self.names[position] if position < len(self.names) else f"args[{position}]"
+
+
+def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[Port, ...], Any]:
+    """A port for every leaf, named as the user finds it, and the structure of ``(args, kwargs)``."""
+    leaves, in_tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    ports = []
+    for path, leaf in leaves:
+        position = path[1].idx if path[0].idx == 0 else None
+        where = signature.name_of(position) if position is not None else path[1].key
+        rest = path[2:]
+        name = f"{where}{jax.tree_util.keystr(rest)}"
+        role = signature.role_of(position)
+        port = port_of(name, state_role(rest, where) if role is Role.PARAM else role, leaf)
+        ports.append(replace(port, role=Role.OTHER) if role is Role.BATCH and not port.shape else port)
+    return tuple(ports), in_tree
+
+
+def port_of(path: str, role: Role, leaf: Any) -> Port:
+    """What stands for ``leaf``, an array, number, tracer or shape; raises LeafTypeError if it is neither."""
+    try:
+        shape = tuple(np.shape(leaf)) if not hasattr(leaf, "shape") else tuple(leaf.shape)
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
+    except (TypeError, ValueError) as error:
+        raise errors.LeafTypeError(path, leaf) from error
+    if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)) and not (
+        jnp.issubdtype(dtype, jax.dtypes.extended)
+    ):
+        raise errors.LeafTypeError(path, leaf)
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return Port(path, role, shape, str(dtype if extended else jax.dtypes.canonicalize_dtype(dtype)))
+
+
+def state_role(path: Sequence, argument: str = "") -> Role:
+    """Whether a leaf of the state, at ``path`` in ``argument``, is the optimizer's."""
+    names = {argument, *(str(getattr(key, "name", getattr(key, "key", ""))) for key in path)}
+    return Role.OPTIMIZER if names & _OPTIMIZER_NAMES else Role.PARAM
