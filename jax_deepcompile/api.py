@@ -30,6 +30,7 @@ from jax_deepcompile.planning.session import Planned, Wishes, plan_program
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.text import explain
 from jax_deepcompile.roles import Roles
+from jax_deepcompile.signature import Signature
 from jax_deepcompile.stages import LoweredStep, TracedStep
 from jax_deepcompile.tracing import (
     Traced,
@@ -189,6 +190,7 @@ class ShardedStep:
         self._microbatches = asked["microbatches"]
         self._wishes = wishes
         self._donate = asked["donate"]
+        self._signatures: dict[Any, Signature] = {}
         self._stages: dict[Any, _Stage] = {}
         self._partitions: dict[Any, tuple[Traced, Partitioned]] = {}
         self._plans: dict[int, Planned] = {}
@@ -341,7 +343,7 @@ class ShardedStep:
         call = bind(self._fun, self._name, args, kwargs)
         if jax.process_count() == 1 or not attached(self._use.mesh):
             return call
-        signature = self._roles.signature(self._name, call.step, call.args)
+        signature = self._signature(call.step, call.args, call.kwargs)
         rows = NamedSharding(self._use.mesh, PartitionSpec(self._use.batch))
         self._roles.refuse_ambiguous(call, signature, rows)
         joined = [
@@ -351,7 +353,7 @@ class ShardedStep:
         return replace(call, args=tuple(joined))
 
     def _stage(self, call: PureCall) -> _Stage:
-        signature = self._roles.signature(self._name, call.step, call.args)
+        signature = self._signature(call.step, call.args, call.kwargs)
         key = (jax.tree.structure((call.args, call.kwargs)), call.step.structure, call.step.arguments, signature)
         if key not in self._stages:
             self._stages[key] = self._build(call)
@@ -401,7 +403,7 @@ class ShardedStep:
         return self._plans[id(partitioned)]
 
     def _partition(self, step: PureStep, args: tuple, kwargs: dict) -> tuple[Traced, Partitioned]:
-        signature = self._roles.signature(self._name, step, args)
+        signature = self._signature(step, args, kwargs)
         key = (step.structure, signature, abstract_key(args, kwargs, signature))
         if key not in self._partitions:
             traced = trace_step(step.fun, args, kwargs, signature, self._use.axes)
@@ -414,6 +416,17 @@ class ShardedStep:
             partitioned = replace(partitioned, program=program)
             self._partitions[key] = (traced, partitioned)
         return self._partitions[key]
+
+    def _signature(self, step: PureStep, args: tuple, kwargs: dict) -> Signature:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        key = (tree, step.structure, step.arguments, tuple(getattr(leaf, "shape", None) for leaf in leaves))
+        if key not in self._signatures:
+
+            def outputs(signature: Signature) -> Any:
+                return trace_step(step.fun, args, kwargs, signature, self._use.axes).out_shape
+
+            self._signatures[key] = self._roles.signature(self._name, step, args, outputs)
+        return self._signatures[key]
 
     def _sharding(self, port, program) -> NamedSharding | None:
         """None, XLA's to choose, for state that may be divided over automatic axes too."""

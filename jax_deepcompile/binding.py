@@ -28,6 +28,8 @@ class Argument:
       has_arrays: and anything else is.
       is_key: it is a random key.
       has_optimizer: the state of an optax optimizer is in it.
+      is_optimizer: and nothing else is.
+      is_number: all of it are numbers: Python's, or integers such as the count of a step.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Argument:
     has_arrays: bool = True
     is_key: bool = False
     has_optimizer: bool = False
+    is_optimizer: bool = False
+    is_number: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,7 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     arranged, names, args, kwargs = _arranged(fun, args, kwargs)
     holders = tuple(map(_Holder.of, args))
     arguments = tuple(
-        Argument(name, place, holder.count > 0, holder.count < len(holder.slots), _is_key(value), _has_optimizer(value))
-        for (name, place), holder, value in zip(names, holders, args, strict=True)
+        _argument(name, place, holder, value) for (name, place), holder, value in zip(names, holders, args, strict=True)
     )
     objects = tuple(found for value, holder in zip(args, holders, strict=True) for found in holder.objects(value))
     if not objects:
@@ -182,8 +185,25 @@ def _is_key(value: Any) -> bool:
     return value.dtype == jnp.uint32 and value.shape in ((2,), (4,))
 
 
-def _has_optimizer(value: Any) -> bool:
-    return any(map(_is_optimizer_state, jax.tree.leaves(value, is_leaf=_is_optimizer_state)))
+def _argument(name: str, place: int, holder: _Holder, value: Any) -> Argument:
+    nodes = jax.tree.leaves(value, is_leaf=_is_optimizer_state)
+    optimizers = sum(map(_is_optimizer_state, nodes))
+    return Argument(
+        name,
+        place,
+        has_objects=holder.count > 0,
+        has_arrays=holder.count < len(holder.slots),
+        is_key=_is_key(value),
+        has_optimizer=optimizers > 0,
+        is_optimizer=optimizers == len(nodes) > 0,
+        is_number=len(nodes) > 0 and all(map(_is_number, nodes)),
+    )
+
+
+def _is_number(leaf: Any) -> bool:
+    if isinstance(leaf, (int, float, complex)):
+        return True
+    return getattr(leaf, "shape", None) == () and jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
 def _is_optimizer_state(node: Any) -> bool:

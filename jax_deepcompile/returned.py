@@ -6,7 +6,9 @@ returned nearest to the top goes before what is inside of something else, and no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import bisect
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,56 +22,105 @@ from jax_deepcompile.signature import Signature, port_of
 def state_outputs(args: tuple, out_shape: Any, signature: Signature) -> tuple[tuple[int, int], ...]:
     """Pairs (flat input, flat output) of the state arguments and what the step returns in their place.
 
-    Those with the most leaves come first: an optimizer's moments look like parameters.
+    Raises:
+      StateNotReturnedError, StateChangedError: state is not returned as it came.
     """
-    found: dict[int, _Subtree] = {}
-    subtrees = sorted(_subtrees(out_shape), key=lambda sub: sub.depth)
-
-    def free(position: int) -> list[_Subtree]:
-        taken = {leaf for sub in found.values() for leaf in sub.leaves}
-        wanted = jax.tree.structure(args[position])
-        return [sub for sub in subtrees if sub.structure == wanted and taken.isdisjoint(sub.leaves)]
-
-    def most_leaves_first(positions: Sequence[int]) -> list[int]:
-        return sorted(positions, key=lambda position: -jax.tree.structure(args[position]).num_leaves)
-
-    for position in most_leaves_first(signature.state):
-        candidates = free(position)
-        same = [sub for sub in candidates if not _changes(args[position], sub.tree, "")]
-        if not candidates:
-            _explain_missing(args[position], subtrees, signature, position, out_shape)
-        if not same:
-            changes = _changes(args[position], candidates[0].tree, signature.name_of(position))
-            raise errors.StateChangedError(signature.function, changes)
-        found[position] = same[0]
-    for position in most_leaves_first(signature.parameters):
-        same = [sub for sub in free(position) if not _changes(args[position], sub.tree, "")]
-        if same and len(same) >= len(_rivals(args, position, set(signature.parameters) - set(found))):
-            found[position] = same[0]
-    return tuple(
-        (len(jax.tree.leaves(args[:position])) + index, leaf)
-        for position in sorted(found)
-        for index, leaf in enumerate(found[position].leaves)
-    )
+    found = _Found(args, out_shape)
+    for position in found.most_leaves_first(signature.state):
+        if not found.take(position):
+            found.explain_missing(position, signature)
+    for position in found.most_leaves_first(signature.networks):
+        found.take(position)
+    for position in found.most_leaves_first(signature.parameters):
+        found.take(position, among=signature.parameters)
+    if signature.networks and not found.has_any((*signature.networks, *signature.parameters)):
+        found.explain_missing(signature.networks[0], signature)
+    for position in signature.networks:
+        found.refuse_changed(position, signature)
+    return found.pairs()
 
 
-def _rivals(args: tuple, position: int, others: Collection[int]) -> list[int]:
-    """Those of ``others`` that could be what a step returns in place of argument ``position`` as well."""
-    structure = jax.tree.structure(args[position])
-    alike = [other for other in others if jax.tree.structure(args[other]) == structure]
-    return [other for other in alike if not _changes(args[position], args[other], "")]
+def returned_anew(args: tuple, out_shape: Any, signature: Signature) -> tuple[int, ...]:
+    """Positions of the arguments that ``state_outputs`` finds in what the step returns."""
+    pairs = state_outputs(args, out_shape, signature)
+    ends = list(itertools.accumulate(len(jax.tree.leaves(arg)) for arg in args))
+    return tuple(sorted({bisect.bisect_right(ends, leaf) for leaf, _ in pairs}))
 
 
 def outputs_like_state(args: tuple, out_shape: Any, signature: Signature) -> list[tuple[int, int]]:
-    """Pairs like those of ``_match_state`` of everything returned that looks like state, gradients say."""
+    """Pairs like those of ``state_outputs`` of everything returned that looks like state, gradients say."""
     pairs = []
-    for position in (*signature.state, *signature.parameters):
+    for position in signature.held:
         structure = jax.tree.structure(args[position])
         start = len(jax.tree.leaves(args[:position]))
         for sub in _subtrees(out_shape):
             if sub.structure == structure and structure.num_leaves > 1 and not _changes(args[position], sub.tree, ""):
                 pairs += zip(range(start, start + structure.num_leaves), sub.leaves, strict=True)
     return pairs
+
+
+class _Found:
+    """What has been found so far of the state in what the step returns."""
+
+    def __init__(self, args: tuple, out_shape: Any) -> None:
+        self._args = args
+        self._out_shape = out_shape
+        self._subtrees = sorted(_subtrees(out_shape), key=lambda sub: sub.depth)
+        self._found: dict[int, _Subtree] = {}
+
+    def most_leaves_first(self, positions: Sequence[int]) -> list[int]:
+        return sorted(positions, key=lambda position: -jax.tree.structure(self._args[position]).num_leaves)
+
+    def has_any(self, positions: Sequence[int]) -> bool:
+        return not self._found.keys().isdisjoint(positions)
+
+    def take(self, position: int, among: Sequence[int] = ()) -> bool:
+        """Finds the argument's new value, unless it could as well be that of others ``among`` which nothing is left."""
+        same = [sub for sub in self._free(position) if not _changes(self._args[position], sub.tree, "")]
+        rivals = [other for other in among if other not in self._found and self._are_alike(position, other)]
+        if not same or len(same) < len(rivals):
+            return False
+        self._found[position] = same[0]
+        return True
+
+    def refuse_changed(self, position: int, signature: Signature) -> None:
+        """Raises StateChangedError if what is left looks like the argument's new value, but for shapes and dtypes."""
+        if position in self._found:
+            return
+        for sub in self._free(position):
+            if len(sub.leaves) > 1 or _shapes(sub.tree) == _shapes(self._args[position]):
+                changes = _changes(self._args[position], sub.tree, signature.name_of(position))
+                raise errors.StateChangedError(signature.function, changes)
+        for sub in self._left():
+            if _resembles(sub.tree, self._args[position]):
+                changes = _structure_changes(self._args[position], sub.tree, signature.name_of(position))
+                raise errors.StateChangedError(signature.function, changes)
+
+    def explain_missing(self, position: int, signature: Signature) -> None:
+        """Says which of the two it was: state returned in a changed structure, or no state returned at all."""
+        self.refuse_changed(position, signature)
+        text = str(jax.tree.map(_kind, self._out_shape))
+        shown = text if len(text) < 200 else text[:197] + "..."
+        raise errors.StateNotReturnedError(signature.function, signature.name_of(position), shown)
+
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            (len(jax.tree.leaves(self._args[:position])) + index, leaf)
+            for position in sorted(self._found)
+            for index, leaf in enumerate(self._found[position].leaves)
+        )
+
+    def _left(self) -> list[_Subtree]:
+        taken = {leaf for sub in self._found.values() for leaf in sub.leaves}
+        return [sub for sub in self._subtrees if taken.isdisjoint(sub.leaves)]
+
+    def _free(self, position: int) -> list[_Subtree]:
+        wanted = jax.tree.structure(self._args[position])
+        return [sub for sub in self._left() if sub.structure == wanted]
+
+    def _are_alike(self, position: int, other: int) -> bool:
+        mine, theirs = self._args[position], self._args[other]
+        return jax.tree.structure(mine) == jax.tree.structure(theirs) and not _changes(mine, theirs, "")
 
 
 @dataclass(frozen=True)
@@ -110,20 +161,13 @@ def _changes(before: Any, after: Any, where: str) -> list[str]:
     return found
 
 
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [port_of("", Role.OTHER, leaf).shape for leaf in jax.tree.leaves(tree)]
+
+
 def _kind(leaf: Any) -> str:
     port = port_of("", Role.OTHER, leaf)
     return f"{port.dtype}[{','.join(map(str, port.shape))}]"
-
-
-def _explain_missing(state: Any, subtrees, signature: Signature, position: int, out_shape: Any) -> None:
-    """Says which of the two it was: state returned in a changed structure, or no state returned at all."""
-    name = signature.name_of(position)
-    for sub in subtrees:
-        if _resembles(sub.tree, state):
-            raise errors.StateChangedError(signature.function, _structure_changes(state, sub.tree, name))
-    returned = jax.tree.map(_kind, out_shape)
-    text = str(returned)
-    raise errors.StateNotReturnedError(signature.function, name, text if len(text) < 200 else text[:197] + "...")
 
 
 def _resembles(returned: Any, state: Any) -> bool:

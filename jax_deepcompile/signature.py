@@ -22,20 +22,27 @@ class Signature:
 
     Attributes:
       function: the step's name, for messages.
-      state: positions of the state arguments.
-      parameters: positions of arguments like these, which are state if the step returns them, and only read otherwise.
+      state: positions of the arguments that the step must return anew.
+      networks: positions of those that it returns anew, or else only reads while it returns others.
+      parameters: positions of those that look like parameters, returned or not.
       batch: positions of the batch arguments, whose leaves have examples unless they are scalars.
       names: the name of every positional argument.
     """
 
     function: str
-    state: tuple[int, ...]
-    parameters: tuple[int, ...]
-    batch: tuple[int, ...]
-    names: tuple[str, ...]
+    state: tuple[int, ...] = ()
+    networks: tuple[int, ...] = ()
+    parameters: tuple[int, ...] = ()
+    batch: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Positions of all arguments that are divided like state."""
+        return tuple(sorted({*self.state, *self.networks, *self.parameters}))
 
     def role_of(self, position: int | None) -> Role:
-        if position in self.state or position in self.parameters:
+        if position in self.held:
             return Role.PARAM
         return Role.BATCH if position in self.batch else Role.OTHER
 

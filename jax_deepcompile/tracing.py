@@ -29,10 +29,12 @@ class Traced:
     Attributes:
       program: the global view.
       in_tree: structure of ``(args, kwargs)``.
+      out_shape: what the step returns, without values.
     """
 
     program: Program
     in_tree: Any
+    out_shape: Any
 
     @property
     def returned(self) -> tuple[int, ...]:
@@ -78,17 +80,17 @@ def trace_step(fun: Callable, args: tuple, kwargs: dict, signature: Signature, m
         for index, (path, leaf) in enumerate(out_leaves)
     )
     program = Program(signature.function, closed, ports, outputs, out_tree, state_outputs, mesh)
-    return Traced(program, in_tree)
+    return Traced(program, in_tree, out_shape)
 
 
 def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Traced:
     """Traces the function that creates the state: inputs are replicated, every output is state."""
     name = function_name(fun)
-    ports, in_tree = input_ports(args, kwargs, Signature(name, (), (), (), argument_names(fun, len(args))))
+    ports, in_tree = input_ports(args, kwargs, Signature(name, names=argument_names(fun, len(args))))
     closed, out_shape = _trace(fun, args, kwargs, ports, name)
     leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
     outputs = tuple(port_of(f"state{jax.tree_util.keystr(path)}", state_role(path), leaf) for path, leaf in leaves)
-    return Traced(Program(name, closed, ports, outputs, out_tree, (), mesh), in_tree)
+    return Traced(Program(name, closed, ports, outputs, out_tree, (), mesh), in_tree, out_shape)
 
 
 def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name: str) -> tuple[jex.ClosedJaxpr, Any]:

@@ -35,12 +35,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": BASE | {"ir", "analysis", "partition", "planning", "costs"},
     "stages": BASE | {"ir", "partition", "planning", "lowering", "report"},
     "arguments": {"ir", "errors"},
-    "roles": {"arguments", "binding", "errors", "signature"},
+    "roles": {"arguments", "binding", "errors", "returned", "signature"},
     "methods": BASE | {"binding", "api", "costs", "planning", "profilers", "stages"},
     "api": BASE
     | {
         "arguments",
         "roles",
+        "signature",
         "methods",
         "ir",
         "tracing",

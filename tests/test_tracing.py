@@ -27,7 +27,9 @@ BATCH = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
 
 
 def trace(step, *args, state=(0,), batch=(1,), **kwargs) -> Traced:
-    return trace_step(step, args, kwargs, Signature("step", state, (), batch, argument_names(step, len(args))), MESH)
+    return trace_step(
+        step, args, kwargs, Signature("step", state, batch=batch, names=argument_names(step, len(args))), MESH
+    )
 
 
 def roles(program: Program) -> dict[str, Role]:
@@ -255,7 +257,7 @@ class TestTracing:
         assert str(program.jaxpr) == str(plain.jaxpr)
 
     def test_the_key_tells_shapes_dtypes_and_weak_types_apart(self):
-        signature = Signature("step", (0,), (), (1,), ("w", "x"))
+        signature = Signature("step", (0,), batch=(1,), names=("w", "x"))
 
         def key(*args):
             return abstract_key(args, {}, signature)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
 from tests.equality.harness import assert_close
@@ -77,11 +78,59 @@ def one_of_two_returned(opt_state, target, params, x, y):
     return with_target(params, target, opt_state, x, y)
 
 
+def teacher_in_front(teacher, state, x):
+    params, opt_state, loss = with_teacher(state.params, state.opt_state, teacher, x)
+    return state.replace(params=params, opt_state=opt_state), loss
+
+
+def critic_alone(actor, critic, x):
+    return teacher_in_front(actor.params, critic, x)
+
+
+def with_frozen_base(base, adapter, opt_state, x, y):
+    return _updated(adapter, opt_state, lambda p: _loss(base, x @ p["down"] @ p["up"], y))
+
+
+def with_center(params, center, opt_state, x, y):
+    params, opt_state, loss = _updated(params, opt_state, _loss, x, y - center)
+    return params, 0.9 * center + 0.1 * jnp.mean(y, axis=0, keepdims=True), opt_state, loss
+
+
+def with_queue(params, queue, opt_state, x, y):
+    params, opt_state, loss = _updated(params, opt_state, lambda p: _loss(p, x, y) + jnp.mean(_apply(p, x) @ queue.T))
+    return params, jnp.concatenate([y, queue[:-16]]), opt_state, loss
+
+
+def plain_descent(params, norms, x, y):
+    loss, grads = jax.value_and_grad(_loss)(params, x, y + norms["a"]["mean"].sum())
+    norms = jax.tree.map(lambda norm: norm + jnp.mean(x), norms)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), norms, loss
+
+
+def by_count(count, layers, x, y):
+    def loss_of(layers):
+        return _loss({str(index): {"kernel": w, "bias": b} for index, (w, b) in enumerate(layers)}, x, y)
+
+    return jax.tree.map(lambda p, g: p - 0.1 / (1 + count) * g, layers, jax.grad(loss_of)(layers))
+
+
+def two_lists(first, second, opt_state, x, y):
+    first, opt_state, loss = _updated(first, opt_state, lambda p: jnp.mean((x @ p[0][0] + p[0][1] - second[0][1]) ** 2))
+    return first, jax.tree.map(lambda leaf: leaf + jnp.mean(y), second), opt_state, loss
+
+
 _X = jax.random.normal(jax.random.key(2), (16, 32))
 _Y = jax.random.normal(jax.random.key(3), (16, 16))
 _PARAMS, _OTHER = _model(0), _model(1)
 _STATE = _OPTIMIZER.init(_PARAMS)
+_ADAPTER = {"down": jnp.ones((32, 8)) / 8, "up": jnp.ones((8, 32)) / 8}
+_LAYERS = [(layer["kernel"], layer["bias"]) for layer in _PARAMS.values()]
 _STATISTICS = {"norm": {"mean": jnp.ones(64), "var": jnp.ones(64)}}
+
+
+def _train_state(params: dict) -> TrainState:
+    return TrainState.create(apply_fn=_apply, params=params, tx=_OPTIMIZER)
+
 
 _STEPS = [
     (with_target, (_PARAMS, _OTHER, _STATE, _X, _Y), "state: params, opt_state; read only: target; batch: x, y"),
@@ -102,6 +151,30 @@ _STEPS = [
         "state: g_params, d_params, g_opt, d_opt; batch: x, y",
     ),
     (optimizer_in_front, (_STATE, _PARAMS, _X, _Y), "state: opt_state, params; batch: x, y"),
+    (teacher_in_front, (_OTHER, _train_state(_PARAMS), _X), "state: state; read only: teacher; batch: x"),
+    (
+        critic_alone,
+        (_train_state(_model(4, 128)), _train_state(_PARAMS), _X),
+        "state: critic; read only: actor; batch: x",
+    ),
+    (
+        with_frozen_base,
+        (_PARAMS, _ADAPTER, _OPTIMIZER.init(_ADAPTER), _X, _Y),
+        "state: adapter, opt_state; read only: base; batch: x, y",
+    ),
+    (with_center, (_PARAMS, jnp.zeros((1, 16)), _STATE, _X, _Y), "state: params, center, opt_state; batch: x, y"),
+    (with_queue, (_PARAMS, jnp.ones((64, 16)), _STATE, _X, _Y), "state: params, queue, opt_state; batch: x, y"),
+    (
+        plain_descent,
+        (_PARAMS, {"a": {"mean": jnp.ones(8)}, "b": {"mean": jnp.ones(8)}}, _X, _Y),
+        "state: params, norms; batch: x, y",
+    ),
+    (by_count, (jnp.int32(3), _LAYERS, _X, _Y), "state: layers; batch: x, y; replicated: count"),
+    (
+        two_lists,
+        (_LAYERS[:1], [(jnp.ones((24, 8)), jnp.ones(64))], _OPTIMIZER.init(_LAYERS[:1]), _X, _Y),
+        "state: first, second, opt_state; batch: x, y",
+    ),
     (
         one_of_two_returned,
         (_STATE, _OTHER, _PARAMS, _X, _Y),
@@ -174,6 +247,23 @@ def test_what_batches_look_like(first, second, roles):
     sharded = deepcompile.shard(_read)
     sharded.trace(_PARAMS, _STATE, first, second)
     assert sharded.explain().splitlines()[1] == f"state: params, opt_state; {roles}"
+
+
+def test_parameters_that_are_not_returned_are_missed():
+    def forgetful(params, opt_state, x, y):
+        return with_target(params, _OTHER, opt_state, x, y)[1:]
+
+    with pytest.raises(deepcompile.errors.StateNotReturnedError, match="argument params"):
+        deepcompile.shard(forgetful).trace(_PARAMS, _STATE, _X, _Y)
+
+
+def test_a_network_returned_changed_is_not_taken_for_one_that_is_only_read():
+    def promoting(params, opt_state, x, y):
+        new, opt_state, loss = with_target(params, _OTHER, opt_state, x, y)
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), new), opt_state, loss
+
+    with pytest.raises(deepcompile.errors.StateChangedError, match=r"was float32.* and is bfloat16"):
+        deepcompile.shard(promoting).trace(_PARAMS, _STATE, _X, _Y)
 
 
 def test_named_positions_leave_nothing_to_guess():
