@@ -29,6 +29,7 @@ from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.session import Planned, Wishes, plan_program
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.text import explain
+from jax_deepcompile.returned import Returned
 from jax_deepcompile.roles import Roles
 from jax_deepcompile.signature import Signature
 from jax_deepcompile.stages import LoweredStep, TracedStep
@@ -36,6 +37,7 @@ from jax_deepcompile.tracing import (
     Traced,
     abstract_key,
     function_name,
+    trace_function,
     trace_init,
     trace_step,
 )
@@ -80,14 +82,14 @@ def shard(
       mesh: the devices: a ``jax.sharding.Mesh``, a shape such as ``{"data": 2, "fsdp": 4}``, or None for all devices
         along one axis "fsdp".
       state_argnums: positions of the arguments that are state; each must be returned, with the same structure, shapes
-        and dtypes. By default the NNX objects, or else the first argument with any arrays, a random key before state
-        and batch aside, and with them every argument that the state of an optax optimizer is in, and dictionaries that
-        look like parameters and are returned; if they are not, they are divided like state and only read. Positions
-        count the parameters of the step, those that are passed by name too.
+        and dtypes. By default the NNX objects, or else the first argument that is not a random key or a number, and
+        with them every argument that the state of an optax optimizer is in, and others that look like parameters or
+        that are returned anew: with their old elements in the new ones. Those that are not returned are divided like
+        state and only read. Positions count the parameters of the step, those that are passed by name too.
       batch_argnums: positions of the arguments whose leaves have examples along dimension 0, divided among all devices;
         scalars among them are replicated. By default the first argument, scalars aside, that is neither state nor
-        parameters nor a random key, and those behind it that have as many examples in every leaf, such as labels. All
-        further arguments are replicated.
+        parameters nor a random key, and those that have as many examples in every leaf, such as labels; or those with
+        as many as more arguments have. All further arguments are replicated.
       fsdp_axes: mesh axes that divide the state.
       data_axes: mesh axes that divide the batch and replicate the state, where the mesh has them. Axes that are in
         neither are left to XLA and to the step's own sharding constraints.
@@ -99,7 +101,8 @@ def shard(
       profile: measured times to plan by; by default tables for the device.
       plan: decisions to carry out as they are, such as another run's ``step.plan(...)``.
       cache_dir: a folder that keeps plans and executables between runs.
-      donate: reuse the memory of the state passed in for the one returned.
+      donate: reuse the memory of the state passed in for the one returned. Without an optimizer's state only of what
+        ``state_argnums`` names or cannot be mistaken: gradients look like new parameters.
 
     Returns:
       A ``ShardedStep``, or a decorator that makes one.
@@ -159,7 +162,8 @@ class _Stage:
       traced, partitioned: for the shapes it was made for.
       targets: where every leaf of ``(*args, kwargs)`` goes; None where it may stay.
       roles: the role of every leaf.
-      returned: whether every leaf is state that the step returns anew.
+      returned: positions of the leaves that the step returns anew.
+      taken: and of those whose memory it takes.
       step: the pure step.
     """
 
@@ -167,7 +171,8 @@ class _Stage:
     partitioned: Partitioned
     targets: tuple[NamedSharding | None, ...]
     roles: tuple[Role, ...]
-    returned: tuple[bool, ...]
+    returned: frozenset[int]
+    taken: frozenset[int]
     step: PureStep
 
 
@@ -225,7 +230,7 @@ class ShardedStep:
         In a run of several processes each passes its own rows of the batch, or arrays that all of them have.
 
         Raises:
-          BatchNotDivisibleError, MicrobatchNotDivisibleError, AmbiguousRowsError, StateDonatedError,
+          BatchNotDivisibleError, NoBatchError, MicrobatchNotDivisibleError, AmbiguousRowsError, StateDonatedError,
           DevicesNotAttachedError, and what tracing finds wrong with the step: see ``jax_deepcompile.errors``.
         """
         if self._fast is not None and not kwargs and not has_repeated_arrays(args):
@@ -287,7 +292,7 @@ class ShardedStep:
             lambda *args: call.step.fun(*args[:-1], **args[-1]),
             in_shardings=(*positional, keywords),
             out_shardings=jax.tree.unflatten(stage.traced.program.out_tree, outputs),
-            donate_argnums=stage.traced.returned if self._donate else (),
+            donate_argnums=stage.traced.taken if self._donate else (),
         )
         shapes = shapes_only((*call.args, call.kwargs), stage.targets, stage.roles)
         return plain.trace(*shapes).lower(lowering_platforms=(self._platform(),))
@@ -326,7 +331,7 @@ class ShardedStep:
         stage = self._stage(call)
         args_of_run = (*call.args, call.kwargs)
         refuse_deleted(args_of_run, self._name)
-        placed, moved_inputs = place(args_of_run, stage.targets, stage.returned, self._use.mesh, self._donate)
+        placed, moved_inputs = place(args_of_run, stage.targets, stage.returned, stage.taken, self._use.mesh)
         try:
             out = self._run_of(stage)(*placed)
         except (TypeError, ValueError):
@@ -350,7 +355,10 @@ class ShardedStep:
             join_rows(arg, signature.name_of(place), rows) if place in signature.batch else arg
             for place, arg in enumerate(call.args)
         ]
-        return replace(call, args=tuple(joined))
+        named = {
+            name: join_rows(arg, name, rows) if name in signature.keywords else arg for name, arg in call.kwargs.items()
+        }
+        return replace(call, args=tuple(joined), kwargs=named)
 
     def _stage(self, call: PureCall) -> _Stage:
         signature = self._signature(call.step, call.args, call.kwargs)
@@ -365,9 +373,9 @@ class ShardedStep:
         program = partitioned.program
         targets = tuple(self._sharding(port, program) for port in program.inputs)
         roles = tuple(port.role for port in program.inputs)
-        sources = {source for source, _ in traced.program.state_outputs}
-        returned = tuple(index in sources for index in range(len(roles)))
-        return _Stage(traced, partitioned, targets, roles, returned, call.step)
+        returned = frozenset(source for source, _ in traced.program.state_outputs)
+        taken = traced.taken_leaves if self._donate else frozenset()
+        return _Stage(traced, partitioned, targets, roles, returned, taken, call.step)
 
     def _run_of(self, stage: _Stage) -> Callable:
         """``jax.jit`` of ``(*args, kwargs) -> out``, planned."""
@@ -392,7 +400,7 @@ class ShardedStep:
             out_shardings=jax.tree.unflatten(
                 traced.program.out_tree, [self._sharding(port, program) for port in program.outputs]
             ),
-            donate_argnums=traced.returned if self._donate else (),
+            donate_argnums=traced.taken if self._donate else (),
             compiler_options=planned.plan.compiler_options() or None,
         )
 
@@ -406,13 +414,16 @@ class ShardedStep:
         signature = self._signature(step, args, kwargs)
         key = (step.structure, signature, abstract_key(args, kwargs, signature))
         if key not in self._partitions:
-            traced = trace_step(step.fun, args, kwargs, signature, self._use.axes)
+            if self._microbatches > 1 and not (signature.batch or signature.keywords):
+                raise errors.NoBatchError(self._name, self._microbatches)
+            function = trace_function(step.fun, args, kwargs, signature)
+            traced = trace_step(function, args, kwargs, signature, self._use.axes)
             partitioned = partition_step(
                 traced.program, self._use.mesh, self._use.state, self._use.batch, self._microbatches
             )
             program = accumulate(stop_alone(partitioned.program, self._use.mesh), self._use.mesh)
-            if not self._donate:
-                program = program.replace(state_outputs=())
+            taken = traced.taken_leaves if self._donate else ()
+            program = program.replace(state_outputs=tuple(pair for pair in program.state_outputs if pair[0] in taken))
             partitioned = replace(partitioned, program=program)
             self._partitions[key] = (traced, partitioned)
         return self._partitions[key]
@@ -422,10 +433,10 @@ class ShardedStep:
         key = (tree, step.structure, step.arguments, tuple(getattr(leaf, "shape", None) for leaf in leaves))
         if key not in self._signatures:
 
-            def outputs(signature: Signature) -> Any:
-                return trace_step(step.fun, args, kwargs, signature, self._use.axes).out_shape
+            def returned(signature: Signature) -> Returned:
+                return trace_function(step.fun, args, kwargs, signature).returned
 
-            self._signatures[key] = self._roles.signature(self._name, step, args, outputs)
+            self._signatures[key] = self._roles.signature(self._name, step, args, kwargs, returned)
         return self._signatures[key]
 
     def _sharding(self, port, program) -> NamedSharding | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -18,40 +18,35 @@ from jax_deepcompile.ir.program import Role
 def place(
     args: tuple,
     targets: Sequence[NamedSharding | None],
-    returned: Sequence[bool],
+    returned: Collection[int],
+    taken: Collection[int],
     mesh: Mesh | AbstractMesh,
-    donate: bool,
 ) -> tuple[tuple, bool]:
     """Puts what ``jax.jit`` would refuse where the step wants it.
 
     Args:
       args: positional arguments, and a dictionary of the others.
       targets: where every leaf goes; None where it may stay.
-      returned: whether every leaf is state, which the next call gets where it is wanted.
+      returned: positions of the leaves that are state, which the next call gets where it is wanted.
+      taken: positions of the leaves whose buffers the step takes.
       mesh: the step's.
-      donate: whether the step takes the buffers of its state.
 
     Returns:
       The arguments placed, and whether anything was moved that the next call will have to move again.
     """
     leaves, tree = jax.tree.flatten(args)
-    placed = [_placed(leaf, target, mesh) for leaf, target in zip(leaves, targets, strict=True)]
-    moved = any(new is not leaf and not stays for new, leaf, stays in zip(placed, leaves, returned, strict=True))
-    if donate:
-        placed = _each_taken_once(placed, returned)
-    return jax.tree.unflatten(tree, placed), moved
-
-
-def _each_taken_once(leaves: Sequence[Any], taken: Sequence[bool]) -> list:
-    """``leaves`` with copies of those that are taken, but are there another time: what is only read stays."""
-    kept = {id(leaf) for leaf, is_taken in zip(leaves, taken, strict=True) if not is_taken}
-    once = []
-    for leaf, is_taken in zip(leaves, taken, strict=True):
-        again = is_taken and isinstance(leaf, jax.Array) and id(leaf) in kept
-        once.append(jnp.copy(leaf) if again else leaf)
-        if is_taken:
+    kept = {id(leaf) for index, leaf in enumerate(leaves) if index not in taken}
+    placed, moved = [], False
+    for index, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+        new = _placed(leaf, target, mesh)
+        moved |= new is not leaf and index not in returned
+        if index in taken:
+            again = new is leaf and id(leaf) in kept and isinstance(leaf, jax.Array)
+            placed.append(jnp.copy(leaf) if again else new)
             kept.add(id(leaf))
-    return once
+        else:
+            placed.append(new)
+    return jax.tree.unflatten(tree, placed), moved
 
 
 def examples(arg: Any) -> set[int]:

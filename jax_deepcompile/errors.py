@@ -49,6 +49,15 @@ class MicrobatchCountError(DeepCompileError, ValueError):
         )
 
 
+class NoBatchError(DeepCompileError, ValueError):
+    def __init__(self, function: str, microbatches: int) -> None:
+        super().__init__(
+            f"{function} was to work through its batch in {microbatches} parts, but no argument looks like a "
+            f"batch: arrays whose leading dimension counts examples, beside the state. Name the positions of those "
+            f"that have examples, shard(..., batch_argnums=...), or leave microbatches out."
+        )
+
+
 class MicrobatchNotDivisibleError(DeepCompileError, ValueError):
     def __init__(self, path: str, shape: Sequence[int], devices: int, microbatches: int) -> None:
         held, together = shape[0] // devices, devices * microbatches
@@ -250,7 +259,7 @@ class StateDonatedError(DeepCompileError, RuntimeError):
         super().__init__(
             f"{function} was passed a {dtype}[{','.join(map(str, shape))}] whose memory is gone: an earlier step was "
             f"given it and wrote its result there. Go on with the state that step returned, or keep the one passed in: "
-            f"shard(..., donate=False)."
+            f"shard(..., donate=False). If the step only reads it, say what is state: shard(..., state_argnums=...)."
         )
 
 

@@ -19,41 +19,57 @@ from jax_deepcompile.ir.program import Role
 from jax_deepcompile.signature import Signature, port_of
 
 
-def state_outputs(args: tuple, out_shape: Any, signature: Signature) -> tuple[tuple[int, int], ...]:
+@dataclass(frozen=True)
+class Returned:
+    """What a step returns.
+
+    Attributes:
+      shape: of it, as a pytree.
+      carried: for every leaf the leaves of the step's arguments that it carries on, as the bits of a number.
+    """
+
+    shape: Any
+    carried: tuple[int, ...]
+
+
+def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tuple[tuple[int, int], ...]:
     """Pairs (flat input, flat output) of the state arguments and what the step returns in their place.
 
     Raises:
       StateNotReturnedError, StateChangedError: state is not returned as it came.
     """
-    found = _Found(args, out_shape)
+    found = _Found(args, returned)
     for position in found.most_leaves_first(signature.state):
         if not found.take(position):
-            found.explain_missing(position, signature)
-    for position in found.most_leaves_first(signature.networks):
-        found.take(position)
-    for position in found.most_leaves_first(signature.parameters):
-        found.take(position, among=signature.parameters)
-    if signature.networks and not found.has_any((*signature.networks, *signature.parameters)):
-        found.explain_missing(signature.networks[0], signature)
+            found.refuse_changed(position, signature)
+            found.refuse_missing(position, signature)
+    guessed = (*signature.networks, *signature.parameters)
+    found.take_carried(signature.networks)
+    found.take_carried(signature.parameters, all_of_a_kind=True)
     for position in signature.networks:
-        found.refuse_changed(position, signature)
+        found.refuse_changed(position, signature, carried=found.has_any(guessed))
+    if signature.networks and not found.has_any(guessed) and not found.has_like(signature.networks[0]):
+        found.refuse_missing(signature.networks[0], signature)
     return found.pairs()
 
 
-def returned_anew(args: tuple, out_shape: Any, signature: Signature) -> tuple[int, ...]:
-    """Positions of the arguments that ``state_outputs`` finds in what the step returns."""
-    pairs = state_outputs(args, out_shape, signature)
+def returned_anew(args: tuple, returned: Returned, optimizers: Sequence[int], others: Sequence[int]) -> set[int]:
+    """Positions of those of ``others`` that the step returns anew, beside ``optimizers``, which it may return too."""
+    found = _Found(args, returned)
+    for position in found.most_leaves_first(optimizers):
+        found.take(position)
+    found.take_carried(others)
     ends = list(itertools.accumulate(len(jax.tree.leaves(arg)) for arg in args))
-    return tuple(sorted({bisect.bisect_right(ends, leaf) for leaf, _ in pairs}))
+    return {bisect.bisect_right(ends, leaf) for leaf, _ in found.pairs()}.intersection(others)
 
 
-def outputs_like_state(args: tuple, out_shape: Any, signature: Signature) -> list[tuple[int, int]]:
+def outputs_like_state(args: tuple, returned: Returned, signature: Signature) -> list[tuple[int, int]]:
     """Pairs like those of ``state_outputs`` of everything returned that looks like state, gradients say."""
     pairs = []
     for position in signature.held:
         structure = jax.tree.structure(args[position])
         start = len(jax.tree.leaves(args[:position]))
-        for sub in _subtrees(out_shape):
+        for sub in _subtrees(returned.shape):
             if sub.structure == structure and structure.num_leaves > 1 and not _changes(args[position], sub.tree, ""):
                 pairs += zip(range(start, start + structure.num_leaves), sub.leaves, strict=True)
     return pairs
@@ -62,10 +78,10 @@ def outputs_like_state(args: tuple, out_shape: Any, signature: Signature) -> lis
 class _Found:
     """What has been found so far of the state in what the step returns."""
 
-    def __init__(self, args: tuple, out_shape: Any) -> None:
+    def __init__(self, args: tuple, returned: Returned) -> None:
         self._args = args
-        self._out_shape = out_shape
-        self._subtrees = sorted(_subtrees(out_shape), key=lambda sub: sub.depth)
+        self._returned = returned
+        self._subtrees = sorted(_subtrees(returned.shape), key=lambda sub: sub.depth)
         self._found: dict[int, _Subtree] = {}
 
     def most_leaves_first(self, positions: Sequence[int]) -> list[int]:
@@ -74,41 +90,66 @@ class _Found:
     def has_any(self, positions: Sequence[int]) -> bool:
         return not self._found.keys().isdisjoint(positions)
 
-    def take(self, position: int, among: Sequence[int] = ()) -> bool:
-        """Finds the argument's new value, unless it could as well be that of others ``among`` which nothing is left."""
-        same = [sub for sub in self._free(position) if not _changes(self._args[position], sub.tree, "")]
-        rivals = [other for other in among if other not in self._found and self._are_alike(position, other)]
-        if not same or len(same) < len(rivals):
-            return False
-        self._found[position] = same[0]
-        return True
+    def has_like(self, position: int) -> bool:
+        """Whether something is left that could be the argument's new value, such as its gradient."""
+        return bool(self._same(position))
 
-    def refuse_changed(self, position: int, signature: Signature) -> None:
-        """Raises StateChangedError if what is left looks like the argument's new value, but for shapes and dtypes."""
+    def take(self, position: int) -> bool:
+        """Finds the argument's new value: what carries it on, or else what looks like it."""
+        same = self._same(position)
+        if same:
+            self._found[position] = (self._carrying(position) or same)[0]
+        return bool(same)
+
+    def take_carried(self, positions: Sequence[int], all_of_a_kind: bool = False) -> None:
+        """Finds the new values of those arguments that something carries on.
+
+        Args:
+          positions: of the arguments.
+          all_of_a_kind: to leave those alone of which there are more alike than values to carry them on: a penalty that
+            keeps parameters near others is in their gradients.
+        """
+        for position in self.most_leaves_first(positions):
+            carried = self._carrying(position)
+            alike = [other for other in positions if other not in self._found and self._are_alike(position, other)]
+            rivals = sum(bool(self._carrying(other)) for other in alike)
+            if carried and not (all_of_a_kind and len(carried) < rivals):
+                self._found[position] = carried[0]
+
+    def refuse_changed(self, position: int, signature: Signature, carried: bool = False) -> None:
+        """Raises StateChangedError if what is left looks like the argument's new value, but for shapes and dtypes.
+
+        Args:
+          position: of the argument.
+          signature: for messages.
+          carried: to refuse only what carries the argument on.
+        """
         if position in self._found:
             return
+        argument, name = self._args[position], signature.name_of(position)
         for sub in self._free(position):
-            if len(sub.leaves) > 1 or _shapes(sub.tree) == _shapes(self._args[position]):
-                changes = _changes(self._args[position], sub.tree, signature.name_of(position))
+            changes = _changes(argument, sub.tree, name)
+            is_new = len(sub.leaves) > 1 or _shapes(sub.tree) == _shapes(argument)
+            if changes and (self._carries_on(sub, position) if carried else is_new):
                 raise errors.StateChangedError(signature.function, changes)
-        for sub in self._left():
-            if _resembles(sub.tree, self._args[position]):
-                changes = _structure_changes(self._args[position], sub.tree, signature.name_of(position))
-                raise errors.StateChangedError(signature.function, changes)
+        for sub in () if carried else self._left():
+            if _resembles(sub.tree, argument) and sub.structure != jax.tree.structure(argument):
+                raise errors.StateChangedError(signature.function, _structure_changes(argument, sub.tree, name))
 
-    def explain_missing(self, position: int, signature: Signature) -> None:
-        """Says which of the two it was: state returned in a changed structure, or no state returned at all."""
-        self.refuse_changed(position, signature)
-        text = str(jax.tree.map(_kind, self._out_shape))
+    def refuse_missing(self, position: int, signature: Signature) -> None:
+        text = str(jax.tree.map(_kind, self._returned.shape))
         shown = text if len(text) < 200 else text[:197] + "..."
         raise errors.StateNotReturnedError(signature.function, signature.name_of(position), shown)
 
     def pairs(self) -> tuple[tuple[int, int], ...]:
         return tuple(
-            (len(jax.tree.leaves(self._args[:position])) + index, leaf)
+            (self._start(position) + index, leaf)
             for position in sorted(self._found)
             for index, leaf in enumerate(self._found[position].leaves)
         )
+
+    def _start(self, position: int) -> int:
+        return len(jax.tree.leaves(self._args[:position]))
 
     def _left(self) -> list[_Subtree]:
         taken = {leaf for sub in self._found.values() for leaf in sub.leaves}
@@ -118,9 +159,23 @@ class _Found:
         wanted = jax.tree.structure(self._args[position])
         return [sub for sub in self._left() if sub.structure == wanted]
 
+    def _same(self, position: int) -> list[_Subtree]:
+        return [sub for sub in self._free(position) if not _changes(self._args[position], sub.tree, "")]
+
+    def _carrying(self, position: int) -> list[_Subtree]:
+        return [sub for sub in self._same(position) if self._carries_on(sub, position)]
+
     def _are_alike(self, position: int, other: int) -> bool:
         mine, theirs = self._args[position], self._args[other]
         return jax.tree.structure(mine) == jax.tree.structure(theirs) and not _changes(mine, theirs, "")
+
+    def _carries_on(self, sub: _Subtree, position: int) -> bool:
+        """Whether most of the argument's arrays, or numbers if it has no arrays, live on in ``sub``."""
+        leaves = [port_of("", Role.OTHER, leaf).shape for leaf in jax.tree.leaves(self._args[position])]
+        counted = [index for index, shape in enumerate(leaves) if shape] or list(range(len(leaves)))
+        start, carried = self._start(position), self._returned.carried
+        kept = sum(carried[sub.leaves[index]] >> (start + index) & 1 for index in counted)
+        return 2 * kept > len(counted) or not counted
 
 
 @dataclass(frozen=True)

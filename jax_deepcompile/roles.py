@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax_deepcompile import errors
 from jax_deepcompile.arguments import examples, may_be_rows
 from jax_deepcompile.binding import PureCall, PureStep
-from jax_deepcompile.returned import returned_anew
+from jax_deepcompile.returned import Returned, returned_anew
 from jax_deepcompile.signature import Signature
 
 
@@ -35,41 +35,37 @@ class Roles:
         """Raises ArgnumsError if positions do not count from 0."""
         return cls(_positions("state_argnums", state_argnums), _positions("batch_argnums", batch_argnums))
 
-    def signature(self, name: str, step: PureStep, args: tuple, outputs: Callable[[Signature], Any]) -> Signature:
+    def signature(
+        self, name: str, step: PureStep, args: tuple, kwargs: dict, returned: Callable[[Signature], Returned]
+    ) -> Signature:
         """Roles of the pure step's arguments.
 
-        The batch is the first argument with examples that is neither state nor parameters nor a random key, with those
-        behind it that have as many, such as labels. Where arguments differ in how many they have, what looks like more
-        than an array of the batch, or stands in front of an optimizer's state, is no batch if the step returns it anew.
+        The batch is the first argument with examples that is neither state nor parameters nor a random key, and the
+        others with as many, such as labels; or what more arguments have as many examples as. What is returned anew is
+        state where it cannot be told from a batch by its looks.
 
         Args:
           name: of the user's step.
           step: the pure step.
           args: its positional arguments.
-          outputs: what the step returns, by the signature it is traced with; asked in case of doubt.
+          kwargs: its other arguments: batch if they have as many examples, or if no positional one has any.
+          returned: what the step returns, by what is known of its arguments; asked in case of doubt.
         """
-        signature = self._state_of(name, step)
-        counts = {
-            index: examples(args[index])
-            for index, argument in enumerate(step.arguments)
-            if argument.has_arrays and not argument.has_objects and not argument.is_key and index not in signature.held
-        }
-        leading = [index for index, count in counts.items() if count]
-        like = {index for index in leading if _holds_parameters(index, step, args, signature.held)}
-        doubtful = _doubtful([index for index in leading if index not in like], counts, step, args)
-        if doubtful and self.state is None and self.batch is None:
-            asked = _with_parameters(signature, {*like, *doubtful})
-            like |= set(doubtful).intersection(returned_anew(args, outputs(signature), asked))
+        signature = Signature(name, names=tuple(argument.name for argument in step.arguments))
+        self._refuse_missing(step)
+        known = _Known(step, args, lambda: returned(signature))
+        signature = self._with_state(signature, known)
+        rest = known.with_examples(without=signature.held)
+        like = known.parameters(rest, signature, guess=self.state is None and self.batch is None)
         if self.batch is not None:
-            places = _places(step)
-            batch = [places[place] for place in self.batch if place in places]
+            batch = self._placed(self.batch, step)
         else:
-            leading = [index for index in leading if index not in like] or leading
-            alike = [index for index in leading if len(counts[index]) == 1 and counts[index] == counts[leading[0]]]
-            batch = [index for index in leading if index == leading[0] or index in alike]
+            batch = known.batch([index for index in rest if index not in like])
         if self.state is None:
-            signature = _with_parameters(signature, like.difference(batch))
-        return replace(signature, batch=tuple(batch))
+            parameters = {*signature.parameters, *like}.difference(batch)
+            signature = replace(signature, parameters=tuple(sorted(parameters)))
+        keywords = _keywords(kwargs, [args[index] for index in batch]) if self.batch is None else ()
+        return replace(signature, batch=tuple(batch), keywords=keywords)
 
     def refuse_ambiguous(self, call: PureCall, signature: Signature, rows: NamedSharding) -> None:
         """Raises AmbiguousRowsError if an argument may be this process's rows, or the same in all processes.
@@ -88,33 +84,137 @@ class Roles:
                 places = (call.step.arguments[first].place, argument.place)
                 raise errors.AmbiguousRowsError(signature.function, argument.name, places, jax.process_count())
 
-    def _state_of(self, name: str, step: PureStep) -> Signature:
-        """The arguments that are known to be state by where they stand and what kind they are.
+    def _with_state(self, signature: Signature, known: _Known) -> Signature:
+        """The arguments that are state by where they stand and what kind they are.
 
-        State is what is in NNX objects, which is the argument in front, or else the first argument with anything in it,
-        and with it what holds the state of an optax optimizer. Random keys and numbers are neither state nor batch
-        where there are others to be that.
+        State is what is in NNX objects, which is the argument in front, or else the first argument that may be, and
+        with it what holds the state of an optax optimizer. Random keys and numbers are no state where others may be.
         """
+        step = known.step
         arguments, places = step.arguments, _places(step)
-        signature = Signature(name, names=tuple(argument.name for argument in arguments))
         if self.state is not None:
-            state = [places[place] for place in self.state if place in places]
+            state = self._placed(self.state, step)
         else:
             state = [index for index in places.values() if arguments[index].has_optimizer]
+        signature = replace(signature, trains=bool(state) or step.structure is not None)
         if step.structure is not None:
             return replace(signature, state=(0, *(index for index in state if not arguments[index].has_objects)))
         if self.state is not None or not places:
             return replace(signature, state=tuple(state))
         optimizers = tuple(index for index in state if arguments[index].is_optimizer)
-        networks = [index for index in state if index not in optimizers]
-        others = [index for index in places.values() if not arguments[index].is_key]
-        eligible = [index for index in others if not arguments[index].is_number] if len(others) > 1 else []
-        first = next((index for index in eligible or places.values() if index not in optimizers), None)
-        if first is None:
-            return replace(signature, state=optimizers)
+        networks = {index for index in state if index not in optimizers}
+        first = known.first(list(places.values()), optimizers, networks)
+        signature = replace(signature, state=optimizers, networks=tuple(sorted(networks)))
+        if first is None or first in networks:
+            return signature
         if any(index < first for index in optimizers):
-            return replace(signature, state=optimizers, networks=tuple(networks), parameters=(first,))
-        return replace(signature, state=optimizers, networks=tuple(sorted({first, *networks})))
+            return replace(signature, parameters=(first,))
+        return replace(signature, networks=tuple(sorted({*networks, first})))
+
+    def _refuse_missing(self, step: PureStep) -> None:
+        """Raises ArgnumsError for positions that the step has no argument for."""
+        last = max((argument.place for argument in step.arguments if argument.place is not None), default=-1)
+        for parameter, places in (("state_argnums", self.state), ("batch_argnums", self.batch)):
+            if places and max(places) > last:
+                raise errors.ArgnumsError(parameter, places)
+
+    def _placed(self, wanted: Sequence[int], step: PureStep) -> list[int]:
+        places = _places(step)
+        return [places[place] for place in wanted if place in places]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the arguments of a step tell by themselves.
+
+    Attributes:
+      step: the pure step.
+      args: its positional arguments.
+      returned: what it returns.
+    """
+
+    step: PureStep
+    args: tuple
+    returned: Callable[[], Returned]
+
+    def with_examples(self, without: Collection[int]) -> list[int]:
+        """Positions of arguments with arrays that may be divided by examples."""
+        return [
+            index
+            for index, argument in enumerate(self.step.arguments)
+            if argument.has_arrays
+            and not (argument.has_objects or argument.is_key or index in without)
+            and examples(self.args[index])
+        ]
+
+    def first(self, places: Sequence[int], optimizers: Sequence[int], networks: Collection[int]) -> int | None:
+        """The first argument that may be state, apart from optimizers' alone.
+
+        One that may as well be a batch or a number is state only if it is returned anew, or nothing else is.
+        """
+        keys = [index for index in places if self.step.arguments[index].is_key]
+        others = [index for index in places if index not in optimizers and index not in keys]
+        arrays = [index for index in others if not self.step.arguments[index].is_number]
+        if arrays and (arrays[0] in networks or self._looks_like_parameters(arrays[0])):
+            return arrays[0]
+        doubtful = bool(optimizers or networks or keys) or any(map(self._is_scalar, arrays))
+        if len(arrays) + len(keys) > 1 and doubtful:
+            anew = returned_anew(self.args, self.returned(), optimizers, [*networks, *arrays])
+            if anew:
+                return min((index for index in arrays if index in anew), default=None)
+        candidates = arrays if len(arrays) > 1 or not keys else []
+        return next(iter(candidates or [index for index in places if index not in optimizers]), None)
+
+    def parameters(self, rest: Sequence[int], signature: Signature, guess: bool) -> set[int]:
+        """Those of ``rest`` that hold a model's parameters or the like.
+
+        Args:
+          rest: positions.
+          signature: what is known to be state.
+          guess: to ask what is returned anew where looks do not tell.
+        """
+        state = signature.held
+        like = {index for index in rest if self._is_like(index, state)}
+        like |= {index for index in rest if self._looks_like_parameters(index) and len(examples(self.args[index])) > 1}
+        others = [index for index in rest if index not in like]
+        doubtful = self._doubtful(others)
+        if doubtful and guess:
+            asked = [*state, *like, *doubtful]
+            like |= returned_anew(self.args, self.returned(), signature.state, asked).intersection(doubtful)
+        if not set(rest) - like:
+            return {index for index in like if self._is_like(index, state) or index in doubtful}
+        return like
+
+    def batch(self, rest: Sequence[int]) -> list[int]:
+        """Those of ``rest`` that have as many examples as most do, apart from what stands before an optimizer."""
+        behind = [index for index in rest if not self._before_optimizer(index)] or rest
+        shared = _most_common([self.args[index] for index in behind])
+        alike = [index for index in rest if examples(self.args[index]) == shared]
+        return alike if len(shared) == 1 else alike[:1]
+
+    def _doubtful(self, rest: Sequence[int]) -> list[int]:
+        """Those of ``rest`` that may be state by what they are and where they stand."""
+        differ = len(set().union(*(examples(self.args[index]) for index in rest))) > 1
+        return [
+            index for index in rest if differ or (self._before_optimizer(index) and self._looks_like_parameters(index))
+        ]
+
+    def _looks_like_parameters(self, index: int) -> bool:
+        """Whether all arrays are floating and in containers in containers, as those of a model's layers are."""
+        paths = jax.tree.flatten_with_path(self.args[index])[0]
+        floating = all(jnp.issubdtype(leaf.dtype, jnp.floating) for _, leaf in paths if getattr(leaf, "shape", ()))
+        return floating and max((len(path) for path, _ in paths), default=0) > 1
+
+    def _is_like(self, index: int, state: Sequence[int]) -> bool:
+        """Whether an argument has the leaves of one that is state."""
+        several = len(jax.tree.leaves(self.args[index])) > 1
+        return several and any(_kinds(self.args[index]) == _kinds(self.args[place]) for place in state)
+
+    def _is_scalar(self, index: int) -> bool:
+        return not any(np.shape(leaf) for leaf in jax.tree.leaves(self.args[index]))
+
+    def _before_optimizer(self, index: int) -> bool:
+        return any(argument.has_optimizer for argument in self.step.arguments[index + 1 :])
 
 
 def _positions(parameter: str, argnums: int | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -126,37 +226,28 @@ def _positions(parameter: str, argnums: int | Sequence[int] | None) -> tuple[int
     return positions
 
 
-def _holds_parameters(index: int, step: PureStep, args: tuple, state: Sequence[int]) -> bool:
-    """Whether an argument that is not known to be state holds a model's parameters or the like, rather than examples.
+def _most_common(args: Sequence[Any]) -> set[int]:
+    """How many examples most of ``args`` have, or the first; vectors of numbers go behind what has more dimensions."""
+    counts = [examples(arg) for arg in args]
 
-    Its leaves are those of the state; or they are floating, in dictionaries, and either not as long as one another or
-    in front of an optimizer's state, as batch statistics are. Behind the batch dictionaries must be nested for that.
-    """
-    paths, tree = jax.tree.flatten_with_path(args[index])
-    if tree.num_leaves > 1 and any(_kinds(args[index]) == _kinds(args[place]) for place in state):
-        return True
-    if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for _, leaf in paths if getattr(leaf, "shape", ())):
-        return False
-    depth = max(sum(isinstance(key, jax.tree_util.DictKey) for key in path) for path, _ in paths)
-    if len(examples(args[index])) > 1:
-        others = [place for place in range(index) if place not in state and len(examples(args[place])) == 1]
-        return depth > (1 if others else 0)
-    return depth > 1 and _before_optimizer(index, step)
+    def rank(count: set[int]) -> tuple[int, bool]:
+        alike = [arg for arg, other in zip(args, counts, strict=True) if other == count]
+        return len(alike), not all(map(_is_vectors, alike))
+
+    return max(counts, key=rank, default=set())
 
 
-def _doubtful(rest: Sequence[int], counts: dict[int, set[int]], step: PureStep, args: tuple) -> list[int]:
-    """Those of ``rest`` that may be state by what they are, where not all have as many examples."""
-    if len(set().union(*(counts[index] for index in rest))) < 2:
-        return []
-    return [index for index in rest if len(jax.tree.leaves(args[index])) > 1 or _before_optimizer(index, step)]
+def _is_vectors(arg: Any) -> bool:
+    """Whether all of ``arg`` are numbers and vectors, floating ones."""
+    leaves = [leaf for leaf in jax.tree.leaves(arg) if getattr(leaf, "shape", ())]
+    return all(len(leaf.shape) == 1 and jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
 
 
-def _before_optimizer(index: int, step: PureStep) -> bool:
-    return any(argument.has_optimizer for argument in step.arguments[index + 1 :])
-
-
-def _with_parameters(signature: Signature, more: Collection[int]) -> Signature:
-    return replace(signature, parameters=tuple(sorted({*signature.parameters, *more})))
+def _keywords(kwargs: dict, batch: Sequence[Any]) -> tuple[str, ...]:
+    """The names of what has as many examples as ``batch``, or without one, as most of ``kwargs``."""
+    with_examples = {name: arg for name, arg in kwargs.items() if examples(arg)}
+    shared = examples(batch[0]) if batch else _most_common(list(with_examples.values()))
+    return tuple(name for name, arg in with_examples.items() if examples(arg) == shared and len(shared) == 1)
 
 
 def _kinds(arg: Any) -> tuple:

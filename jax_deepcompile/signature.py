@@ -26,7 +26,9 @@ class Signature:
       networks: positions of those that it returns anew, or else only reads while it returns others.
       parameters: positions of those that look like parameters, returned or not.
       batch: positions of the batch arguments, whose leaves have examples unless they are scalars.
+      keywords: names of those of the other arguments that are batch too.
       names: the name of every positional argument.
+      trains: whether what is state is beyond doubt: it was named, is in objects, or an optimizer's state is there.
     """
 
     function: str
@@ -34,17 +36,20 @@ class Signature:
     networks: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     batch: tuple[int, ...] = ()
+    keywords: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    trains: bool = False
 
     @property
     def held(self) -> tuple[int, ...]:
         """Positions of all arguments that are divided like state."""
         return tuple(sorted({*self.state, *self.networks, *self.parameters}))
 
-    def role_of(self, position: int | None) -> Role:
-        if position in self.held:
+    def role_of(self, argument: int | str) -> Role:
+        """Of what is at a position, or is passed under a name."""
+        if argument in self.held:
             return Role.PARAM
-        return Role.BATCH if position in self.batch else Role.OTHER
+        return Role.BATCH if argument in self.batch or argument in self.keywords else Role.OTHER
 
     def name_of(self, position: int) -> str:
         return self.names[position] if position < len(self.names) else f"args[{position}]"
@@ -55,11 +60,11 @@ def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[
     leaves, in_tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     ports = []
     for path, leaf in leaves:
-        position = path[1].idx if path[0].idx == 0 else None
-        where = signature.name_of(position) if position is not None else path[1].key
+        argument = path[1].idx if path[0].idx == 0 else path[1].key
+        where = argument if isinstance(argument, str) else signature.name_of(argument)
         rest = path[2:]
         name = f"{where}{jax.tree_util.keystr(rest)}"
-        role = signature.role_of(position)
+        role = signature.role_of(argument)
         port = port_of(name, state_role(rest, where) if role is Role.PARAM else role, leaf)
         ports.append(replace(port, role=Role.OTHER) if role is Role.BATCH and not port.shape else port)
     return tuple(ports), in_tree

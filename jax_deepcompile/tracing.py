@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
 
-from jax_deepcompile import _jax_compat, errors, returned
+from jax_deepcompile import _jax_compat, errors
 from jax_deepcompile.ir.canonicalize import canonicalize
 from jax_deepcompile.ir.empty_arrays import without_empty_arrays
+from jax_deepcompile.ir.lineage import carried_inputs
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.ir.traversal import equations, inline_calls
+from jax_deepcompile.returned import Returned, outputs_like_state, state_outputs
 from jax_deepcompile.signature import Signature, input_ports, port_of, state_role
 
 _REFUSED_CALLBACKS = frozenset({"pure_callback", "io_callback"})
+
+
+@dataclass(frozen=True)
+class Function:
+    """A step as a function of flat arrays.
+
+    Attributes:
+      closed: it, with nothing in it that does not count.
+      returned: what it returns.
+    """
+
+    closed: jex.ClosedJaxpr
+    returned: Returned
 
 
 @dataclass(frozen=True)
@@ -29,19 +45,19 @@ class Traced:
     Attributes:
       program: the global view.
       in_tree: structure of ``(args, kwargs)``.
-      out_shape: what the step returns, without values.
+      taken: positions of the arguments whose memory the step may have: state that it surely returns anew. Where no
+        optimizer is there, what looks like new parameters may be gradients that carry on a penalty's parameters.
     """
 
     program: Program
     in_tree: Any
-    out_shape: Any
+    taken: tuple[int, ...] = ()
 
     @property
-    def returned(self) -> tuple[int, ...]:
-        """Positions of the arguments that the step returns anew: what it may have the memory of."""
-        sources = {source for source, _ in self.program.state_outputs}
+    def taken_leaves(self) -> frozenset[int]:
+        """Positions of all leaves in the arguments that are ``taken``."""
         args, _ = jax.tree.unflatten(self.in_tree, range(self.in_tree.num_leaves))
-        return tuple(place for place, arg in enumerate(args) if not sources.isdisjoint(jax.tree.leaves(arg)))
+        return frozenset(leaf for place in self.taken for leaf in jax.tree.leaves(args[place]))
 
 
 def function_name(fun: Callable) -> str:
@@ -67,20 +83,45 @@ def argument_names(fun: Callable, count: int) -> tuple[str, ...]:
     return tuple(names[position] if position < len(names) else f"args[{position}]" for position in range(count))
 
 
-def trace_step(fun: Callable, args: tuple, kwargs: dict, signature: Signature, mesh: MeshAxes) -> Traced:
-    """Traces ``fun(*args, **kwargs)``; leaves may be arrays, numbers, tracers or ``jax.ShapeDtypeStruct``s."""
-    ports, in_tree = input_ports(args, kwargs, signature)
+def trace_function(fun: Callable, args: tuple, kwargs: dict, signature: Signature) -> Function:
+    """Traces ``fun(*args, **kwargs)``; leaves may be arrays, numbers, tracers or ``jax.ShapeDtypeStruct``s.
+
+    Args:
+      fun: the step.
+      args, kwargs: its arguments.
+      signature: what is known of them, for messages.
+    """
+    ports, _ = input_ports(args, kwargs, signature)
     closed, out_shape = _trace(fun, args, kwargs, ports, signature.function)
-    out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
-    state_outputs = returned.state_outputs(args, out_shape, signature)
-    like_state = returned.outputs_like_state(args, out_shape, signature)
-    by_output = {out: ports[inp] for inp, out in (*like_state, *state_outputs)}
+    return Function(closed, Returned(out_shape, carried_inputs(closed)))
+
+
+def trace_step(function: Function, args: tuple, kwargs: dict, signature: Signature, mesh: MeshAxes) -> Traced:
+    """The program of a step whose ``(*args, **kwargs)`` are what ``signature`` says."""
+    ports, in_tree = input_ports(args, kwargs, signature)
+    out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(function.returned.shape)
+    pairs = state_outputs(args, function.returned, signature)
+    like_state = outputs_like_state(args, function.returned, signature)
+    by_output = {out: ports[inp] for inp, out in (*like_state, *pairs)}
     outputs = tuple(
         by_output.get(index, port_of(f"out{jax.tree_util.keystr(path)}", Role.OTHER, leaf))
         for index, (path, leaf) in enumerate(out_leaves)
     )
-    program = Program(signature.function, closed, ports, outputs, out_tree, state_outputs, mesh)
-    return Traced(program, in_tree, out_shape)
+    program = Program(signature.function, function.closed, ports, outputs, out_tree, pairs, mesh)
+    return Traced(program, in_tree, _taken(args, {source for source, _ in pairs}, signature))
+
+
+def _taken(args: tuple, sources: Collection[int], signature: Signature) -> tuple[int, ...]:
+    taken, start = [], 0
+    for position, arg in enumerate(args):
+        kinds = [port_of("", Role.OTHER, leaf).dtype for leaf in jax.tree.leaves(arg)]
+        is_sure = signature.trains or not all(
+            jnp.issubdtype(kind, jnp.floating) for kind in kinds if "key<" not in kind
+        )
+        if kinds and start in sources and is_sure:
+            taken.append(position)
+        start += len(kinds)
+    return tuple(taken)
 
 
 def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Traced:
@@ -90,7 +131,7 @@ def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Trac
     closed, out_shape = _trace(fun, args, kwargs, ports, name)
     leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
     outputs = tuple(port_of(f"state{jax.tree_util.keystr(path)}", state_role(path), leaf) for path, leaf in leaves)
-    return Traced(Program(name, closed, ports, outputs, out_tree, (), mesh), in_tree, out_shape)
+    return Traced(Program(name, closed, ports, outputs, out_tree, (), mesh), in_tree)
 
 
 def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name: str) -> tuple[jex.ClosedJaxpr, Any]:

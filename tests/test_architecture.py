@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": BASE
     | {
         "arguments",
+        "returned",
         "roles",
         "signature",
         "methods",

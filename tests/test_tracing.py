@@ -15,7 +15,7 @@ from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.ir.traversal import equations
 from jax_deepcompile.signature import Signature
-from jax_deepcompile.tracing import Traced, abstract_key, argument_names, trace_init, trace_step
+from jax_deepcompile.tracing import Traced, abstract_key, argument_names, trace_function, trace_init, trace_step
 
 pytestmark = pytest.mark.pure
 
@@ -27,9 +27,8 @@ BATCH = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
 
 
 def trace(step, *args, state=(0,), batch=(1,), **kwargs) -> Traced:
-    return trace_step(
-        step, args, kwargs, Signature("step", state, batch=batch, names=argument_names(step, len(args))), MESH
-    )
+    signature = Signature("step", state, batch=batch, names=argument_names(step, len(args)))
+    return trace_step(trace_function(step, args, kwargs, signature), args, kwargs, signature, MESH)
 
 
 def roles(program: Program) -> dict[str, Role]:

@@ -57,7 +57,10 @@ def _arguments(program: Program) -> str:
     for index, port in enumerate(program.inputs):
         kept = "state" if index in returned else "read only"
         kind = kept if port.role.is_state else "batch" if port.role is Role.BATCH else "replicated"
-        taken[kind][re.split(r"[.\[]", port.path)[0]] = None
+        name = re.split(r"[.\[]", port.path)[0]
+        taken[kind][name] = None
+    divided = {name for kind, names in taken.items() if kind != "replicated" for name in names}
+    taken["replicated"] = {name: None for name in taken["replicated"] if name not in divided}
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in taken.items() if names)
 
 

@@ -375,13 +375,14 @@ def test_random_keys_are_neither_state_nor_batch(key, expected):
     assert Role.BATCH in between._last.roles
 
 
-def test_explain_names_a_batch_that_has_no_parameter_of_its_own():
+def test_explain_names_what_is_as_long_as_a_batch_but_replicated():
     def any_name(state, **others):
-        return step(state, others["batch"])
+        return step(state, {"x": others["batch"]["x"] + others["shifts"]["a"][:, None]})
 
     sharded = deepcompile.shard(any_name)
-    sharded.trace(create(), batch=batch())
-    assert "shaped like a batch: batch['x'] float32[16,16]; to divide" in sharded.explain()
+    sharded.trace(create(), batch=batch(), shifts={"a": np.ones(16), "b": np.ones(3)})
+    assert "batch: batch; replicated: shifts" in sharded.explain()
+    assert "shaped like a batch: shifts['a'] float32[16]; to divide" in sharded.explain()
 
 
 def test_tensor_parallelism_by_the_users_own_constraints(expected):

@@ -119,6 +119,44 @@ def two_lists(first, second, opt_state, x, y):
     return first, jax.tree.map(lambda leaf: leaf + jnp.mean(y), second), opt_state, loss
 
 
+def batch_in_front(x, y, params, opt_state):
+    params, opt_state, loss = _updated(params, opt_state, _loss, x, y)
+    return loss, params, opt_state
+
+
+def target_in_front(target, params, opt_state, x, y):
+    return with_target(params, target, opt_state, x, y)
+
+
+def with_gradients_returned(params, target, opt_state, x, y):
+    return (*with_target(params, target, opt_state, x, y), jax.grad(_loss)(params, x, y))
+
+
+def with_class_weights(params, opt_state, weights, x, y):
+    return _updated(params, opt_state, lambda p: _loss(p, x, y) * weights.sum())
+
+
+def with_running_statistics(params, opt_state, mean, variance, x, y):
+    return _updated(params, opt_state, lambda p: _loss(p, (x - mean) / variance, y))
+
+
+def two_tables(inputs, outputs, ids, labels):
+    def loss_of(tables):
+        return jnp.mean((tables[0][ids] @ tables[1].T - jax.nn.one_hot(labels, 24)) ** 2)
+
+    grads = jax.grad(loss_of)((inputs, outputs))
+    return inputs - grads[0], outputs - grads[1]
+
+
+def key_in_front(key, layers):
+    key, used = jax.random.split(key)
+    return key, jax.tree.map(lambda leaf: leaf + jax.random.normal(used, leaf.shape), layers)
+
+
+def with_keywords(params, opt_state, **batch):
+    return _updated(params, opt_state, _loss, batch["x"], batch["y"])
+
+
 _X = jax.random.normal(jax.random.key(2), (16, 32))
 _Y = jax.random.normal(jax.random.key(3), (16, 16))
 _PARAMS, _OTHER = _model(0), _model(1)
@@ -175,10 +213,33 @@ _STEPS = [
         (_LAYERS[:1], [(jnp.ones((24, 8)), jnp.ones(64))], _OPTIMIZER.init(_LAYERS[:1]), _X, _Y),
         "state: first, second, opt_state; batch: x, y",
     ),
+    (batch_in_front, (_X, _Y, _PARAMS, _STATE), "state: params, opt_state; batch: x, y"),
+    (target_in_front, (_OTHER, _PARAMS, _STATE, _X, _Y), "state: params, opt_state; read only: target; batch: x, y"),
+    (
+        with_gradients_returned,
+        (_PARAMS, _OTHER, _STATE, _X, _Y),
+        "state: params, opt_state; read only: target; batch: x, y",
+    ),
+    (
+        with_class_weights,
+        (_PARAMS, _STATE, jnp.ones(10), _X, _Y),
+        "state: params, opt_state; batch: x, y; replicated: weights",
+    ),
+    (
+        with_running_statistics,
+        (_PARAMS, _STATE, jnp.ones(32), jnp.ones(32), _X, _Y),
+        "state: params, opt_state; batch: x, y; replicated: mean, variance",
+    ),
+    (
+        two_tables,
+        (jnp.ones((64, 8)), jnp.ones((24, 8)), jnp.arange(16), jnp.arange(16)),
+        "state: inputs, outputs; batch: ids, labels",
+    ),
+    (key_in_front, (jax.random.key(0), _LAYERS), "state: layers; replicated: key"),
     (
         one_of_two_returned,
         (_STATE, _OTHER, _PARAMS, _X, _Y),
-        "state: opt_state; read only: target, params; batch: x, y",
+        "state: opt_state, params; read only: target; batch: x, y",
     ),
 ]
 
@@ -235,11 +296,11 @@ def _read(params, opt_state, first, second):
             "batch: first; replicated: second",
         ),
         ({"x": np.ones((16, 4))}, {"rows": np.ones(16), "table": np.ones(3)}, "batch: first; replicated: second"),
-        ({"rows": np.ones(3), "table": np.ones(5)}, np.ones((16, 4)), "read only: first; batch: second"),
+        ({"rows": np.ones(8), "table": np.ones(16)}, np.ones((16, 4)), "batch: second; replicated: first"),
         ({"x": {"y": np.ones((16, 4))}}, np.ones(16), "batch: first, second"),
-        ((np.ones(8), np.ones(16)), np.ones((16, 4)), "batch: first; replicated: second"),
+        ((np.ones(8), np.ones(16)), np.ones((16, 4)), "batch: second; replicated: first"),
         (np.ones(16), _model(4), "read only: second; batch: first"),
-        (np.ones(8), np.ones((16, 4)), "batch: first; replicated: second"),
+        (np.ones(8), np.ones((16, 4)), "batch: second; replicated: first"),
     ],
     ids=["graph", "behind", "in front", "nested", "tuple", "model behind", "one array"],
 )
@@ -247,6 +308,44 @@ def test_what_batches_look_like(first, second, roles):
     sharded = deepcompile.shard(_read)
     sharded.trace(_PARAMS, _STATE, first, second)
     assert sharded.explain().splitlines()[1] == f"state: params, opt_state; {roles}"
+
+
+def test_examples_by_name():
+    sharded = deepcompile.shard(with_keywords)
+    found = sharded(*jax.tree.map(jnp.copy, (_PARAMS, _STATE)), x=_X, y=_Y)
+    assert_close(found, jax.jit(with_keywords)(_PARAMS, _STATE, x=_X, y=_Y), 1e-5, "result")
+    assert sharded.explain().splitlines()[1] == "state: params, opt_state; batch: x, y"
+
+
+def test_gradients_are_no_new_parameters():
+    """What is computed outside from the parameters and their gradients needs both."""
+
+    def gradients(params, x, y):
+        loss, grads = jax.value_and_grad(lambda p: _loss(p, x, y) + sum(map(jnp.vdot, *map(jax.tree.leaves, (p, p)))))(
+            params
+        )
+        return loss, grads
+
+    sharded = deepcompile.shard(gradients)
+    params = jax.device_put(_PARAMS, sharded.mesh.devices.flat[0])
+    for _ in range(3):
+        _, grads = sharded(params, _X, _Y)
+        params = jax.tree.map(
+            lambda p, g: p - 0.1 * g, jax.device_put(params, jax.tree.map(lambda g: g.sharding, grads)), grads
+        )
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def test_microbatches_need_a_batch():
+    sharded = deepcompile.shard(key_in_front, microbatches=2)
+    with pytest.raises(deepcompile.errors.NoBatchError, match="key_in_front was to work through its batch in 2 parts"):
+        sharded.trace(jax.random.key(0), _LAYERS)
+
+
+def test_positions_must_be_there():
+    for named in ({"state_argnums": 5}, {"batch_argnums": (1, 4)}):
+        with pytest.raises(deepcompile.errors.ArgnumsError):
+            deepcompile.shard(with_teacher, **named).trace(_PARAMS, _STATE, _OTHER, _X)
 
 
 def test_parameters_that_are_not_returned_are_missed():

@@ -1,0 +1,75 @@
+"""Which inputs a program's results carry on."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jax_deepcompile.ir.lineage import carried_inputs
+from jax_deepcompile.ir.traversal import inline_calls
+
+pytestmark = pytest.mark.pure
+
+W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+
+def carried(function, *args) -> list[set[int]]:
+    """Positions of the inputs that each result carries on."""
+    closed = inline_calls(jax.make_jaxpr(function)(*args))
+    count = len(closed.jaxpr.invars)
+    return [{position for position in range(count) if bits >> position & 1} for bits in carried_inputs(closed)]
+
+
+def loss(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def in_a_scan(w, x):
+    return lax.scan(lambda w, _: (w - 0.1 * jax.grad(loss)(w, x), w[0]), w, length=3)
+
+
+def in_a_while(w, x):
+    return lax.fori_loop(0, x[0, 0].astype(int), lambda _, w: w - jax.grad(loss)(w, x), w)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda w, x: w - 0.1 * jax.grad(loss)(w, x), [{0}]),
+        (lambda w, x: jnp.where(x > 0, w, x).astype(jnp.bfloat16), [{0, 1}]),
+        (lambda w, x: jnp.concatenate([x[:2], w[:-2]]), [{0, 1}]),
+        (lambda w, x: lax.dynamic_update_slice(w, x[:1], (0, 0)), [{0, 1}]),
+        (lambda w, x: w.at[0].add(1.0), [{0}]),
+        (lambda w, x: lax.cond(x[0, 0] > 0, lambda: w + 1, lambda: w), [{0}]),
+        (lambda w, x: lax.optimization_barrier((w, x)), [{0}, {1}]),
+        (lambda w, x: jax.checkpoint(lambda w: w * 2)(w), [{0}]),
+        (in_a_scan, [{0}, {0}]),
+        (in_a_while, [{0}]),
+    ],
+    ids=["step", "where", "queue", "update", "at", "cond", "barrier", "checkpoint", "scan", "while"],
+)
+def test_elements_that_live_on(function, expected):
+    assert carried(function, W, W) == expected
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda w, x: jax.grad(loss)(w, x),
+        lambda w, x: x @ w,
+        lambda w, x: jnp.sum(w, axis=0),
+        lambda w, x: jnp.cumsum(w, axis=0),
+        lambda w, x: jnp.sort(w),
+        lambda w, x: w[jnp.zeros(8, int)],
+        lambda w, x: lax.scan(lambda carry, row: (jnp.zeros(8), row @ w), jnp.zeros(8), jnp.ones((8, 8)))[1],
+    ],
+    ids=["gradient", "product", "sum", "cumsum", "sort", "gather", "scan"],
+)
+def test_elements_that_do_not(function):
+    assert carried(function, W, W) == [set()]
+
+
+def test_a_penalty_is_carried_on_in_a_gradient():
+    assert carried(jax.grad(lambda w, x: loss(w, x) + jnp.sum(w**2)), W, W) == [{0}]
