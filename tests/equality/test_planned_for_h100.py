@@ -1,0 +1,66 @@
+"""Plans made for eight H100s, carried out on eight CPU devices: what the passes make of a step computes the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jax_deepcompile as deepcompile
+from models import llama
+from tests.equality.harness import assert_close
+
+pytestmark = [pytest.mark.h100_aot, pytest.mark.cpu_mesh]
+
+TOKENS = np.random.default_rng(0).integers(0, 64, (16, 17), np.int32)
+
+
+class Layers(nn.Module):
+    """Layers one by one, the first of which sees what the last one made of it."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(64, 128)(tokens)
+        for index in range(4):
+            x = x + nn.Dense(128)(nn.gelu(nn.Dense(512, name=f"up_{index}")(nn.LayerNorm()(x))))
+        return nn.Dense(64)(x)
+
+
+def scanned() -> nn.Module:
+    return llama.Llama(dataclasses.replace(llama.LLAMA_TINY, vocab_size=64, n_layers=6, n_kv_heads=4))
+
+
+def training(model: nn.Module) -> tuple[Callable, TrainState]:
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+
+    def step(state, tokens):
+        def loss_of(params):
+            return llama.next_token_loss(state.apply_fn({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS[:1, :-1])["params"]
+    return step, TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+
+
+@pytest.mark.parametrize(("create", "microbatches"), [(scanned, 1), (scanned, 2), (Layers, 1)])
+def test_a_planned_step_equals_one_device(create, microbatches):
+    step, state = training(create())
+    h100s = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+    plan = deepcompile.shard(step, h100s, microbatches=microbatches).plan(state, TOKENS)
+    assert plan.loops or plan.prefetches or plan.unsharded or plan.kept or microbatches > 1
+    rewrites = plan.replace(options={}, latencies=())
+    planned, plain = deepcompile.shard(step, plan=rewrites, microbatches=microbatches), jax.jit(step)
+    mine, theirs = jax.tree.map(jnp.copy, state), state
+    for count in range(3):
+        mine, loss = planned(mine, TOKENS)
+        theirs, expected = plain(theirs, TOKENS)
+        assert_close((mine, loss), (theirs, expected), 2e-5, f"step {count}")
