@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,10 +52,10 @@ class Roles:
           kwargs: its other arguments: batch if they have as many examples, or if no positional one has any.
           returned: what the step returns, by what is known of its arguments; asked in case of doubt.
         """
-        signature = Signature(name, names=tuple(argument.name for argument in step.arguments))
         self._refuse_missing(step)
-        known = _Known(step, args, lambda: returned(signature))
-        signature = self._with_state(signature, known)
+        unknown = Signature(name, names=tuple(argument.name for argument in step.arguments))
+        known = _Known(step, args, functools.cache(lambda: returned(unknown)))
+        signature = self._with_state(unknown, known)
         rest = known.with_examples(without=signature.held)
         like = known.parameters(rest, signature, guess=self.state is None and self.batch is None)
         if self.batch is not None:
