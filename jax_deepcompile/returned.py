@@ -6,8 +6,6 @@ returned nearest to the top goes before what is inside of something else, and no
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,8 +57,7 @@ def returned_anew(args: tuple, returned: Returned, optimizers: Sequence[int], ot
     for position in found.most_leaves_first(optimizers):
         found.take(position)
     found.take_carried(others)
-    ends = list(itertools.accumulate(len(jax.tree.leaves(arg)) for arg in args))
-    return {bisect.bisect_right(ends, leaf) for leaf, _ in found.pairs()}.intersection(others)
+    return {position for position in others if found.has_any([position])}
 
 
 def outputs_like_state(args: tuple, returned: Returned, signature: Signature) -> list[tuple[int, int]]:
