@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import has_side_effects, is_drop_var
@@ -18,6 +19,11 @@ def variables(atoms: Iterable) -> list[jex.Var]:
 def alike(one, other) -> bool:
     """Whether two atoms have the same shape and dtype."""
     return one.aval.shape == other.aval.shape and one.aval.dtype == other.aval.dtype
+
+
+def literal_bits(atom) -> tuple[str, bytes] | None:
+    """What tells one literal from another; None for a variable."""
+    return (str(atom.aval), np.asarray(atom.val).tobytes()) if isinstance(atom, jex.Literal) else None
 
 
 def renamed(atom, names: Mapping):

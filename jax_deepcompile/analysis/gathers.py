@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend import core as jex
-
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import needed_for, variables, without_barriers
+from jax_deepcompile.analysis.dataflow import literal_bits, needed_for, variables, without_barriers
 
 CHEAP = frozenset(
     {
@@ -65,7 +63,7 @@ def find_gathers(jaxpr: Any, sources: Sequence) -> tuple[Gather, ...]:
             continue
         var = eqn.outvars[0]
         origin[var] = origin[operands[0]]
-        literals = tuple(repr(atom.val) for atom in eqn.invars if isinstance(atom, jex.Literal))
+        literals = tuple(map(literal_bits, eqn.invars))
         keys[var] = (*keys[operands[0]], eqn.primitive.name, _params_key(eqn), literals)
         if gathers or eqn.primitive.name == "all_gather":
             found.append(Gather(origin[var], keys[var], size_bytes(var), positions[var], var))

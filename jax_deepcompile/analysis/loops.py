@@ -12,6 +12,7 @@ from jax_deepcompile._jax_compat import closed_consts, has_side_effects, is_drop
 from jax_deepcompile.analysis.dataflow import (
     alike,
     free_variables,
+    literal_bits,
     needed_for,
     reached_from,
     slim_barriers,
@@ -183,7 +184,7 @@ def _merge_equal(eqns: list, results: list) -> dict:
     seen: dict = {}
 
     def read(atom):
-        return (atom.val, str(atom.aval)) if isinstance(atom, jex.Literal) else known.get(atom, atom)
+        return literal_bits(atom) or known.get(atom, atom)
 
     for eqn in eqns:
         key = (eqn.primitive.name, str(sorted(eqn.params.items(), key=lambda item: item[0])), *map(read, eqn.invars))

@@ -24,6 +24,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, has_side_effects, open_jaxpr
+from jax_deepcompile.analysis.dataflow import literal_bits
 from jax_deepcompile.analysis.work import COLLECTIVES
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
@@ -108,10 +109,7 @@ class _Twin:
     def is_same(self, there: Any, here: Any) -> bool:
         """Whether ``there``, of the condition, has the value of ``here``, of the body."""
         if isinstance(there, jex.Literal) or isinstance(here, jex.Literal):
-            both = isinstance(there, jex.Literal) and isinstance(here, jex.Literal)
-            return (
-                both and there.aval == here.aval and np.asarray(there.val).tobytes() == np.asarray(here.val).tobytes()
-            )
+            return literal_bits(there) == literal_bits(here)
         if there not in self.same:
             self.same[there] = here if self._computes_same(there, here) else None
         return self.same[there] is here
@@ -123,11 +121,6 @@ class _Twin:
         plain = not any(isinstance(value, _NOT_COMPARED) for value in left.params.values())
         alike = left.primitive is right.primitive and index == other and plain and left.params == right.params
         return alike and all(map(self.is_same, left.invars, right.invars))
-
-
-def _bits(atom: Any) -> tuple:
-    """What tells one literal from another, and from variables."""
-    return (atom.aval, np.asarray(atom.val).tobytes()) if isinstance(atom, jex.Literal) else ()
 
 
 def _maker(jaxpr: jex.Jaxpr, atom: Any, name: str) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.ode import odeint
 
 from jax_deepcompile.analysis.loops import find_loops, split_body
 from jax_deepcompile.ir.verifier import verify
@@ -42,6 +43,21 @@ def test_short_loops(layers):
     schedules = choose_schedules(program)
     assert bool(schedules) == (layers > 1)
     assert_same(program, mesh, schedules)
+
+
+@pytest.mark.pure
+def test_arrays_written_into_the_program_tell_equations_apart():
+    """As the tables of an integrator are, in the loops of ``odeint``."""
+
+    def integrated(params, batch):
+        def rate(y, t, params):
+            return jnp.tanh(y @ params["w"]) * (1 + t)
+
+        return jnp.mean(odeint(rate, batch, np.linspace(0, 1, 3, dtype=np.float32), params)[-1] ** 2)
+
+    program, _ = sharded(integrated, {"w": (WIDTH, WIDTH)})
+    for loop in find_loops(program.jaxpr):
+        assert split_body(loop.eqn).main.outputs
 
 
 @pytest.mark.cpu_mesh
