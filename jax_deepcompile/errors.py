@@ -285,14 +285,13 @@ class MemoryExceededError(DeepCompileError, MemoryError):
     """The step does not fit, even with everything sharded and nothing kept."""
 
     def __init__(self, function: str, needed_bytes: int, limit_bytes: int, argument_bytes: int) -> None:
-        gib = 1 << 30
+        unit, name = (1 << 30, "GiB") if limit_bytes >= 1 << 30 else (1 << 20, "MiB")
+        needed, limit, arguments = (size / unit for size in (needed_bytes, limit_bytes, argument_bytes))
         super().__init__(
-            f"{function} takes {needed_bytes / gib:.2f} GiB a device, {(needed_bytes - limit_bytes) / gib:.2f} GiB "
-            f"more than "
-            f"the limit of {limit_bytes / gib:.2f} GiB: {argument_bytes / gib:.2f} GiB are state and batch, "
-            f"{(needed_bytes - argument_bytes) / gib:.2f} GiB temporaries. Use more devices, microbatches=k (a "
-            f"smaller batch "
-            f"at a time), jax.checkpoint around the layers, or raise memory_limit."
+            f"{function} takes {needed:.2f} {name} a device, {needed - limit:.2f} {name} more than the limit of "
+            f"{limit:.2f} {name}: {arguments:.2f} {name} are state and batch, {needed - arguments:.2f} {name} "
+            f"temporaries. Use more devices, microbatches=k (a smaller batch at a time), jax.checkpoint around the "
+            f"layers, or raise memory_limit."
         )
 
 

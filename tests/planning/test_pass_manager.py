@@ -125,7 +125,7 @@ def test_what_fits_replaces_what_does_not_however_slow(try_passes):
 
 @pytest.mark.pure
 def test_what_does_not_fit_at_all_is_an_error(try_passes):
-    with pytest.raises(errors.MemoryExceededError, match=r"step takes .* GiB a device, .* more than the limit of"):
+    with pytest.raises(errors.MemoryExceededError, match=r"step takes .* MiB a device, .* more than the limit of"):
         try_passes(Proposes((WORSE, BETTER)), limit=20)
 
 
