@@ -430,7 +430,8 @@ class ShardedStep:
 
     def _signature(self, step: PureStep, args: tuple, kwargs: dict) -> Signature:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        key = (tree, step.structure, step.arguments, tuple(getattr(leaf, "shape", None) for leaf in leaves))
+        kinds = tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
+        key = (tree, step.structure, step.arguments, kinds)
         if key not in self._signatures:
 
             def returned(signature: Signature) -> Returned:

@@ -157,65 +157,11 @@ def test_a_later_batch_the_mesh_does_not_divide():
     sharded(state, batch(24))
 
 
-def test_extra_arguments_are_replicated():
-    def scaled(state, batch, scale, *, offset=0.0):
-        state, loss = step(state, {"x": batch["x"] * scale["by"] + offset})
-        return loss, state
-
-    found = deepcompile.shard(scaled)(create(), batch(), {"by": 2.0}, offset=1)
-    assert_equal(found, jax.jit(scaled)(create(), batch(), {"by": 2.0}, offset=1))
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_scalars_in_the_batch_are_replicated(microbatches: int):
-    def scaled(state, batch):
-        state, loss = step(state, {"x": batch["x"] * batch["scale"]})
-        return state, (loss, batch["step"] + 1)
-
-    given = batch() | {"scale": np.float32(2.0), "step": 3}
-    sharded = deepcompile.shard(scaled, microbatches=microbatches)
-    assert_equal(sharded(create(), given), jax.jit(scaled)(create(), given))
-    roles = {port.path: port.role for port in sharded.trace(create(), given).program.inputs}
-    assert roles["batch['x']"] is Role.BATCH
-    assert roles["batch['scale']"] is roles["batch['step']"] is Role.OTHER
-
-
-def test_scalars_before_the_batch_are_not_taken_for_it():
-    def scaled(state, scale, batch):
-        return step(state, {"x": batch["x"] * scale})
-
-    sharded = deepcompile.shard(scaled)
-    assert_equal(sharded(create(), 2.0, batch()), jax.jit(scaled)(create(), 2.0, batch()))
-    roles = {port.path: port.role for port in sharded.trace(create(), 2.0, batch()).program.inputs}
-    assert (roles["scale"], roles["batch['x']"]) == (Role.OTHER, Role.BATCH)
-
-
 def test_a_step_that_makes_its_own_batch():
     def made(state, seed):
         return step(state, {"x": jax.random.normal(jax.random.key(seed), (8, 16))})
 
     assert_equal(deepcompile.shard(made)(create(), 5), jax.jit(made)(create(), 5))
-
-
-@pytest.mark.parametrize("optimizer", [optax.adamw(1e-2), optax.sgd(1e-2, momentum=0.9), optax.adafactor(1e-2)])
-def test_an_optimizer_state_of_its_own_is_state(optimizer):
-    def trained(params, moments, x, y):
-        def loss_of(params):
-            return jnp.mean((x @ params["w"] - y) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, moments = optimizer.update(grads, moments, params)
-        return optax.apply_updates(params, updates), moments, loss
-
-    def given():
-        params = {"w": jnp.linspace(0.0, 1.0, 256).reshape(16, 16)}
-        return params, optimizer.init(params), batch()["x"], np.ones((16, 16), np.float32)
-
-    sharded = deepcompile.shard(trained)
-    found, expected = sharded(*given()), jax.jit(trained)(*given())
-    assert_equal(found, expected)
-    assert_equal(sharded(*found[:2], *given()[2:]), jax.jit(trained)(*expected[:2], *given()[2:]))
-    assert sharded.explain().splitlines()[1] == "state: params, moments; batch: x, y"
 
 
 def test_a_model_in_nnx_with_an_optax_state():
@@ -245,17 +191,6 @@ def test_other_lengths_in_later_calls():
     for rows, count in ((16, 16), (16, 12), (16, 16), (8, 3)):
         by = np.arange(1.0, 1 + count, dtype=np.float32)
         assert_equal(sharded(create(), batch(rows), by), jax.jit(scaled)(create(), batch(rows), by))
-
-
-def test_several_state_arguments_in_any_order():
-    def two(params, x, moments):
-        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params)
-        moments = 0.9 * moments + grads
-        return moments.sum(), moments, params - moments
-
-    args = (create()["w"], batch()["x"], jnp.zeros((16, 8)))
-    found = deepcompile.shard(two, state_argnums=(0, 2))(*args)
-    assert_equal(found, jax.jit(two)(*args))
 
 
 class State(NamedTuple):
@@ -311,20 +246,6 @@ def test_printing_happens_once_a_step(capfd):
     assert capfd.readouterr().out.count("mean") == 1
 
 
-def test_explain_names_replicated_inputs_that_look_like_examples():
-    def masked(state, batch, weights, *, extra):
-        return step(state, {"x": batch["x"] * extra["mask"][:, None] * weights.sum() + extra["shift"][0]})
-
-    sharded = deepcompile.shard(masked)
-    x = batch()["x"]
-    extra = {"mask": x[:, 0], "shift": np.zeros(3, np.float32)}
-    sharded.trace(create(), {"x": x}, np.ones(8, np.float32), extra=extra)
-    assert (
-        "replicated, though shaped like a batch: extra['mask'] float32[16]; to divide examples among the devices name "
-        "their arguments' positions in shard(..., batch_argnums=...)"
-    ) in sharded.explain().splitlines()
-
-
 def test_arguments_with_as_many_examples_as_the_batch_are_divided(expected):
     """Images, labels and whatever else there is of every example; not what is as long by chance in some leaves only."""
 
@@ -339,15 +260,6 @@ def test_arguments_with_as_many_examples_as_the_batch_are_divided(expected):
     roles = {port.path: port.role for port in sharded.trace(*args, weights=weights).planned.inputs}
     assert [roles[path] for path in ("images", "labels", "weights['per example']")] == [Role.BATCH] * 3
     assert roles["table['row']"] is Role.OTHER
-
-
-def test_batch_argnums_are_all_that_is_divided():
-    def labelled(state, images, labels):
-        return step(state, {"x": images + 0 * labels[:, None]})
-
-    x = batch()["x"]
-    traced = deepcompile.shard(labelled, batch_argnums=1).trace(create(), x, x[:, 0])
-    assert {port.path: port.role for port in traced.planned.inputs}["labels"] is Role.OTHER
 
 
 def test_a_batch_passed_by_keyword_alone_is_divided(expected):
@@ -373,16 +285,6 @@ def test_random_keys_are_neither_state_nor_batch(key, expected):
     between = deepcompile.shard(key_between)
     assert_equal(between(create(), key, batch()), expected)
     assert Role.BATCH in between._last.roles
-
-
-def test_explain_names_what_is_as_long_as_a_batch_but_replicated():
-    def any_name(state, **others):
-        return step(state, {"x": others["batch"]["x"] + others["shifts"]["a"][:, None]})
-
-    sharded = deepcompile.shard(any_name)
-    sharded.trace(create(), batch=batch(), shifts={"a": np.ones(16), "b": np.ones(3)})
-    assert "batch: batch; replicated: shifts" in sharded.explain()
-    assert "shaped like a batch: shifts['a'] float32[16]; to divide" in sharded.explain()
 
 
 def test_tensor_parallelism_by_the_users_own_constraints(expected):
