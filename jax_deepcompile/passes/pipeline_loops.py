@@ -15,6 +15,9 @@ After, with one layer of each (``first`` iterations before the loop, ``last`` af
     scan(t): W = all_gather(w[t + 1]); g[t - 1] = reduce_scatter(p); y, p = layer(y, V)
     g[n - 2] = reduce_scatter(p); y, p = layer(y, W); g[n - 1] = reduce_scatter(p)
 
+In the loop a product that makes a ``p`` waits until the ``g`` two layers before is written: two layers' take turns then
+in the same memory, and nothing is copied from one iteration to the next.
+
 Guarantees: every layer is gathered and reduced exactly as often as before, values are bitwise those of the plain loop,
 stacks are read and written in place, by index; a stack that an output is added to is that output's buffer. Peeled
 iterations run as straight-line code.
@@ -31,7 +34,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.loops import Loop, Part, SplitBody, constants_of, find_loops, split_body
+from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
+from jax_deepcompile.analysis.parts import Part, SplitBody, split_body
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import split_operands
@@ -175,35 +179,58 @@ class _Work:
         Apart from the loop nothing would keep XLA from putting all gradients and reductions off to the very end, so
         there the next iteration waits for this one's, as it does in a loop.
         """
-        schedule, split = self.pipeline.schedule, self.pipeline.split
-        gathered, pending, reduced = state.gathered, state.pending, {}
-        length = self.pipeline.loop.length
-        if not isinstance(t, int) or t + schedule.prefetch_layers < length:
+        schedule, split, apart = self.pipeline.schedule, self.pipeline.split, isinstance(t, int)
+        gathered, pending, stacks, reduced = state.gathered, state.pending, state.stacks, {}
+        reduces = schedule.delay_layers and len(pending) == schedule.delay_layers
+        if not apart or t + schedule.prefetch_layers < self.pipeline.loop.length:
             gathered = (*gathered, self.gather(t + schedule.prefetch_layers))
-        if schedule.delay_layers and len(pending) == schedule.delay_layers:
-            reduced, pending = self._reduced(state, t - schedule.delay_layers), pending[1:]
         made = dict(zip(self.carried, state.carry, strict=True))
         made |= dict(zip(split.early.outputs, gathered[0], strict=True))
         results = self._run(split.main, self._reader(t, made))
-        carry, rest = results[: len(self.carried)], results[len(self.carried) :]
-        if isinstance(t, int) and reduced:
-            carry, rest, reduced = lax.optimization_barrier((carry, rest, reduced))
-        now = [index for index in range(len(state.stacks)) if index not in split.late_outputs]
-        stacks = self._stored(state.stacks, t - schedule.delay_layers, reduced)
-        stacks = self._stored(stacks, t, dict(zip(now, rest[: len(now)], strict=True)))
-        state = _State(carry, gathered[1:], (*pending, tuple(rest[len(now) :])), stacks)
+        now = len(self.carried) + len(stacks) - len(split.late_outputs)
+        carry, rest = results[: len(self.carried)], results[len(self.carried) : now]
+        made |= dict(zip(split.main.outputs[now:], results[now:], strict=True))
+        gradients, stacks = self._gradients(made, stacks, t, wait=bool(reduces and not apart))
+        left = tuple((made | gradients)[var] for var in split.pending)
+        if reduces:
+            reduced, pending = self._reduced(pending[0], stacks, t - schedule.delay_layers), pending[1:]
+        if reduces and apart:
+            carry, rest, left, reduced = lax.optimization_barrier((carry, rest, left, reduced))
+        stacks = self._stored(stacks, t - schedule.delay_layers, reduced)
+        early = [index for index in range(len(stacks)) if index not in split.late_outputs]
+        stacks = self._stored(stacks, t, dict(zip(early, rest, strict=True)))
+        state = _State(carry, gathered[1:], (*pending, left), stacks)
         return state if schedule.delay_layers else self.reduce_oldest(state, t)
+
+    def _gradients(self, made: dict, stacks: tuple, t, wait: bool) -> tuple[dict, tuple]:
+        """What iteration ``t`` leaves to be reduced; and the stacks.
+
+        Args:
+          made: what the iteration made before.
+          stacks: the stacked outputs so far.
+          wait: whether each is made once the stacks that it will be reduced for are written, so that the memory of an
+            earlier one is free for it.
+        """
+        gradients: dict = {}
+        for gradient in self.pipeline.split.gradients:
+            operands = [made[var] for var in gradient.operands]
+            if wait:
+                operands, stacks = _after(operands, stacks, gradient.outputs)
+            given = made | dict(zip(gradient.operands, operands, strict=True))
+            values = self._run(gradient.part, self._reader(t, given))
+            gradients |= dict(zip(gradient.part.outputs, values, strict=True))
+        return gradients, stacks
 
     def reduce_oldest(self, state: _State, t) -> _State:
         """Finishes the outputs of iteration ``t``, the oldest that is pending."""
-        stacks = self._stored(state.stacks, t, self._reduced(state, t))
+        stacks = self._stored(state.stacks, t, self._reduced(state.pending[0], state.stacks, t))
         return _State(state.carry, state.gathered, state.pending[1:], stacks)
 
-    def _reduced(self, state: _State, t) -> dict[int, Any]:
-        """The outputs, by position, that iteration ``t``, the oldest that is pending, left to finish."""
-        split, pending = self.pipeline.split, state.pending[0]
-        made = dict(zip(split.main.outputs[len(split.main.outputs) - len(pending) :], pending, strict=True))
-        made |= {var: self._slice(state.stacks[output], t) for output, var in split.in_place}
+    def _reduced(self, pending: Sequence, stacks: tuple, t) -> dict[int, Any]:
+        """The outputs, by position, that iteration ``t`` left ``pending``."""
+        split = self.pipeline.split
+        made = dict(zip(split.pending, pending, strict=True))
+        made |= {var: self._slice(stacks[output], t) for output, var in split.in_place}
         return dict(zip(split.late_outputs, self._run(split.late, self._reader(t, made)), strict=True))
 
     def _stored(self, stacks: tuple, t, values: dict[int, Any]) -> tuple:
@@ -237,3 +264,10 @@ class _Work:
 
     def _run(self, part: Part, read: Callable) -> list:
         return eval_local(part.jaxpr, [read(var) for var in part.inputs])
+
+
+def _after(values: list, stacks: tuple, places: Sequence[int]) -> tuple[list, tuple]:
+    """``values`` once those of ``stacks`` at ``places`` are written; and the stacks."""
+    values, written = lax.optimization_barrier((values, [stacks[place] for place in places]))
+    known = dict(zip(places, written, strict=True))
+    return values, tuple(known.get(place, stack) for place, stack in enumerate(stacks))

@@ -257,9 +257,8 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
     """Where communication stays exposed: compiled again, with XLA told the simulated times to schedule by.
 
     A schedule that hides more may need more memory: if it needs too much, XLA is held to the limit more strictly. If it
-    fits but does not hide what it might, two collectives may be in flight at a time, so that the network is not idle
-    until compute comes to where the next one starts; simulated, they follow one another. Where a plan that was taken
-    before the last one may still be faster, it is scheduled in the same way.
+    fits but does not hide what it might, others are tried. Where a plan that was taken before the last one may still be
+    faster, it is scheduled in the same way.
 
     Args:
       taken: what was taken so far, the last one being the best.
@@ -279,12 +278,30 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
         if not _fits(tried[0].trial, environment) and strict != told:
             tried.append(_scheduled_by(strict, "and held to the limit", trial, environment))
         elif _fits(tried[0].trial, environment) and _step_s(tried[0].trial) > hoped_s:
-            options, latencies = dict(told.options) | two_collectives(), told_latencies(trial.simulation, at_a_time=2)
-            shared = told.replace(options=options, latencies=latencies)
-            tried.append(_scheduled_by(shared, "and two collectives at a time", trial, environment))
+            tried += _otherwise_scheduled(told, trial, environment)
         best, told_of = _best_tried("schedule", best, tried, _step_s, environment)
         records += told_of
     return best, records
+
+
+def _otherwise_scheduled(told: Plan, trial: Trial, environment: Environment) -> list[_Tried]:
+    """Other schedules of ``trial``, where what XLA is ``told`` made none that hides enough.
+
+    With two collectives in flight at a time the network is not idle until compute comes to where the next one starts;
+    simulated, they follow one another. With a little less said of each, all may find room in a loop that has just as
+    much compute as communication.
+    """
+    options, latencies = dict(told.options) | two_collectives(), told_latencies(trial.simulation, at_a_time=2)
+    others = {
+        "and two collectives at a time": told.replace(options=options, latencies=latencies),
+        "a little less of collectives": told.replace(latencies=told_latencies(trial.simulation, scale=_LESS)),
+    }
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        tried = [pool.submit(_scheduled_by, plan, decision, trial, environment) for decision, plan in others.items()]
+    return [each.result() for each in tried]
+
+
+_LESS = 0.95
 
 
 def _scheduled_by(plan: Plan, decision: str, trial: Trial, environment: Environment) -> _Tried:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile.analysis.gathers import size_bytes
-from jax_deepcompile.analysis.loops import find_loops, split_body
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.costs.program_time import ranks_per_node
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import combiner_options, double_buffering

@@ -12,12 +12,13 @@ from jax_deepcompile.costs.simulation import Event, Simulation
 from jax_deepcompile.lowering.latencies import Latency
 
 
-def told_latencies(simulation: Simulation, at_a_time: int = 1) -> tuple[Latency, ...]:
+def told_latencies(simulation: Simulation, at_a_time: int = 1, scale: float = 1.0) -> tuple[Latency, ...]:
     """One for each operation of the simulated program, by name.
 
     Args:
       simulation: of the program as XLA schedules it untold.
       at_a_time: collectives that may be in flight together, 1 or 2.
+      scale: of what is told of collectives; how well a schedule fits turns on little.
     """
     shares = {loop.name: loop.coverable for loop in simulation.loops if loop.is_innermost}
 
@@ -25,7 +26,7 @@ def told_latencies(simulation: Simulation, at_a_time: int = 1) -> tuple[Latency,
         lasts_s = event.end_s - event.start_s
         if event.stream is not Stream.NETWORK:
             return lasts_s
-        return lasts_s * (shares.get(event.loop, 1.0) if at_a_time == 1 else _SHARING)
+        return lasts_s * scale * (shares.get(event.loop, 1.0) if at_a_time == 1 else _SHARING)
 
     told = {event.name: round(1e6 * told_s(event), 3) for event in simulation.timeline}
     return tuple(Latency(name, microseconds) for name, microseconds in sorted(told.items()))

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jax_deepcompile.analysis.gathers import hoistable_gathers, size_bytes
-from jax_deepcompile.analysis.loops import Loop, find_loops, split_body
+from jax_deepcompile.analysis.loops import Loop, find_loops
+from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.costs.simulation import Loop as SimulatedLoop
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule

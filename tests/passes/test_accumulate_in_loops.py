@@ -8,7 +8,8 @@ import pytest
 from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.loops import find_loops, split_body
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.accumulate_in_loops import accumulate_in_loops
 from jax_deepcompile.passes.pipeline_loops import choose_schedules, pipeline_loops

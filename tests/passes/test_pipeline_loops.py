@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.ode import odeint
+from jax.extend.core import Var
 
-from jax_deepcompile.analysis.loops import find_loops, split_body
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules, pipeline_loops
-from tests.passes.programs import WIDTH, count, layer, run, run_stack, sharded, stack_loss, stack_shapes
+from tests.passes.programs import LAYERS, WIDTH, count, layer, run, run_stack, sharded, stack_loss, stack_shapes
 
 STACK = {"stack": stack_shapes()}
 
@@ -131,6 +134,37 @@ def test_a_body_is_split_into_what_comes_early_and_what_comes_late():
     assert "all_gather" not in [eqn.primitive.name for eqn in backward.main.jaxpr.eqns]
     assert [eqn.primitive.name for eqn in backward.late.jaxpr.eqns].count("reduce_scatter") == 3
     assert len(backward.late_outputs) == 3
+
+
+@pytest.mark.pure
+def test_in_the_loop_a_gradient_waits_for_the_stack_it_will_be_reduced_for():
+    program, mesh = sharded(stack_loss, STACK)
+    planned = pipeline_loops(program, mesh, choose_schedules(program))
+    *_, backward = find_loops(planned.jaxpr)
+    body = open_jaxpr(backward.eqn.params["jaxpr"])
+    made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+    barriers = [eqn for eqn in body.eqns if eqn.primitive.name == "optimization_barrier"]
+    waiting = [eqn for eqn in barriers if any(var.aval.shape[:1] == (LAYERS,) for var in eqn.invars)]
+    assert sorted(eqn.invars[-1].aval.shape[1:] for eqn in waiting) == [
+        (WIDTH // 8, 2 * WIDTH),
+        (2 * WIDTH // 8, WIDTH),
+    ]
+    for barrier in waiting:
+        operand, stack = barrier.outvars[0], barrier.outvars[-1]
+        assert barrier.invars[-1] in body.invars
+        assert {eqn.primitive.name for eqn in body.eqns if operand in eqn.invars} <= {"dot_general", "transpose"}
+        (written,) = (eqn for eqn in body.eqns if stack in eqn.invars)
+        assert written.params["name"] == "dynamic_update_index_in_dim"
+        assert "reduce_scatter" in {eqn.primitive.name for eqn in _before(written, made_by)}
+
+
+def _before(eqn, made_by: dict) -> list:
+    """``eqn`` and what its operands are made by."""
+    found, todo = [], [eqn]
+    while todo:
+        found.append(todo.pop())
+        todo += [made_by[var] for var in found[-1].invars if isinstance(var, Var) and var in made_by]
+    return found
 
 
 def activations_only(params, batch):

@@ -55,6 +55,12 @@ def test_a_loop_around_other_loops_is_told_as_it_is():
 
 
 @pytest.mark.pure
+def test_a_little_less_is_said_of_collectives_only():
+    latencies = told_latencies(simulated(3.0, 2.0), scale=0.95)
+    assert {each.name: each.microseconds for each in latencies} == {"fusion": 3e6, "gather": 0.95e6, "outside": 0.95e6}
+
+
+@pytest.mark.pure
 def test_two_collectives_at_a_time_share_the_network():
     assert told(simulated(1.0, 4.0), at_a_time=2) == {"fusion": 1.0, "gather": 3.8, "outside": 3.8}
 

@@ -1,0 +1,221 @@
+"""Layer loops: what an iteration could do ahead of its turn, and what could wait until after it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import has_side_effects, is_drop_var, new_jaxpr, open_jaxpr, scan_counts
+from jax_deepcompile.analysis.dataflow import (
+    alike,
+    free_variables,
+    literal_bits,
+    needed_for,
+    reached_from,
+    renamed,
+    slim_barriers,
+    variables,
+    without_barriers,
+)
+from jax_deepcompile.analysis.leading import collectives_along_leading_dimension
+from jax_deepcompile.analysis.work import is_anchor
+
+_HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while", "cond"})
+"""Work that is never done ahead of its turn with a gather."""
+
+_REDUCTIONS = frozenset({"reduce_scatter", "psum"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a loop's body.
+
+    Attributes:
+      jaxpr: computes ``outputs`` from ``inputs``.
+      inputs: variables of the body, or made by another piece.
+      outputs: atoms of the body.
+    """
+
+    jaxpr: jex.Jaxpr
+    inputs: tuple
+    outputs: tuple
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The last matrix products, and what follows them, of those that make one value to be reduced and nothing else.
+
+    Attributes:
+      part: makes it.
+      operands: what the part reads of ``main``; where they wait for something, so do the products.
+      outputs: positions, among the stacked outputs, of those that it is reduced for.
+    """
+
+    part: Part
+    operands: tuple
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SplitBody:
+    """A loop body in pieces that can run in different iterations.
+
+    Attributes:
+      early: makes what is gathered of the layer's parameters; reads constants and slices only, never the carry.
+      main: all the rest of the work; makes the next carry, the stacked outputs that are not late, and what the pieces
+        below read.
+      gradients: what is reduced, where it is made for nothing else.
+      late: reduces what the pieces above made and finishes outputs that nothing in the loop reads.
+      pending: what ``late`` reads of them.
+      late_outputs: positions, among the stacked outputs, of those that ``late`` makes.
+      in_place: of them, with the variable of the slice, those that alone read a slice like themselves.
+    """
+
+    early: Part
+    main: Part
+    gradients: tuple[Gradient, ...]
+    late: Part
+    pending: tuple
+    late_outputs: tuple[int, ...]
+    in_place: tuple[tuple[int, Any], ...]
+
+
+def split_body(eqn) -> SplitBody:
+    """Splits the body of a ``scan``.
+
+    Before::
+
+        body(c, (w, x)): W = all_gather(w); y = dot(c, W); g = reduce_scatter(dot(x, y)); -> y, g
+
+    After::
+
+        early(w): W = all_gather(w) -> W
+        main(c, W): y = dot(c, W) -> y
+        gradient(x, y): p = dot(x, y) -> p
+        late(p): g = reduce_scatter(p) -> g
+    """
+    body = collectives_along_leading_dimension(open_jaxpr(eqn.params["jaxpr"]))
+    num_consts, num_carry = scan_counts(eqn)
+    carried = set(body.invars[num_consts : num_consts + num_carry])
+    given = {*body.constvars, *body.invars} - carried
+    gathers, early_eqns = _early(body, carried)
+    names = _merge_equal(early_eqns, gathers)
+    kept = list(dict.fromkeys(names.values()))
+    early = _part(needed_for(early_eqns, kept), kept)
+    outputs = [renamed(atom, names) for atom in body.outvars]
+    rest = [_renamed(eqn, names) for eqn in body.eqns if not set(eqn.outvars) & set(gathers)]
+    late_eqns = _late(rest, outputs[:num_carry])
+    made_late = {var for eqn in late_eqns for var in eqn.outvars}
+    late_outputs = {i: atom for i, atom in enumerate(outputs[num_carry:]) if set(variables([atom])) & made_late}
+    late = _part(late_eqns, list(late_outputs.values()))
+    pending = tuple(var for var in late.inputs if var not in given)
+    now = [*outputs[:num_carry], *(atom for i, atom in enumerate(outputs[num_carry:]) if i not in late_outputs)]
+    late_set = {id(eqn) for eqn in late_eqns}
+    eqns = needed_for([eqn for eqn in rest if id(eqn) not in late_set], [*now, *pending])
+    eqns = slim_barriers(eqns, [*now, *pending])
+    gradients = _gradients(eqns, now, {var: _reduced_for(var, late_eqns, late_outputs) for var in pending}, given)
+    apart = {id(eqn) for gradient in gradients for eqn in gradient.part.jaxpr.eqns}
+    made_apart = {var for gradient in gradients for var in gradient.part.outputs}
+    handed = [*pending, *(var for gradient in gradients for var in gradient.part.inputs if var not in given)]
+    handed = [var for var in dict.fromkeys(handed) if var not in made_apart]
+    main = _part([eqn for eqn in eqns if id(eqn) not in apart], [*now, *handed])
+    read = {*early.inputs, *main.inputs, *(var for gradient in gradients for var in gradient.part.inputs)}
+    slices = [var for var in body.invars[num_consts + num_carry :] if var not in read]
+    in_place = _in_place(late, slices, late_outputs)
+    return SplitBody(early, main, gradients, late, pending, tuple(late_outputs), in_place)
+
+
+def _gradients(eqns: list, now: list, pending: dict[Any, tuple[int, ...]], given: set) -> tuple[Gradient, ...]:
+    """Those of ``pending``, values and what they are reduced for, that products make for nobody else."""
+    needing = Counter(id(eqn) for eqn in needed_for(eqns, now))
+    needing.update(id(eqn) for var in pending for eqn in needed_for(eqns, [var], effects=False))
+    found = []
+    for var, outputs in pending.items():
+        alone = [eqn for eqn in needed_for(eqns, [var], effects=False) if needing[id(eqn)] == 1]
+        after = reached_from(alone, {made for eqn in _last_products(alone) for made in eqn.outvars})
+        part = _part([eqn for eqn in alone if set(eqn.outvars) & after], [var])
+        operands = tuple(atom for atom in part.inputs if atom not in given)
+        if var in after and operands:
+            found.append(Gradient(part, operands, outputs))
+    return tuple(found)
+
+
+def _last_products(eqns: list) -> list:
+    products = [eqn for eqn in eqns if is_anchor(eqn)]
+    reads = {atom for eqn in products for atom in variables(eqn.invars)}
+    return [eqn for eqn in products if not reached_from(eqns, set(eqn.outvars)) & reads]
+
+
+def _reduced_for(var, late_eqns: list, late_outputs: dict[int, Any]) -> tuple[int, ...]:
+    reached = reached_from(late_eqns, {var})
+    return tuple(index for index, atom in late_outputs.items() if atom in reached)
+
+
+def _early(body: jex.Jaxpr, carried: set) -> tuple[list, list]:
+    """Results of gathers that do not depend on the carry, and the equations that make them."""
+    plain = without_barriers(body)
+    late = reached_from(plain.eqns, carried)
+    gathers = []
+    for eqn in plain.eqns:
+        if eqn.primitive.name != "all_gather" or eqn.outvars[0] in late:
+            continue
+        before = needed_for([other for other in plain.eqns if not has_side_effects(other)], eqn.outvars)
+        if not any(other.primitive.name in _HEAVY for other in before):
+            gathers.append(eqn.outvars[0])
+    pure = [eqn for eqn in plain.eqns if not has_side_effects(eqn)]
+    inner = {atom for eqn in needed_for(pure, gathers) for atom in variables(eqn.invars)}
+    used = {atom for eqn in body.eqns if not _only_early(eqn, inner, gathers) for atom in variables(eqn.invars)}
+    final = [var for var in gathers if var not in inner or var in used]
+    return final, needed_for(pure, final)
+
+
+def _only_early(eqn, inner: set, gathers: list) -> bool:
+    return eqn.primitive.name == "all_gather" and eqn.outvars[0] in gathers
+
+
+def _merge_equal(eqns: list, results: list) -> dict:
+    """For each of ``results`` the first of them that computes the same."""
+    known: dict = {}
+    seen: dict = {}
+
+    def read(atom):
+        return literal_bits(atom) or known.get(atom, atom)
+
+    for eqn in eqns:
+        key = (eqn.primitive.name, str(sorted(eqn.params.items(), key=lambda item: item[0])), *map(read, eqn.invars))
+        first = seen.setdefault(key, eqn)
+        known.update(zip(eqn.outvars, (known.get(var, var) for var in first.outvars), strict=True))
+    return {var: known.get(var, var) for var in results}
+
+
+def _late(eqns: list, carry_outputs: list) -> list:
+    """The reductions that reach stacked outputs only, and everything that reads them."""
+    live = {id(eqn) for eqn in needed_for(eqns, carry_outputs)}
+    reductions = [eqn for eqn in eqns if eqn.primitive.name in _REDUCTIONS and id(eqn) not in live]
+    reached = reached_from(eqns, {var for eqn in reductions for var in eqn.outvars if not is_drop_var(var)})
+    return [eqn for eqn in eqns if any(var in reached for var in eqn.outvars)]
+
+
+def _in_place(late: Part, slices: list, outputs: dict[int, Any]) -> tuple[tuple[int, Any], ...]:
+    """Pairs of an output and the one slice that it alone is made of, of the same shape."""
+    pairs = []
+    for var in slices:
+        reached = reached_from(late.jaxpr.eqns, {var})
+        made = [index for index, atom in outputs.items() if atom in reached]
+        if len(made) == 1 and made[0] not in dict(pairs):
+            made_of = outputs[made[0]]
+            if made_of is not var and alike(made_of, var):
+                pairs.append((made[0], var))
+    return tuple(pairs)
+
+
+def _renamed(eqn, names: dict):
+    return eqn.replace(invars=[renamed(atom, names) for atom in eqn.invars])
+
+
+def _part(eqns: list, outputs: list) -> Part:
+    inputs = free_variables(eqns, outputs)
+    return Part(new_jaxpr(inputs, outputs, eqns), tuple(inputs), tuple(outputs))
