@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,22 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
 from jax_deepcompile.arguments import has_repeated_arrays, join_rows, place, refuse_deleted, shapes_only
-from jax_deepcompile.binding import Creation, PureCall, PureStep, bind
+from jax_deepcompile.binding import Creation, PureCall, bind
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.ir.program import Role
 from jax_deepcompile.lowering.emit import emit, sharding_of
 from jax_deepcompile.meshes import AxisNames, MeshUse, attached, resolve_mesh
 from jax_deepcompile.methods import BoundStep
-from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
-from jax_deepcompile.passes.microbatch import accumulate
-from jax_deepcompile.passes.stop_alone import stop_alone
+from jax_deepcompile.partition.partition import partition_init
 from jax_deepcompile.planning.limits import MemoryLimit
 from jax_deepcompile.planning.pass_manager import Opening, Pass
 from jax_deepcompile.planning.plan import Plan
-from jax_deepcompile.planning.session import Planned, Wishes, plan_program
+from jax_deepcompile.planning.session import Wishes
 from jax_deepcompile.profilers.take import Taken, take_profile
+from jax_deepcompile.programs import Prepared, Programs
 from jax_deepcompile.report.text import explain
-from jax_deepcompile.returned import Returned
 from jax_deepcompile.roles import Roles
-from jax_deepcompile.signature import Signature
 from jax_deepcompile.stages import LoweredStep, TracedStep
-from jax_deepcompile.tracing import (
-    Traced,
-    abstract_key,
-    function_name,
-    trace_function,
-    trace_init,
-    trace_step,
-)
+from jax_deepcompile.tracing import function_name, trace_init
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
@@ -154,28 +143,6 @@ def _is_pmapped(fun: Callable) -> bool:
     return wrapper or "pmap" in code.rsplit(".", 1)[-1] or "pmap" in getattr(fun, "__qualname__", "").split(".")[0]
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """Everything known of one structure of arguments.
-
-    Attributes:
-      traced, partitioned: for the shapes it was made for.
-      targets: where every leaf of ``(*args, kwargs)`` goes; None where it may stay.
-      roles: the role of every leaf.
-      returned: positions of the leaves that the step returns anew.
-      taken: and of those whose memory it takes.
-      step: the pure step.
-    """
-
-    traced: Traced
-    partitioned: Partitioned
-    targets: tuple[NamedSharding | None, ...]
-    roles: tuple[Role, ...]
-    returned: frozenset[int]
-    taken: frozenset[int]
-    step: PureStep
-
-
 class ShardedStep:
     """A train step that runs fully sharded; made by ``shard``."""
 
@@ -192,15 +159,8 @@ class ShardedStep:
         self._use = use
         self._asked = asked
         self._roles = Roles.of(asked["state_argnums"], asked["batch_argnums"])
-        self._microbatches = asked["microbatches"]
-        self._wishes = wishes
-        self._donate = asked["donate"]
-        self._signatures: dict[Any, Signature] = {}
-        self._stages: dict[Any, _Stage] = {}
-        self._partitions: dict[Any, tuple[Traced, Partitioned]] = {}
-        self._plans: dict[int, Planned] = {}
-        self._runs: dict[int, Callable] = {}
-        self._last: _Stage | None = None
+        self._programs = Programs(self._name, use, self._roles, asked["microbatches"], wishes, asked["donate"])
+        self._last: Prepared | None = None
         self._fast: Callable | None = None
 
     def __get__(self, instance: Any, owner: type | None = None) -> ShardedStep | BoundStep:
@@ -263,15 +223,15 @@ class ShardedStep:
     def trace(self, *args, **kwargs) -> TracedStep:
         """Traces and partitions the step; leaves may be ``jax.ShapeDtypeStruct``s."""
         call = self._bind(args, kwargs)
-        stage = self._stage(call)
-        shapes = shapes_only((*call.args, call.kwargs), stage.targets, stage.roles)
-        traced, partitioned = self._partition(call.step, shapes[:-1], call.kwargs)
+        prepared, programs = self._prepared(call), self._programs
+        shapes = shapes_only((*call.args, call.kwargs), prepared.targets, prepared.roles)
+        traced, partitioned = programs.partition(call.step, shapes[:-1], call.kwargs)
         return TracedStep(
             traced.program,
             partitioned,
-            lambda: self._planned(partitioned),
-            lambda: self._run_of(stage).trace(*shapes),
-            self._platform(),
+            lambda: programs.planned(partitioned),
+            lambda: programs.run(prepared).trace(*shapes),
+            self._use.platform,
         )
 
     def lower(self, *args, **kwargs) -> LoweredStep:
@@ -284,18 +244,16 @@ class ShardedStep:
         For comparison; leaves may be ``jax.ShapeDtypeStruct``s.
         """
         call = self._bind(args, kwargs)
-        stage = self._stage(call)
-        program = stage.partitioned.program
-        positional, keywords = jax.tree.unflatten(stage.traced.in_tree, stage.targets)
-        outputs = [self._sharding(port, program) for port in program.outputs]
+        prepared = self._prepared(call)
+        positional, keywords = jax.tree.unflatten(prepared.traced.in_tree, prepared.targets)
         plain = jax.jit(
             lambda *args: call.step.fun(*args[:-1], **args[-1]),
             in_shardings=(*positional, keywords),
-            out_shardings=jax.tree.unflatten(stage.traced.program.out_tree, outputs),
-            donate_argnums=stage.traced.taken if self._donate else (),
+            out_shardings=jax.tree.unflatten(prepared.traced.program.out_tree, prepared.outputs),
+            donate_argnums=prepared.donated,
         )
-        shapes = shapes_only((*call.args, call.kwargs), stage.targets, stage.roles)
-        return plain.trace(*shapes).lower(lowering_platforms=(self._platform(),))
+        shapes = shapes_only((*call.args, call.kwargs), prepared.targets, prepared.roles)
+        return plain.trace(*shapes).lower(lowering_platforms=(self._use.platform,))
 
     def plan(self, *args, **kwargs) -> Plan:
         """The decisions of every pass for these arguments; leaves may be ``jax.ShapeDtypeStruct``s."""
@@ -323,23 +281,24 @@ class ShardedStep:
         if self._last is None:
             raise errors.NotTracedError(self._name)
         last = self._last
-        return explain(last.traced.program, last.partitioned, self._plans.get(id(last.partitioned)))
+        return explain(last.traced.program, last.partitioned, self._programs.planned_already(last.partitioned))
 
     def _call(self, args: tuple, kwargs: dict):
         self._require_devices()
         call = self._bind(args, kwargs)
-        stage = self._stage(call)
+        prepared = self._prepared(call)
+        run = self._programs.run(prepared)
         args_of_run = (*call.args, call.kwargs)
         refuse_deleted(args_of_run, self._name)
-        placed, moved_inputs = place(args_of_run, stage.targets, stage.returned, stage.taken, self._use.mesh)
+        placed, moved_inputs = place(args_of_run, prepared.targets, prepared.returned, prepared.taken, self._use.mesh)
         try:
-            out = self._run_of(stage)(*placed)
+            out = run(*placed)
         except (TypeError, ValueError):
-            self._partition(call.step, call.args, call.kwargs)
+            self._programs.partition(call.step, call.args, call.kwargs)
             raise
         if not call.objects:
             if not moved_inputs and not kwargs and jax.process_count() == 1:
-                self._fast = self._run_of(stage)
+                self._fast = run
             return out
         return call.finish(*out)
 
@@ -348,7 +307,7 @@ class ShardedStep:
         call = bind(self._fun, self._name, args, kwargs)
         if jax.process_count() == 1 or not attached(self._use.mesh):
             return call
-        signature = self._signature(call.step, call.args, call.kwargs)
+        signature = self._programs.signature(call.step, call.args, call.kwargs)
         rows = NamedSharding(self._use.mesh, PartitionSpec(self._use.batch))
         self._roles.refuse_ambiguous(call, signature, rows)
         joined = [
@@ -360,96 +319,9 @@ class ShardedStep:
         }
         return replace(call, args=tuple(joined), kwargs=named)
 
-    def _stage(self, call: PureCall) -> _Stage:
-        signature = self._signature(call.step, call.args, call.kwargs)
-        key = (jax.tree.structure((call.args, call.kwargs)), call.step.structure, call.step.arguments, signature)
-        if key not in self._stages:
-            self._stages[key] = self._build(call)
-        self._last = self._stages[key]
+    def _prepared(self, call: PureCall) -> Prepared:
+        self._last = self._programs.prepare(call)
         return self._last
-
-    def _build(self, call: PureCall) -> _Stage:
-        traced, partitioned = self._partition(call.step, call.args, call.kwargs)
-        program = partitioned.program
-        targets = tuple(self._sharding(port, program) for port in program.inputs)
-        roles = tuple(port.role for port in program.inputs)
-        returned = frozenset(source for source, _ in traced.program.state_outputs)
-        taken = traced.taken_leaves if self._donate else frozenset()
-        return _Stage(traced, partitioned, targets, roles, returned, taken, call.step)
-
-    def _run_of(self, stage: _Stage) -> Callable:
-        """``jax.jit`` of ``(*args, kwargs) -> out``, planned."""
-        if id(stage) not in self._runs:
-            self._runs[id(stage)] = self._make_run(stage)
-        return self._runs[id(stage)]
-
-    def _make_run(self, stage: _Stage) -> Callable:
-        traced, program, step = stage.traced, stage.partitioned.program, stage.step
-        args, kwargs_shardings = jax.tree.unflatten(traced.in_tree, stage.targets)
-        planned = self._planned(stage.partitioned)
-
-        def staged(*args):
-            _, part = self._partition(step, args[:-1], args[-1])
-            outs = emit(self._planned(part).program, self._use.mesh)(*jax.tree.leaves((args[:-1], args[-1])))
-            return jax.tree.unflatten(traced.program.out_tree, outs)
-
-        staged.__name__ = staged.__qualname__ = self._name.rsplit(".", 1)[-1]
-        return jax.jit(
-            staged,
-            in_shardings=(*args, kwargs_shardings),
-            out_shardings=jax.tree.unflatten(
-                traced.program.out_tree, [self._sharding(port, program) for port in program.outputs]
-            ),
-            donate_argnums=traced.taken if self._donate else (),
-            compiler_options=planned.plan.compiler_options() or None,
-        )
-
-    def _planned(self, partitioned: Partitioned) -> Planned:
-        if id(partitioned) not in self._plans:
-            program = partitioned.program
-            self._plans[id(partitioned)] = plan_program(program, self._use.mesh, self._platform(), self._wishes)
-        return self._plans[id(partitioned)]
-
-    def _partition(self, step: PureStep, args: tuple, kwargs: dict) -> tuple[Traced, Partitioned]:
-        signature = self._signature(step, args, kwargs)
-        key = (step.structure, signature, abstract_key(args, kwargs, signature))
-        if key not in self._partitions:
-            if self._microbatches > 1 and not (signature.batch or signature.keywords):
-                raise errors.NoBatchError(self._name, self._microbatches)
-            function = trace_function(step.fun, args, kwargs, signature)
-            traced = trace_step(function, args, kwargs, signature, self._use.axes)
-            partitioned = partition_step(
-                traced.program, self._use.mesh, self._use.state, self._use.batch, self._microbatches
-            )
-            program = accumulate(stop_alone(partitioned.program, self._use.mesh), self._use.mesh)
-            taken = traced.taken_leaves if self._donate else ()
-            program = program.replace(state_outputs=tuple(pair for pair in program.state_outputs if pair[0] in taken))
-            partitioned = replace(partitioned, program=program)
-            self._partitions[key] = (traced, partitioned)
-        return self._partitions[key]
-
-    def _signature(self, step: PureStep, args: tuple, kwargs: dict) -> Signature:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        kinds = tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
-        key = (tree, step.structure, step.arguments, kinds)
-        if key not in self._signatures:
-
-            def returned(signature: Signature) -> Returned:
-                return trace_function(step.fun, args, kwargs, signature).returned
-
-            self._signatures[key] = self._roles.signature(self._name, step, args, kwargs, returned)
-        return self._signatures[key]
-
-    def _sharding(self, port, program) -> NamedSharding | None:
-        """None, XLA's to choose, for state that may be divided over automatic axes too."""
-        automatic = len(self._use.mesh.axis_names) > len(self._use.axes.names)
-        return None if automatic and port.role.is_state else sharding_of(port, program, self._use.mesh)
-
-    def _platform(self) -> str:
-        if isinstance(self._use.mesh, AbstractMesh):
-            return jax.default_backend()
-        platform = self._use.mesh.devices.flat[0].platform
-        return "cuda" if platform == "gpu" else platform
 
     def _require_devices(self) -> None:
         if not attached(self._use.mesh):

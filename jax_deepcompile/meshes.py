@@ -32,6 +32,14 @@ class MeshUse:
     state: tuple[str, ...]
     batch: tuple[str, ...]
 
+    @property
+    def platform(self) -> str:
+        """``cuda``, ``cpu`` and so on: of the devices, or of JAX's own where the mesh has none."""
+        if isinstance(self.mesh, AbstractMesh):
+            return jax.default_backend()
+        platform = self.mesh.devices.flat[0].platform
+        return "cuda" if platform == "gpu" else platform
+
 
 def resolve_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int] | None, fsdp_axes: AxisNames, data_axes: AxisNames):
     """The mesh to use and the use of its axes.

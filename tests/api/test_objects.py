@@ -218,7 +218,7 @@ def test_attributes_of_modules_need_not_be_hashable():
     step = deepcompile.shard(descent)
     losses, _ = after_two_steps(step, call, Config([16]))
     np.testing.assert_allclose(losses, after_two_steps(nnx.jit(descent), call)[0], rtol=1e-5)
-    assert len(step._stages) == 1
+    assert len(step._programs._prepared) == 1
 
 
 def test_an_argument_without_arrays_is_neither_state_nor_batch():

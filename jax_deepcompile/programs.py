@@ -1,0 +1,171 @@
+"""The programs of a step: traced, partitioned, planned and jitted, each once for the arguments it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jax_deepcompile import errors
+from jax_deepcompile.binding import PureCall, PureStep
+from jax_deepcompile.ir.program import Role
+from jax_deepcompile.lowering.emit import emit, sharding_of
+from jax_deepcompile.meshes import MeshUse
+from jax_deepcompile.partition.partition import Partitioned, partition_step
+from jax_deepcompile.passes.microbatch import accumulate
+from jax_deepcompile.passes.stop_alone import stop_alone
+from jax_deepcompile.planning.session import Planned, Wishes, plan_program
+from jax_deepcompile.returned import Returned
+from jax_deepcompile.roles import Roles
+from jax_deepcompile.signature import Signature
+from jax_deepcompile.tracing import Traced, abstract_key, trace_function, trace_step
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything known of one structure of arguments.
+
+    Attributes:
+      step: the pure step.
+      traced, partitioned: for the shapes it was made for.
+      targets: where every leaf of ``(*args, kwargs)`` goes; None where it may stay.
+      outputs: and every leaf of the result.
+      roles: the role of every leaf.
+      returned: positions of the leaves that the step returns anew.
+      taken: and of those whose memory it takes.
+      donated: positions of the arguments that such leaves are in.
+    """
+
+    step: PureStep
+    traced: Traced
+    partitioned: Partitioned
+    targets: tuple[NamedSharding | None, ...]
+    outputs: tuple[NamedSharding | None, ...]
+    roles: tuple[Role, ...]
+    returned: frozenset[int]
+    taken: frozenset[int]
+    donated: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What a step's calls have made so far.
+
+    Attributes:
+      name: the step's.
+      use: the mesh and what its axes are for.
+      roles: which arguments are what.
+      microbatches: see ``shard``.
+      wishes: what is planned for.
+      donate: whether state's memory is taken.
+    """
+
+    name: str
+    use: MeshUse
+    roles: Roles
+    microbatches: int
+    wishes: Wishes
+    donate: bool
+    _signatures: dict[Any, Signature] = field(default_factory=dict)
+    _prepared: dict[Any, Prepared] = field(default_factory=dict)
+    _partitions: dict[Any, tuple[Traced, Partitioned]] = field(default_factory=dict)
+    _plans: dict[int, Planned] = field(default_factory=dict)
+    _runs: dict[int, Callable] = field(default_factory=dict)
+
+    def signature(self, step: PureStep, args: tuple, kwargs: dict) -> Signature:
+        """What each argument is."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        kinds = tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
+        key = (tree, step.structure, step.arguments, kinds)
+        if key not in self._signatures:
+
+            def returned(signature: Signature) -> Returned:
+                return trace_function(step.fun, args, kwargs, signature).returned
+
+            self._signatures[key] = self.roles.signature(self.name, step, args, kwargs, returned)
+        return self._signatures[key]
+
+    def partition(self, step: PureStep, args: tuple, kwargs: dict) -> tuple[Traced, Partitioned]:
+        """The step for arguments of these shapes, and what each device does of it."""
+        signature = self.signature(step, args, kwargs)
+        key = (step.structure, signature, abstract_key(args, kwargs, signature))
+        if key not in self._partitions:
+            if self.microbatches > 1 and not (signature.batch or signature.keywords):
+                raise errors.NoBatchError(self.name, self.microbatches)
+            function = trace_function(step.fun, args, kwargs, signature)
+            traced = trace_step(function, args, kwargs, signature, self.use.axes)
+            partitioned = partition_step(
+                traced.program, self.use.mesh, self.use.state, self.use.batch, self.microbatches
+            )
+            program = accumulate(stop_alone(partitioned.program, self.use.mesh), self.use.mesh)
+            taken = self._taken(traced)
+            program = program.replace(state_outputs=tuple(pair for pair in program.state_outputs if pair[0] in taken))
+            self._partitions[key] = (traced, replace(partitioned, program=program))
+        return self._partitions[key]
+
+    def prepare(self, call: PureCall) -> Prepared:
+        """What calls with arguments of this structure have in common."""
+        signature = self.signature(call.step, call.args, call.kwargs)
+        key = (jax.tree.structure((call.args, call.kwargs)), call.step.structure, call.step.arguments, signature)
+        if key not in self._prepared:
+            traced, partitioned = self.partition(call.step, call.args, call.kwargs)
+            program = partitioned.program
+            self._prepared[key] = Prepared(
+                call.step,
+                traced,
+                partitioned,
+                targets=tuple(self._sharding(port, program) for port in program.inputs),
+                outputs=tuple(self._sharding(port, program) for port in program.outputs),
+                roles=tuple(port.role for port in program.inputs),
+                returned=frozenset(source for source, _ in traced.program.state_outputs),
+                taken=self._taken(traced),
+                donated=traced.taken if self.donate else (),
+            )
+        return self._prepared[key]
+
+    def planned(self, partitioned: Partitioned) -> Planned:
+        """The partitioned program, planned."""
+        if id(partitioned) not in self._plans:
+            program = partitioned.program
+            self._plans[id(partitioned)] = plan_program(program, self.use.mesh, self.use.platform, self.wishes)
+        return self._plans[id(partitioned)]
+
+    def planned_already(self, partitioned: Partitioned) -> Planned | None:
+        """The same, if anybody asked for it before."""
+        return self._plans.get(id(partitioned))
+
+    def run(self, prepared: Prepared) -> Callable:
+        """``jax.jit`` of ``(*args, kwargs) -> out``, planned."""
+        if id(prepared) not in self._runs:
+            self._runs[id(prepared)] = self._make_run(prepared)
+        return self._runs[id(prepared)]
+
+    def _make_run(self, prepared: Prepared) -> Callable:
+        traced, step = prepared.traced, prepared.step
+        args, kwargs_shardings = jax.tree.unflatten(traced.in_tree, prepared.targets)
+        planned = self.planned(prepared.partitioned)
+
+        def staged(*args):
+            _, part = self.partition(step, args[:-1], args[-1])
+            outs = emit(self.planned(part).program, self.use.mesh)(*jax.tree.leaves((args[:-1], args[-1])))
+            return jax.tree.unflatten(traced.program.out_tree, outs)
+
+        staged.__name__ = staged.__qualname__ = self.name.rsplit(".", 1)[-1]
+        return jax.jit(
+            staged,
+            in_shardings=(*args, kwargs_shardings),
+            out_shardings=jax.tree.unflatten(traced.program.out_tree, prepared.outputs),
+            donate_argnums=prepared.donated,
+            compiler_options=planned.plan.compiler_options() or None,
+        )
+
+    def _taken(self, traced: Traced) -> frozenset[int]:
+        return traced.taken_leaves if self.donate else frozenset()
+
+    def _sharding(self, port, program) -> NamedSharding | None:
+        """None, XLA's to choose, for state that may be divided over automatic axes too."""
+        automatic = len(self.use.mesh.axis_names) > len(self.use.axes.names)
+        return None if automatic and port.role.is_state else sharding_of(port, program, self.use.mesh)
