@@ -37,10 +37,13 @@ def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tupl
       StateNotReturnedError, StateChangedError: state is not returned as it came.
     """
     found = _Found(args, returned)
-    for position in found.most_leaves_first(signature.state):
+    for position in found.most_leaves_first((*signature.state, *signature.optimizers)):
         if not found.take(position):
             found.refuse_changed(position, signature)
-            found.refuse_missing(position, signature)
+            if position in signature.state:
+                found.refuse_missing(position, signature)
+    if signature.optimizers and not found.has_any(signature.optimizers):
+        found.refuse_missing(signature.optimizers[0], signature)
     guessed = (*signature.networks, *signature.parameters)
     found.take_carried(signature.networks)
     found.take_carried(signature.parameters, all_of_a_kind=True)

@@ -105,7 +105,7 @@ class Roles:
         optimizers = tuple(index for index in state if arguments[index].is_optimizer)
         networks = {index for index in state if index not in optimizers}
         first = known.first(list(places.values()), optimizers, networks)
-        signature = replace(signature, state=optimizers, networks=tuple(sorted(networks)))
+        signature = replace(signature, optimizers=optimizers, networks=tuple(sorted(networks)))
         if first is None or first in networks:
             return signature
         if any(index < first for index in optimizers):
@@ -181,7 +181,8 @@ class _Known:
         doubtful = self._doubtful(others)
         if doubtful and guess:
             asked = [*state, *like, *doubtful]
-            like |= returned_anew(self.args, self.returned(), signature.state, asked).intersection(doubtful)
+            known = (*signature.state, *signature.optimizers)
+            like |= returned_anew(self.args, self.returned(), known, asked).intersection(doubtful)
         if not set(rest) - like:
             return {index for index in like if self._is_like(index, state) or index in doubtful}
         return like

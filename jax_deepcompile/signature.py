@@ -23,6 +23,7 @@ class Signature:
     Attributes:
       function: the step's name, for messages.
       state: positions of the arguments that the step must return anew.
+      optimizers: positions of those that hold an optimizer's state; one of them at least is returned anew.
       networks: positions of those that it returns anew, or else only reads while it returns others.
       parameters: positions of those that look like parameters, returned or not.
       batch: positions of the batch arguments, whose leaves have examples unless they are scalars.
@@ -33,6 +34,7 @@ class Signature:
 
     function: str
     state: tuple[int, ...] = ()
+    optimizers: tuple[int, ...] = ()
     networks: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     batch: tuple[int, ...] = ()
@@ -43,7 +45,7 @@ class Signature:
     @property
     def held(self) -> tuple[int, ...]:
         """Positions of all arguments that are divided like state."""
-        return tuple(sorted({*self.state, *self.networks, *self.parameters}))
+        return tuple(sorted({*self.state, *self.optimizers, *self.networks, *self.parameters}))
 
     def role_of(self, argument: int | str) -> Role:
         """Of what is at a position, or is passed under a name."""

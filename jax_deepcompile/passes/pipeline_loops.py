@@ -96,7 +96,7 @@ class _State:
     Attributes:
       carry: the loop's own carry.
       gathered: what was gathered for the coming iterations, nearest first.
-      pending: what waits to be reduced, oldest first.
+      pending: what waits to be reduced, oldest first; in a row, so that XLA carries it as the reduction wants it.
       stacks: the stacked outputs so far.
     """
 
@@ -191,7 +191,7 @@ class _Work:
         carry, rest = results[: len(self.carried)], results[len(self.carried) : now]
         made |= dict(zip(split.main.outputs[now:], results[now:], strict=True))
         gradients, stacks = self._gradients(made, stacks, t, wait=bool(reduces and not apart))
-        left = tuple((made | gradients)[var] for var in split.pending)
+        left = tuple((made | gradients)[var].reshape(-1) for var in split.pending)
         if reduces:
             reduced, pending = self._reduced(pending[0], stacks, t - schedule.delay_layers), pending[1:]
         if reduces and apart:
@@ -229,7 +229,7 @@ class _Work:
     def _reduced(self, pending: Sequence, stacks: tuple, t) -> dict[int, Any]:
         """The outputs, by position, that iteration ``t`` left ``pending``."""
         split = self.pipeline.split
-        made = dict(zip(split.pending, pending, strict=True))
+        made = {var: value.reshape(var.aval.shape) for var, value in zip(split.pending, pending, strict=True)}
         made |= {var: self._slice(stacks[output], t) for output, var in split.in_place}
         return dict(zip(split.late_outputs, self._run(split.late, self._reader(t, made)), strict=True))
 

@@ -170,6 +170,12 @@ def _train_state(params: dict) -> TrainState:
     return TrainState.create(apply_fn=_apply, params=params, tx=_OPTIMIZER)
 
 
+def with_schedule_that_is_only_read(params, opt_state, transform_state, batch):
+    scale = 1.0 / (1 + transform_state.count)
+    new, opt_state, loss = _updated(params, opt_state, lambda p, *xy: scale * _loss(p, *xy), batch["x"], batch["y"])
+    return new, opt_state, loss
+
+
 _STEPS = [
     (with_target, (_PARAMS, _OTHER, _STATE, _X, _Y), "state: params, opt_state; read only: target; batch: x, y"),
     (
@@ -236,6 +242,11 @@ _STEPS = [
         "state: inputs, outputs; batch: ids, labels",
     ),
     (key_in_front, (jax.random.key(0), _LAYERS), "state: layers; replicated: key"),
+    (
+        with_schedule_that_is_only_read,
+        (_PARAMS, _STATE, optax.scale_by_schedule(lambda count: 1.0).init(_PARAMS), {"x": _X, "y": _Y}),
+        "state: params, opt_state; read only: transform_state; batch: batch",
+    ),
     (
         one_of_two_returned,
         (_STATE, _OTHER, _PARAMS, _X, _Y),
@@ -353,6 +364,15 @@ def test_parameters_that_are_not_returned_are_missed():
         return with_target(params, _OTHER, opt_state, x, y)[1:]
 
     with pytest.raises(deepcompile.errors.StateNotReturnedError, match="argument params"):
+        deepcompile.shard(forgetful).trace(_PARAMS, _STATE, _X, _Y)
+
+
+def test_an_optimizer_that_is_not_returned_is_missed():
+    def forgetful(params, opt_state, x, y):
+        new, _, loss = with_target(params, _OTHER, opt_state, x, y)
+        return new, loss
+
+    with pytest.raises(deepcompile.errors.StateNotReturnedError, match="argument opt_state"):
         deepcompile.shard(forgetful).trace(_PARAMS, _STATE, _X, _Y)
 
 
