@@ -1,13 +1,11 @@
 """Equations are written as partitioning rules expect them.
 
 Gathers and scatters that spell a batch dimension out as an index get a batching dimension instead, ``while`` loops that
-were batched one condition, inner products the shapes that their operands have, and transposed products their operands
-the other way round.
+were batched one condition, and inner products the shapes that their operands have.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,7 +18,6 @@ from jax.extend.core import primitives
 from jax_deepcompile._jax_compat import closed_consts, new_var, open_jaxpr
 from jax_deepcompile.ir.batched_while import with_one_condition
 from jax_deepcompile.ir.inner_products import without_ravel
-from jax_deepcompile.ir.transposed_products import without_transpose
 
 
 def canonicalize(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -69,11 +66,6 @@ class _Scope:
             if atom is not None
         }
         self._regions: dict = {}
-        read = [atom for eqn in jaxpr.eqns for atom in eqn.invars] + list(jaxpr.outvars)
-        self._uses = Counter(atom for atom in read if not isinstance(atom, jex.Literal))
-
-    def uses(self, atom) -> int:
-        return self._uses[atom]
 
     def maker(self, atom) -> tuple[jex.JaxprEqn | None, int]:
         return (None, 0) if isinstance(atom, jex.Literal) else self.definitions.get(atom, (None, 0))
@@ -269,8 +261,7 @@ class _Canonicalizer:
     def _rewritten(self, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
         if eqn.primitive.name in _INDEXED:
             return self._batched(eqn)
-        eqn = without_transpose(without_ravel(eqn, self.scope.maker), self.scope.maker, self.scope.uses)
-        return self._with_regions(with_one_condition(eqn))
+        return self._with_regions(with_one_condition(without_ravel(eqn, self.scope.maker)))
 
     def _with_regions(self, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
         changed = {}

@@ -10,12 +10,14 @@ from jax.sharding import NamedSharding
 from jax_deepcompile._jax_compat import eval_local, open_jaxpr
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Port, Program
+from jax_deepcompile.lowering.transposed_products import without_transposes
 
 
 def emit(program: Program, mesh: AnyMesh) -> Callable[..., list[jax.Array]]:
     """``f(*inputs) -> outputs`` on global arrays, each device running ``program`` on its blocks."""
+    jaxpr = without_transposes(program.jaxpr)
     return jax.shard_map(
-        lambda *blocks: eval_local(program.jaxpr, blocks),
+        lambda *blocks: eval_local(jaxpr, blocks),
         mesh=mesh,
         in_specs=tuple(port.where.spec(program.mesh) for port in program.inputs),
         out_specs=[port.where.spec(program.mesh) for port in program.outputs],

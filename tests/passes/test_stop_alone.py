@@ -121,7 +121,7 @@ def test_no_device_asks_the_others(solve):
 
 @pytest.mark.pure
 def test_the_condition_before_and_after(monkeypatch):
-    monkeypatch.setattr("jax_deepcompile.api.stop_alone", lambda program, mesh: program)
+    monkeypatch.setattr("jax_deepcompile.programs.stop_alone", lambda program, mesh: program)
     before = program_of(by_hand)
     after = stop_alone(before, MESH)
 
