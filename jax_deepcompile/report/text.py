@@ -111,7 +111,8 @@ def _microbatches(partitioned: Partitioned) -> list[str]:
     moves = [move for source, target in changes for move in plan_moves(source, target, mesh)]
     sums = sum(move.kind is MoveKind.ALL_REDUCE and not set(mesh.virtual).isdisjoint(move.axes) for move in moves)
     of = f"{examples} example{'s' if examples > 1 else ''}"
-    return [f"gradient accumulation: {length} microbatches of {of} a device; {sums} sums over the loop", ""]
+    summed = f"{sums} sums over the loop" if sums else "nothing is summed over the loop, so no gradient is accumulated"
+    return [f"gradient accumulation: {length} microbatches of {of} a device; {summed}", ""]
 
 
 def _collectives(program: Program) -> list[str]:
@@ -159,7 +160,11 @@ def _replicated(partitioned: Partitioned) -> list[str]:
     lines = [text if number == 1 else f"{text} ({number} times)" for text, number in where.items()]
     lines += _whole_products(partitioned)
     if not lines:
-        return ["computed whole on every device: nothing that could be split"]
+        batch = any(port.role is Role.BATCH for port in partitioned.program.inputs)
+        return [
+            "computed whole on every device: nothing that could be split"
+            + ("" if batch else "; no argument is a batch")
+        ]
     return ["computed whole on every device:", *_cut(lines)]
 
 

@@ -187,6 +187,20 @@ def test_metrics_of_single_examples_are_put_side_by_side():
     assert "pmax fsdp: f32[] -> f32[]" in text
 
 
+def test_explain_tells_of_a_loop_without_sums():
+    """Minibatches that the step takes out of its batch itself, an update each, are not worked on in parts."""
+
+    def step(state, batch):
+        for part in range(2):
+            halves = jax.tree.map(lambda leaf, part=part: leaf.reshape(2, -1, *leaf.shape[1:])[part], batch)
+            gradients = jax.grad(mean_loss)(state, halves)
+            state = jax.tree.map(lambda leaf, gradient: leaf - 0.1 * gradient, state, gradients)
+        return state
+
+    traced = deepcompile.shard(step, FLAT, microbatches=2, passes=()).trace(shapes(PARAMS), shapes(BATCH))
+    assert "nothing is summed over the loop, so no gradient is accumulated" in traced.explain()
+
+
 def test_explain_tells_of_the_loop():
     text = trace(mean_loss).explain()
     assert "gradient accumulation: 4 microbatches of 1 example a device; 4 sums over the loop" in text
