@@ -245,11 +245,10 @@ class ShardedStep:
         """
         call = self._bind(args, kwargs)
         prepared = self._prepared(call)
-        positional, keywords = jax.tree.unflatten(prepared.traced.in_tree, prepared.targets)
         plain = jax.jit(
             lambda *args: call.step.fun(*args[:-1], **args[-1]),
-            in_shardings=(*positional, keywords),
-            out_shardings=jax.tree.unflatten(prepared.traced.program.out_tree, prepared.outputs),
+            in_shardings=prepared.in_shardings,
+            out_shardings=prepared.out_shardings,
             donate_argnums=prepared.donated,
         )
         shapes = shapes_only((*call.args, call.kwargs), prepared.targets, prepared.roles)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax_deepcompile import errors
 from jax_deepcompile.binding import PureCall, PureStep
 from jax_deepcompile.ir.program import Role
-from jax_deepcompile.lowering.emit import emit, sharding_of
+from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
 from jax_deepcompile.meshes import MeshUse
 from jax_deepcompile.partition.partition import Partitioned, partition_step
 from jax_deepcompile.passes.microbatch import accumulate
@@ -48,6 +48,20 @@ class Prepared:
     returned: frozenset[int]
     taken: frozenset[int]
     donated: tuple[int, ...]
+
+    @property
+    def in_shardings(self) -> tuple:
+        """For ``jax.jit`` of a function of ``(*args, kwargs)``."""
+        positional, keywords = self.traced.in_tree.children()
+        shardings, start = [], 0
+        for tree in (*positional.children(), keywords):
+            shardings.append(shardings_of(tree, self.targets[start : start + tree.num_leaves]))
+            start += tree.num_leaves
+        return tuple(shardings)
+
+    @property
+    def out_shardings(self) -> Any:
+        return shardings_of(self.traced.program.out_tree, self.outputs)
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,6 @@ class Programs:
 
     def _make_run(self, prepared: Prepared) -> Callable:
         traced, step = prepared.traced, prepared.step
-        args, kwargs_shardings = jax.tree.unflatten(traced.in_tree, prepared.targets)
         planned = self.planned(prepared.partitioned)
 
         def staged(*args):
@@ -156,8 +169,8 @@ class Programs:
         staged.__name__ = staged.__qualname__ = self.name.rsplit(".", 1)[-1]
         return jax.jit(
             staged,
-            in_shardings=(*args, kwargs_shardings),
-            out_shardings=jax.tree.unflatten(traced.program.out_tree, prepared.outputs),
+            in_shardings=prepared.in_shardings,
+            out_shardings=prepared.out_shardings,
             donate_argnums=prepared.donated,
             compiler_options=planned.plan.compiler_options() or None,
         )

@@ -56,8 +56,8 @@ class Traced:
     @property
     def taken_leaves(self) -> frozenset[int]:
         """Positions of all leaves in the arguments that are ``taken``."""
-        args, _ = jax.tree.unflatten(self.in_tree, range(self.in_tree.num_leaves))
-        return frozenset(leaf for place in self.taken for leaf in jax.tree.leaves(args[place]))
+        sizes = [tree.num_leaves for tree in self.in_tree.children()[0].children()]
+        return frozenset(sum(sizes[:place]) + leaf for place in self.taken for leaf in range(sizes[place]))
 
 
 def function_name(fun: Callable) -> str:

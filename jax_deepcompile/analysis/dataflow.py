@@ -106,8 +106,13 @@ def slim_barriers(eqns: Sequence, targets: Iterable) -> list:
         eqns = slim
 
 
+def stays_whole(barrier) -> bool:
+    """Whether a barrier keeps all its operands: of two, one waits for the other."""
+    return len(barrier.invars) == 2
+
+
 def _slim(eqn, read: set):
-    if eqn.primitive.name != "optimization_barrier" or len(eqn.invars) == 2:
+    if eqn.primitive.name != "optimization_barrier" or stays_whole(eqn):
         return eqn
     kept = [index for index, var in enumerate(eqn.outvars) if var in read and not is_drop_var(var)]
     if len(kept) == len(eqn.outvars):

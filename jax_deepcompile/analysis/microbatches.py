@@ -12,7 +12,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import has_side_effects, user_line
-from jax_deepcompile.analysis.dataflow import needed_for, needs, reached_from, slim_barriers, variables
+from jax_deepcompile.analysis.dataflow import needed_for, needs, reached_from, slim_barriers, stays_whole, variables
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs
 
 _COMBINED = frozenset({"psum", "pmax", "pmin", "all_gather"})
@@ -286,7 +286,7 @@ def _behind(flow: _Flow, targets: Sequence, given: set) -> tuple[list, tuple]:
         results = [index for index, var in enumerate(eqn.outvars) if var in wanted and var not in given]
         if results:
             needed.append(eqn)
-            slim = eqn.primitive.name == "optimization_barrier" and flow.varies(eqn)
+            slim = eqn.primitive.name == "optimization_barrier" and flow.varies(eqn) and not stays_whole(eqn)
             operands = [eqn.invars[index] for index in results] if slim else eqn.invars
             wanted.update(dict.fromkeys(variables(operands)))
     return needed[::-1], tuple(var for var in wanted if var in given)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -24,6 +25,14 @@ def emit(program: Program, mesh: AnyMesh) -> Callable[..., list[jax.Array]]:
         axis_names=frozenset(program.mesh.names),
         check_vma=False,
     )
+
+
+def shardings_of(tree: Any, leaves: Sequence[NamedSharding | None]) -> Any:
+    """``leaves`` in the user's containers, for ``jax.jit``; None, JAX's to find out, where one holds arrays only."""
+    try:
+        return jax.tree.unflatten(tree, leaves)
+    except Exception:
+        return None
 
 
 def sharding_of(port: Port, program: Program, mesh: AnyMesh) -> NamedSharding:
@@ -54,9 +63,7 @@ def lower(program: Program, mesh: AnyMesh, platform: str) -> jax.stages.Lowered:
     step.__name__ = step.__qualname__ = program.name.rsplit(".", 1)[-1]
     jitted = jax.jit(
         step,
-        out_shardings=jax.tree.unflatten(
-            program.out_tree, [sharding_of(port, program, mesh) for port in program.outputs]
-        ),
+        out_shardings=shardings_of(program.out_tree, [sharding_of(port, program, mesh) for port in program.outputs]),
         donate_argnums=tuple(index for index, _ in program.state_outputs),
     )
     return jitted.trace(*shapes).lower(lowering_platforms=(platform,))

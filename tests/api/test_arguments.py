@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,3 +112,50 @@ def test_explain_names_what_is_as_long_as_a_batch_but_replicated():
     sharded.trace(create(), batch=batch(), shifts={"a": np.ones(16), "b": np.ones(3)})
     assert "batch: batch; replicated: shifts" in sharded.explain()
     assert "shaped like a batch: shifts['a'] float32[16]; to divide" in sharded.explain()
+
+
+@flax.struct.dataclass
+class Counter64:
+    """Two words, as in brax: what it is given becomes an array."""
+
+    high: jax.Array
+    low: jax.Array
+
+    def __post_init__(self):
+        if isinstance(self.low, (int, np.ndarray, jax.Array)):
+            object.__setattr__(self, "high", jnp.uint32(self.high))
+            object.__setattr__(self, "low", jnp.uint32(self.low))
+
+
+@flax.struct.dataclass
+class Checked:
+    """Parameters that are arrays and nothing else."""
+
+    w: jax.Array
+
+    def __post_init__(self):
+        if not hasattr(self.w, "dtype"):
+            raise ValueError(f"expected an array, got {self.w!r}")
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_containers_that_look_at_what_they_hold(donate):
+    def step(state, batch):
+        def loss_of(params):
+            return jnp.mean((batch["x"] @ params.w - batch["y"]) ** 2)
+
+        count = state["count"]
+        params = jax.tree.map(lambda w, grad: w - 0.1 * grad, state["params"], jax.grad(loss_of)(state["params"]))
+        return {"params": params, "count": Counter64(count.high, count.low + 1)}, loss_of(params)
+
+    batch = {"x": np.ones((32, 16), np.float32), "y": np.ones((32, 8), np.float32)}
+    expected = sharded = {"params": Checked(jnp.ones((16, 8))), "count": Counter64(0, 0)}
+    run = deepcompile.shard(step, mesh={"fsdp": 8}, donate=donate, state_argnums=0)
+    sharded = jax.tree.map(jnp.copy, sharded)
+    for _ in range(3):
+        expected, expected_loss = jax.jit(step)(expected, batch)
+        sharded, loss = run(sharded, batch)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    np.testing.assert_allclose(sharded["params"].w, expected["params"].w, rtol=1e-5)
+    assert int(sharded["count"].low) == 3
+    assert sharded["params"].w.sharding.spec == jax.sharding.PartitionSpec("fsdp")
