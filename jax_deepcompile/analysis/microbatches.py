@@ -13,6 +13,7 @@ from jax.extend import core as jex
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import has_side_effects, user_line
 from jax_deepcompile.analysis.dataflow import needed_for, needs, reached_from, slim_barriers, stays_whole, variables
+from jax_deepcompile.analysis.waits import without_waits
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs
 
 _COMBINED = frozenset({"psum", "pmax", "pmin", "all_gather"})
@@ -157,10 +158,10 @@ class _Flow:
 
 def _read_flow(jaxpr: jex.Jaxpr, axis: str) -> _Flow:
     combining = [eqn for eqn in jaxpr.eqns if _is_over(eqn, axis) and eqn.primitive.name in _COMBINED]
+    jaxpr = without_waits(jaxpr, combining, lambda eqn: _asks(eqn, axis))
     plain = _without(jaxpr.eqns, combining)
     indices = tuple(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "axis_index" and _is_over(eqn, axis))
-    asking = {id(eqn) for eqn in indices}
-    varying = reached_from(plain, {var for eqn in plain if _holds(eqn, asking) for var in eqn.outvars})
+    varying = reached_from(plain, {var for eqn in plain if _asks(eqn, axis) for var in eqn.outvars})
     reductions = [eqn for eqn in combining if any(var in varying for var in variables(eqn.invars))]
     totals = [total for eqn in reductions for total in _totals(eqn)]
     totals += [Total("last", var, var) for var in dict.fromkeys(variables(jaxpr.outvars)) if var in varying]
@@ -187,9 +188,10 @@ def _is_over(eqn, axis: str) -> bool:
     return any(axis in (name if isinstance(name, (tuple, list)) else (name,)) for name in names)
 
 
-def _holds(eqn, ids: set[int]) -> bool:
-    """Whether ``eqn`` or an equation inside it is one of those with the given ``ids``."""
-    return id(eqn) in ids or any(id(inner) in ids for body in nested_jaxprs(eqn) for inner in equations(body))
+def _asks(eqn, axis: str) -> bool:
+    """Whether ``eqn`` or an equation inside it asks for the number of the iteration."""
+    inside = (inner for body in nested_jaxprs(eqn) for inner in equations(body))
+    return any(each.primitive.name == "axis_index" and _is_over(each, axis) for each in (eqn, *inside))
 
 
 def _totals(eqn) -> Iterator[Total]:

@@ -411,3 +411,31 @@ def test_random_steps(activation, masked, scale, tied, clipped, decayed, dropout
     assert_same_training(
         training(loss_of, optimizer), create, [examples(0)], {mesh: TWO_MESHES[mesh]}, microbatches=microbatches
     )
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_gradients_that_go_through_the_weights_statistics(microbatches, layers):
+    """Standardised weights: the complete gradient meets the weight, which backward gathered again and so waited for."""
+
+    def standardised(w):
+        w = w - w.mean(0)
+        return w / (w.std(0) + 1e-3)
+
+    def loss_of(params, batch):
+        x = batch["x"]
+        for w in params["layers"]:
+            x = jax.nn.relu(x @ standardised(w))
+        return jnp.mean((x @ params["out"] - batch["y"]) ** 2)
+
+    def step(params, batch):
+        loss, gradients = jax.value_and_grad(loss_of)(params, batch)
+        return jax.tree.map(lambda leaf, gradient: leaf - 0.1 * gradient, params, gradients), loss
+
+    random = np.random.default_rng(0)
+    params = {"layers": [random.normal(size=(32, 32)) for _ in range(layers)], "out": np.ones((32, 8))}
+    params = jax.tree.map(lambda leaf: np.float32(leaf / 8), params)
+    batch = {"x": np.float32(random.normal(size=(32, 32))), "y": np.ones((32, 8), np.float32)}
+    sharded = deepcompile.shard(step, {"fsdp": 8}, microbatches=microbatches, passes=())
+    expected = jax.jit(step)(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), sharded(params, batch), expected)
