@@ -86,7 +86,9 @@ def pipeline_loops(program: Program, mesh: AnyMesh, schedules: Sequence[LoopSche
       schedules: at most one for each loop.
     """
     wanted = {schedule.loop: schedule for schedule in schedules}
-    return replace_loops(program, mesh, dict.fromkeys(wanted, lambda loop: _Pipeline(loop, wanted[loop.name]).run))
+    divided = len(mesh.axis_names) > len(program.mesh.devices.names)
+    pipelined = {name: lambda loop: _Pipeline(loop, wanted[loop.name], divided).run for name in wanted}
+    return replace_loops(program, mesh, pipelined)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class _State:
     Attributes:
       carry: the loop's own carry.
       gathered: what was gathered for the coming iterations, nearest first.
-      pending: what waits to be reduced, oldest first; in a row, so that XLA carries it as the reduction wants it.
+      pending: what waits to be reduced, oldest first.
       stacks: the stacked outputs so far.
     """
 
@@ -111,10 +113,18 @@ jax.tree_util.register_dataclass(_State, ["carry", "gathered", "pending", "stack
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """The pipelined form of one loop."""
+    """The pipelined form of one loop.
+
+    Attributes:
+      loop: the loop.
+      schedule: how it is pipelined.
+      divided: whether XLA divides what is in it further, along automatic axes.
+      split: its body.
+    """
 
     loop: Loop
     schedule: LoopSchedule
+    divided: bool
     split: SplitBody = field(init=False)
 
     def __post_init__(self) -> None:
@@ -191,7 +201,7 @@ class _Work:
         carry, rest = results[: len(self.carried)], results[len(self.carried) : now]
         made |= dict(zip(split.main.outputs[now:], results[now:], strict=True))
         gradients, stacks = self._gradients(made, stacks, t, wait=bool(reduces and not apart))
-        left = tuple((made | gradients)[var].reshape(-1) for var in split.pending)
+        left = tuple(self._in_a_row((made | gradients)[var]) for var in split.pending)
         if reduces:
             reduced, pending = self._reduced(pending[0], stacks, t - schedule.delay_layers), pending[1:]
         if reduces and apart:
@@ -220,6 +230,10 @@ class _Work:
             values = self._run(gradient.part, self._reader(t, given))
             gradients |= dict(zip(gradient.part.outputs, values, strict=True))
         return gradients, stacks
+
+    def _in_a_row(self, value):
+        """So XLA has it in memory as the reduction wants it; what it divides further cannot be put in a row."""
+        return value if self.pipeline.divided else value.reshape(-1)
 
     def reduce_oldest(self, state: _State, t) -> _State:
         """Finishes the outputs of iteration ``t``, the oldest that is pending."""

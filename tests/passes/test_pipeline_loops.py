@@ -158,6 +158,17 @@ def test_in_the_loop_a_gradient_waits_for_the_stack_it_will_be_reduced_for():
         assert "reduce_scatter" in {eqn.primitive.name for eqn in _before(written, made_by)}
 
 
+@pytest.mark.pure
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 4, "model": 2}], ids=["all ours", "some automatic"])
+def test_gradients_are_carried_in_a_row_unless_xla_divides_them(mesh):
+    program, mesh = sharded(stack_loss, STACK, mesh=mesh)
+    planned = pipeline_loops(program, mesh, choose_schedules(program))
+    *_, backward = find_loops(planned.jaxpr)
+    carried = [var.aval.shape for var in open_jaxpr(backward.eqn.params["jaxpr"]).outvars]
+    in_a_row = (2 * WIDTH * WIDTH,) in carried
+    assert in_a_row == (mesh.axis_names == ("fsdp",))
+
+
 def _before(eqn, made_by: dict) -> list:
     """``eqn`` and what its operands are made by."""
     found, todo = [], [eqn]
