@@ -42,7 +42,7 @@ class Block:
 def packed_bytes(blocks: Sequence[Block]) -> int:
     """Bytes of memory that hold all ``blocks``."""
     clock = _Clock(blocks)
-    by_size = sorted(blocks, key=lambda block: (-block.size_bytes, -clock.elapsed(block.needs[:1])))
+    by_size = sorted(blocks, key=lambda block: (-block.size_bytes, -max(clock.elapsed([need]) for need in block.needs)))
     by_time = sorted(blocks, key=lambda block: (-clock.elapsed(block.needs), -block.size_bytes))
     return min(_height(by_size), _height(by_time))
 

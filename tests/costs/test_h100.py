@@ -90,16 +90,15 @@ def simulated(name: str, double_buffered: bool = False, costs: CostModel | None 
 
 
 @pytest.mark.parametrize(
-    ("name", "double_buffered", "within"),
-    [("llama", False, 0.03), ("llama", True, 0.03), ("gpt2", False, 0.03), ("mixtral", False, 0.04)],
+    ("name", "double_buffered"),
+    [("llama", False), ("llama", True), ("gpt2", False), ("mixtral", False), ("mixtral", True)],
 )
-def test_memory_is_what_xla_assigns(name: str, double_buffered: bool, within: float):
-    """Of a Mixtral of two layers XLA packs one buffer more tightly than the model of it does."""
+def test_memory_is_what_xla_assigns(name: str, double_buffered: bool):
     xla = compiled(name, double_buffered).memory_analysis()
     use = memory_of(hlo.read(compiled(name, double_buffered).as_text()))
     assert use.argument_bytes == xla.argument_size_in_bytes
     assert use.output_bytes == xla.output_size_in_bytes - xla.alias_size_in_bytes
-    assert use.temporary_bytes == pytest.approx(xla.temp_size_in_bytes, rel=within)
+    assert use.temporary_bytes == pytest.approx(xla.temp_size_in_bytes, rel=0.001)
     assert use.live_peak_bytes <= use.peak_bytes
 
 
