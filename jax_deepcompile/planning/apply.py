@@ -10,6 +10,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.accumulate_in_loops import accumulate_in_loops
 from jax_deepcompile.passes.hand_over import hand_over
+from jax_deepcompile.passes.keep_activations import keep_activations
 from jax_deepcompile.passes.overlap_microbatches import overlapped
 from jax_deepcompile.passes.pipeline_loops import pipeline_loops
 from jax_deepcompile.passes.prefetch import parameter_gathers, prefetch
@@ -51,18 +52,23 @@ def apply_kept(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
 
 
 def apply_loops(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
-    """``program`` with what ``plan`` says of its layer loops alone: their stacks' collectives, and how they run."""
+    """``program`` with what ``plan`` says of its layer loops alone: what they read and leave, and how they run."""
     known = {loop.name for loop in find_loops(program.jaxpr)}
     named = [choice.loop for choice in (*plan.stacks, *plan.loops)]
-    named += [name for choice in plan.handed_over for name in (choice.forward, choice.backward)]
+    named += [name for each in (*plan.handed_over, *plan.activations) for name in (each.forward, each.backward)]
     for name in named:
         if name not in known:
             raise errors.PlanError("the plan", f"it speaks of {name}, which the program does not have")
-    stacked = hand_over(stack_collectives(program, mesh, plan.stacks), mesh, plan.handed_over)
+    kept = keep_activations(apply_gathers(program, mesh, plan), mesh, plan.activations)
     if not plan.loops:
-        return stacked
-    pipelined = pipeline_loops(accumulate_in_loops(stacked, mesh), mesh, plan.loops)
+        return kept
+    pipelined = pipeline_loops(accumulate_in_loops(kept, mesh), mesh, plan.loops)
     return reduce_before_loops(pipelined)
+
+
+def apply_gathers(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
+    """``program`` with what ``plan`` says of the collectives that its layer loops share or leave to whole stacks."""
+    return hand_over(stack_collectives(program, mesh, plan.stacks), mesh, plan.handed_over)
 
 
 def _around(program: Program, mesh: AnyMesh, plan: Plan) -> Program:

@@ -15,11 +15,12 @@ from jax_deepcompile.costs import frozen_json
 from jax_deepcompile.lowering.compile import Options
 from jax_deepcompile.lowering.latencies import Latency, latency_options
 from jax_deepcompile.passes.hand_over import HandOver
+from jax_deepcompile.passes.keep_activations import KeptActivations
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.passes.prefetch import Prefetch
 from jax_deepcompile.passes.stack_collectives import StackCollectives
 
-FORMAT = 5
+FORMAT = 6
 """Of the JSON; a plan of another format is replanned."""
 
 
@@ -88,6 +89,7 @@ class Plan:
         there to decide.
       stacks: what is gathered and reduced for all layers at once, outside of their loop.
       handed_over: what forward loops leave gathered for backward loops.
+      activations: what forward loops leave for backward loops that would compute it again.
       loops: how layer loops are pipelined.
       kept: what stays gathered over a loop.
       overlapped: loops over microbatches that run the next one's forward pass beside this one's backward pass.
@@ -104,6 +106,7 @@ class Plan:
     fingerprint: str
     stacks: tuple[StackCollectives, ...] = ()
     handed_over: tuple[HandOver, ...] = ()
+    activations: tuple[KeptActivations, ...] = ()
     loops: tuple[LoopSchedule, ...] = ()
     kept: tuple[KeptGathers, ...] = ()
     overlapped: tuple[str, ...] = ()
@@ -160,6 +163,11 @@ def _decisions(plan: Plan) -> list[str]:
     lines += [
         f"loops {each.forward} and {each.backward}: {', '.join(map(str, each.shared))} gathered by the first only"
         for each in plan.handed_over
+    ]
+    lines += [
+        f"loops {each.forward} and {each.backward}: activations {', '.join(map(str, each.values))} computed by the "
+        "first only"
+        for each in plan.activations
     ]
     lines += [
         f"loop {loop.loop}: gathers {loop.prefetch_layers} layer ahead, reduces {loop.delay_layers} behind, "

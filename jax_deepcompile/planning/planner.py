@@ -6,6 +6,7 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options, memory_options
+from jax_deepcompile.planning.keep_activations import KeepActivations
 from jax_deepcompile.planning.overlap import OverlapMicrobatches
 from jax_deepcompile.planning.pass_manager import Environment, Opening, Pass, Trial, run_passes
 from jax_deepcompile.planning.plan import Plan
@@ -17,12 +18,14 @@ DEFAULT_PASSES: tuple[Pass | Opening, ...] = (
     PipelineLoops(),
     BucketCollectives(),
     PrefetchGathers(),
+    KeepActivations(),
     Unshard(),
     OverlapMicrobatches(),
     UnshardStraightLine(),
     ReduceInOrder(),
 )
-"""In order: hide communication in loops, join what is small, spend the remaining memory on communicating less."""
+"""In order: hide communication in loops, join what is small, spend the memory that is left on computing and
+communicating less."""
 
 
 def make_plan(

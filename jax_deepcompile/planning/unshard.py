@@ -59,7 +59,7 @@ def _over_microbatches(base: Program, now: Trial, environment: Environment, free
     waiting_bytes = max(_waiting_bytes(forward), _waiting_bytes(backward))
     for stacks in _most_and_enough(repeated_stacks(base, now.plan.stacks), free_bytes, waiting_bytes):
         plan = now.plan.replace(stacks=with_gathers(now.plan.stacks, stacks))
-        yield Proposal(keep_over_loops(base, plan, environment), _every_layer(stacks))
+        yield Proposal(keep_over_loops(base, plan, environment), every_layer(stacks))
 
 
 def _at_the_turn(
@@ -71,7 +71,7 @@ def _at_the_turn(
         return
     turning = _most_and_enough(turning_stacks(base, environment, now.plan, pairs), free_bytes, waiting_bytes)
     for stacks in turning:
-        yield Proposal(now.plan.replace(handed_over=handing_over(stacks)), _every_layer(stacks))
+        yield Proposal(now.plan.replace(handed_over=handing_over(stacks)), every_layer(stacks))
     if now.plan.loops and not turning:
         yield from _longer_turns(base, now, environment, pairs, free_bytes)
 
@@ -156,7 +156,8 @@ def _gathered_again(base: Program, plan: Plan, environment: Environment, pairs: 
     return sum(gathered_bytes(loop) for loop in find_loops(program.jaxpr) if loop.name in again)
 
 
-def _every_layer(stacks: Sequence[Stack]) -> str:
+def every_layer(stacks: Sequence[Stack]) -> str:
+    """A decision to keep ``stacks`` gathered, in words."""
     size = total_bytes(stacks)
     return f"{len(stacks)} parameters of every layer stay gathered, {size / 2**30:.2f} GiB"
 

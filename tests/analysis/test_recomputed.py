@@ -1,0 +1,162 @@
+"""Two loops' values are the same exactly where the same work meets the same operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.recomputed import recomputed_activations
+
+pytestmark = pytest.mark.pure
+
+LAYERS, WIDTH = 4, 8
+X, W = jnp.ones((WIDTH, WIDTH)), jnp.ones((LAYERS, WIDTH, WIDTH))
+
+
+def product(x, w):
+    return jnp.sin(x @ w) @ w
+
+
+def ahead(x, w):
+    """A loop that leaves what every layer starts with."""
+    return lax.scan(lambda x, w: (product(x, w), x), x, w)
+
+
+def names(function: Callable, *operands) -> list[str]:
+    """The primitives that make what the second loop in ``function`` computes again."""
+    jaxpr = open_jaxpr(jax.make_jaxpr(function)(*operands))
+    forward, backward = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    found = {each.again for each in recomputed_activations(jaxpr, forward, backward)}
+    body = open_jaxpr(backward.params["jaxpr"])
+    return [eqn.primitive.name for eqn in body.eqns if found & set(eqn.outvars)]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("reverse_again", [False, True])
+def test_what_is_made_of_the_same_layer_is_the_same(reverse, reverse_again):
+    def step(x, w):
+        y, starts = lax.scan(lambda x, w: (product(x, w), x), x, w, reverse=reverse)
+        stacks = lax.optimization_barrier((starts, w))
+        return lax.scan(lambda g, layer: (g * product(*layer), None), y, stacks, reverse=reverse_again)
+
+    assert names(step, X, W) == ["dot_general", "sin", "dot_general"]
+
+
+def again(layer: Callable) -> Callable:
+    """A second loop over what ``layer`` makes of a slice of each of the two stacks."""
+
+    def step(x, w):
+        y, starts = ahead(x, w)
+        return lax.scan(lambda g, slices: (g * layer(*slices), None), y, (starts, w))
+
+    return step
+
+
+def test_only_work_that_is_equal_counts():
+    assert names(again(lambda x, w: jnp.cos(x @ w) @ w), X, W) == ["dot_general"]
+
+
+def test_another_literal_is_other_work():
+    def step(x, w):
+        y, starts = lax.scan(lambda x, w: (2 * x @ w, x), x, w)
+        return lax.scan(lambda g, slices: (g * (3 * slices[0] @ slices[1]), None), y, (starts, w))
+
+    assert names(step, X, W) == []
+
+
+def test_another_parameter_is_other_work():
+    def step(x, w):
+        y, starts = lax.scan(lambda x, w: (x @ w, x), x, w)
+        return lax.scan(lambda g, slices: (g * (slices[0] @ slices[1].T), None), y, (starts, w))
+
+    assert names(step, X, W) == []
+
+
+def test_the_layer_after_is_another_one():
+    def step(x, w):
+        y, starts = ahead(x, w)
+        return lax.scan(lambda g, slices: (g * product(*slices), None), y, (jnp.roll(starts, 1, 0), w))
+
+    assert names(step, X, W) == []
+
+
+def test_another_stack_is_another_operand():
+    def step(x, w):
+        y, starts = ahead(x, w)
+        return lax.scan(lambda g, slices: (g * product(*slices), None), y, (starts, w + 1))
+
+    assert names(step, X, W) == []
+
+
+def test_loops_of_other_lengths_have_no_layer_in_common():
+    def step(x, w):
+        y, starts = ahead(x, w)
+        return lax.scan(lambda g, slices: (g * product(*slices), None), y, (starts[:-1], w[:-1]))
+
+    assert names(step, X, W) == []
+
+
+def test_what_is_carried_differs_from_layer_to_layer():
+    def step(x, w):
+        y, _ = ahead(x, w)
+        return lax.scan(lambda x, w: (product(x, w), None), y, w)
+
+    assert names(step, X, W) == []
+
+
+def test_what_is_made_of_parameters_alone_is_no_activation():
+    def step(x, w):
+        y, _ = lax.scan(lambda x, w: (x @ jnp.sin(w @ w), x), x, w)
+        return lax.scan(lambda g, w: (g * jnp.sin(w @ w), None), y, w)
+
+    assert names(step, X, W) == []
+
+
+def test_random_bits_of_one_key_are_the_same_and_those_of_two_are_not():
+    def noisy(x, key):
+        return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+    def step(x, w, other):
+        keys = jax.random.split(jax.random.key(0), LAYERS)
+        y, starts = lax.scan(lambda x, layer: (noisy(x @ layer[0], layer[1]) @ layer[0], x), x, (w, keys))
+
+        def body(g, slices):
+            x, w, key = slices
+            return g * (noisy(x @ w, jax.random.fold_in(key, 1) if other else key) @ w), None
+
+        return lax.scan(body, y, (starts, w, keys))
+
+    assert names(lambda x, w: step(x, w, False), X, W).count("dot_general") == 2
+    assert names(lambda x, w: step(x, w, True), X, W).count("dot_general") == 1
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_constants_inside_of_nested_loops_tell_them_apart(other):
+    first, second = np.arange(8.0, dtype=np.float32), np.arange(8.0, dtype=np.float32)[::-1].copy()
+
+    def nested(x, table):
+        return lax.scan(lambda c, _: (jnp.sin(c * table) @ x, None), x, length=3)[0]
+
+    def step(x, w):
+        y, starts = lax.scan(lambda x, w: (nested(x, first) @ w, x), x, w)
+        table = second if other else first
+        return lax.scan(lambda g, slices: (g * (nested(slices[0], table) @ slices[1]), None), y, (starts, w))
+
+    assert ("scan" in names(step, X, W)) is not other
+
+
+def test_what_is_left_undefined_is_never_the_same():
+    def layer(x, w):
+        return (x @ w) * lax.rng_uniform(0.0, 1.0, x.shape) @ w
+
+    def step(x, w):
+        y, starts = lax.scan(lambda x, w: (layer(x, w), x), x, w)
+        return lax.scan(lambda g, slices: (g * layer(*slices), None), y, (starts, w))
+
+    assert names(step, X, W) == ["dot_general"]
