@@ -57,8 +57,9 @@ def _decision(choice: Choice, turns: Sequence[Turn]) -> str:
     return f"{decision}; {every_layer(choice.stacks)}" if choice.stacks else decision
 
 
-_SHARES = (0.7, 0.97)
-"""Of the memory that is left: the more is tried first, the less if that does not fit."""
+_SHARES = (0.6, 0.8, 0.92)
+"""Of the memory that is left: the most is tried first, less if that does not fit. The rest is for schedules that hide
+more and hold more meanwhile."""
 
 
 Kept = dict[tuple[str, str], tuple[int, ...]]

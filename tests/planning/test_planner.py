@@ -83,7 +83,8 @@ def test_explain_tells_decisions_and_expectations(planned):
     best = expected(planned.plan())
     assert "plan: made for this run" in text
     assert "pipeline_loops [taken" in text
-    assert "unshard [taken" in text
+    assert "keep_activations [taken" in text
+    assert "parameters of every layer stay gathered" in text
     assert f"expected step: {best.step_s:.4g} s" in text
     assert f"peak memory: {best.peak_bytes / 2**30:.2f} GiB a device of 24.00 GiB" in text
 
