@@ -1,13 +1,13 @@
-"""What a loop computes again that an earlier one in the same place had computed for the same layer.
+"""What is computed again: in one place, or by a loop after an earlier one had computed it for the same layer.
 
-Both loops run once over the same stacks, a layer at a time: of layer ``t`` the first one's body and the second one's
-read the same slices and the same constants, and what the first writes into a stack, the second reads of it. Equal work
-on equal operands makes equal values; barriers, which keep XLA from seeing this, change none.
+Equal work on equal operands makes equal values; barriers, which keep XLA from seeing this, change none. Two loops over
+the same stacks run a layer at a time: of layer ``t`` both bodies read the same slices and the same constants, and what
+the first writes into a stack, the second reads of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,24 +15,24 @@ import numpy as np
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, has_side_effects, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import literal_bits, reached_from
-from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.analysis.dataflow import literal_bits, reached_from, variables
+from jax_deepcompile.analysis.gathers import CHEAP, size_bytes
 from jax_deepcompile.analysis.work import VIEWS, fused_away
 from jax_deepcompile.ir.traversal import nested_jaxprs
 
 
 @dataclass(frozen=True)
 class Activation:
-    """One value of a layer that two loops compute.
+    """One value that is computed twice, that of one layer where two loops do.
 
     Attributes:
-      first: the variable of the first one's body.
-      again: the variable of the second one's body.
-      size_bytes: of one layer's.
+      first: the variable that has it first.
+      again: those that have it again, of the second loop's body.
+      size_bytes: of the value.
     """
 
     first: Any
-    again: Any
+    again: tuple
     size_bytes: int
 
 
@@ -53,14 +53,48 @@ def recomputed_activations(scope: Any, forward: Any, backward: Any) -> tuple[Act
     num_consts, num_carry = scan_counts(forward)
     carried = reached_from(body.eqns, set(body.invars[num_consts : num_consts + num_carry]))
     first = {number: var for var, number in reversed(ahead.items()) if var in carried}
-    fused = fused_away(later)
-    return tuple(
-        Activation(first[again[var]], var, size_bytes(var))
-        for eqn in later.eqns
-        if eqn.primitive.name not in VIEWS
-        for var in eqn.outvars
-        if again[var] in first and var not in fused
-    )
+    return _activations(later, again, first)
+
+
+def repeated_activations(jaxpr: Any) -> tuple[Activation, ...]:
+    """What ``jaxpr`` computes, and writes to memory, although it has before a barrier; in program order.
+
+    Without what is made of a single input by cheap work, as a gathered parameter is.
+    """
+    flat = open_jaxpr(jaxpr)
+    numbers, derived = _Numbers().of_scope(flat), _derived(flat)
+    first: dict[int, Any] = {}
+    for eqn in flat.eqns:
+        for var in eqn.outvars:
+            first.setdefault(numbers[var], var)
+    merged = _Numbers(sees_through_barriers=False).of_scope(flat)
+    again = {var: number for var, number in numbers.items() if first.get(number) is not var and var not in derived}
+    again = {var: number for var, number in again.items() if number in first and merged[var] != merged[first[number]]}
+    return _activations(flat, again, first)
+
+
+def _activations(jaxpr: jex.Jaxpr, again: Mapping[Any, int], first: Mapping[int, Any]) -> tuple[Activation, ...]:
+    """What ``jaxpr`` has ``again``, by number, of what it, or another one, had ``first``."""
+    found: dict[int, list] = {}
+    fused = fused_away(jaxpr)
+    for eqn in jaxpr.eqns:
+        for var in eqn.outvars:
+            if again.get(var) in first and var not in fused and eqn.primitive.name not in VIEWS:
+                found.setdefault(again[var], []).append(var)
+    return tuple(Activation(first[number], tuple(same), size_bytes(same[0])) for number, same in found.items())
+
+
+def _derived(jaxpr: jex.Jaxpr) -> set:
+    """Variables made by cheap work of one input alone."""
+    derived = set(jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            pairs = zip(eqn.outvars, eqn.invars, strict=True)
+            derived.update(var for var, atom in pairs if isinstance(atom, jex.Var) and atom in derived)
+        elif eqn.primitive.name in CHEAP:
+            operands = variables(eqn.invars)
+            derived.update(eqn.outvars if len(operands) == 1 and operands[0] in derived else ())
+    return derived
 
 
 _DIFFERENT = ("rng_uniform", "empty", "empty2")
@@ -69,9 +103,15 @@ _DIFFERENT = ("rng_uniform", "empty", "empty2")
 
 @dataclass
 class _Numbers:
-    """A number for every value, the same for values that are surely equal."""
+    """A number for every value, the same for values that are surely equal.
+
+    Attributes:
+      known: numbers by what makes a value.
+      sees_through_barriers: whether what a barrier returns is what it was given; it is not to XLA.
+    """
 
     known: dict[Any, int] = field(default_factory=dict)
+    sees_through_barriers: bool = True
 
     def of_scope(self, jaxpr: Any) -> dict[Any, int]:
         """The numbers of the variables of the jaxpr that loops are in."""
@@ -97,9 +137,10 @@ class _Numbers:
     def _of_equations(self, eqns: Sequence, numbers: dict[Any, int]) -> dict[Any, int]:
         for eqn in eqns:
             operands = [self._operand(atom, numbers) for atom in eqn.invars]
-            if eqn.primitive.name == "optimization_barrier":
+            is_barrier = eqn.primitive.name == "optimization_barrier"
+            if is_barrier and self.sees_through_barriers:
                 numbers.update(zip(eqn.outvars, operands, strict=True))
-            elif has_side_effects(eqn) or eqn.primitive.name in _DIFFERENT:
+            elif is_barrier or has_side_effects(eqn) or eqn.primitive.name in _DIFFERENT:
                 numbers.update({var: self._new() for var in eqn.outvars})
             else:
                 made = (eqn.primitive.name, *_params(eqn), *operands)

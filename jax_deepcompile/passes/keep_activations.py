@@ -1,6 +1,6 @@
-"""Activations that the backward loop would compute again, kept from the forward loop as stacks.
+"""Activations that backward would compute again, kept from forward: those of layer loops as stacks.
 
-Before, of a checkpointed layer::
+Before, of a loop over checkpointed layers::
 
     scan(x, t): h = dot(x, W[t]); y = gelu(h) -> y, x
     scan(g, t): h = dot(x[t], W[t]); ... h ...
@@ -13,33 +13,35 @@ After::
 Checkpointing is how a user makes a step fit; where memory is left, what takes longest to compute again for the bytes
 it has is better kept.
 
-Guarantees: what is kept is the value that would have been computed again; nothing else is computed more often; a stack
-lives from the forward loop to the end of the backward one.
+Guarantees: what is kept is the value that would have been computed again; nothing is computed more often; a stack lives
+from the forward loop to the end of the backward one, what is outside of loops to its last use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, new_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers
 from jax_deepcompile.analysis.loops import Loop, find_loops
-from jax_deepcompile.analysis.recomputed import Activation, recomputed_activations
+from jax_deepcompile.analysis.recomputed import Activation, recomputed_activations, repeated_activations
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Replacement, replace_equations, rescan, split_operands
+from jax_deepcompile.ir.retrace import Compute, Replacement, replace_equations, rescan, split_operands
+from jax_deepcompile.passes.replace_loops import replace_loops
 
 
 @dataclass(frozen=True)
 class KeptActivations:
-    """What one loop leaves of every layer for another one.
+    """What is computed in one place and used in another that would compute it again.
 
     Attributes:
       forward: the name of the loop that computes it.
-      backward: the name of a later loop in the same place, that would compute the same again.
-      values: positions among the activations that both do.
+      backward: the name of a later loop in the same place, that would compute the same again for every layer; or once
+        more the first, where one iteration would. Both are empty for what is outside of loops.
+      values: positions among the activations that are computed twice.
     """
 
     forward: str
@@ -55,7 +57,7 @@ def shared_activations(program: Program, forward: Loop, backward: Loop) -> tuple
 
 
 def keep_activations(program: Program, mesh: AnyMesh, choices: Sequence[KeptActivations]) -> Program:
-    """``program`` with the chosen activations computed by the forward loops only; the same object if there are none.
+    """``program`` with the chosen activations computed once only; the same object if there are none.
 
     Args:
       program: in the local view.
@@ -65,22 +67,52 @@ def keep_activations(program: Program, mesh: AnyMesh, choices: Sequence[KeptActi
     loops = {loop.name: loop for loop in find_loops(program.jaxpr)}
     replacements: dict[int, Replacement] = {}
     for choice in choices:
-        forward, backward = loops[choice.forward], loops[choice.backward]
-        shared = shared_activations(program, forward, backward)
-        chosen = tuple(each for index, each in enumerate(shared) if index in choice.values)
-        if chosen:
-            bridge = _Bridge(chosen)
-            replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read}
-    return replace_equations(program, mesh, replacements) if replacements else program
+        if choice.forward and choice.forward != choice.backward:
+            forward, backward = loops[choice.forward], loops[choice.backward]
+            kept = _chosen(shared_activations(program, forward, backward), choice)
+            bridge = _Bridge(kept)
+            replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read} if kept else {}
+    bridged = replace_equations(program, mesh, replacements) if replacements else program
+    return _computed_once(bridged, mesh, {each.forward: each for each in choices if each.forward == each.backward})
 
 
-def given_activations(body: Any, kept: Sequence[Activation]) -> Any:
+def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptActivations]) -> Program:
+    """``program`` with what one place computes twice computed once, by the names of the loops that is in."""
+
+    def once(jaxpr: Any, name: str) -> Any:
+        flat = open_jaxpr(jaxpr)
+        kept = _chosen(repeated_activations(flat), choices[name])
+        names = {var: each.first for each in kept for var in each.again}
+        return flat.replace(**_with_names(flat, names))
+
+    def run(loop: Loop) -> Compute:
+        body = once(loop.eqn.params["jaxpr"], loop.name)
+        inner = new_jaxpr([*body.constvars, *body.invars], body.outvars, body.eqns)
+        return lambda eqn, operands: _run(eqn, inner, operands, [])
+
+    program = replace_loops(program, mesh, {name: run for name in choices if name})
+    if "" not in choices:
+        return program
+    return program.replace(jaxpr=type(program.jaxpr)(once(program.jaxpr, ""), closed_consts(program.jaxpr)))
+
+
+def _chosen(activations: Sequence[Activation], choice: KeptActivations) -> tuple[Activation, ...]:
+    return tuple(each for index, each in enumerate(activations) if index in choice.values)
+
+
+def _with_names(body: Any, names: Mapping[Any, Any]) -> dict[str, list]:
+    """The equations and outputs of ``body`` where some variables are read by other ``names``, and nothing needless."""
+    outvars = [renamed(atom, names) for atom in body.outvars]
+    eqns = [eqn.replace(invars=[renamed(atom, names) for atom in eqn.invars]) for eqn in body.eqns]
+    return {"eqns": slim_barriers(needed_for(eqns, outvars), outvars), "outvars": outvars}
+
+
+def _given_activations(body: Any, kept: Sequence[Activation]) -> Any:
     """A backward loop's body that does not compute ``kept``: they come last among its inputs, its constants first."""
-    given = {activation.again: new_var(activation.again.aval) for activation in kept}
-    outvars = [renamed(atom, given) for atom in body.outvars]
-    eqns = [eqn.replace(invars=[renamed(atom, given) for atom in eqn.invars]) for eqn in body.eqns]
-    eqns = slim_barriers(needed_for(eqns, outvars), outvars)
-    return new_jaxpr([*body.constvars, *body.invars, *given.values()], outvars, eqns)
+    given = [new_var(activation.first.aval) for activation in kept]
+    names = {var: made for activation, made in zip(kept, given, strict=True) for var in activation.again}
+    rest = _with_names(body, names)
+    return new_jaxpr([*body.constvars, *body.invars, *given], rest["outvars"], rest["eqns"])
 
 
 @dataclass
@@ -100,7 +132,7 @@ class _Bridge:
         return made[: len(eqn.outvars)]
 
     def read(self, eqn, operands: list) -> list:
-        inner = given_activations(open_jaxpr(eqn.params["jaxpr"]), self.kept)
+        inner = _given_activations(open_jaxpr(eqn.params["jaxpr"]), self.kept)
         return _run(eqn, inner, operands, self.stacks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from jax_deepcompile.passes.keep_activations import KeptActivations
 from jax_deepcompile.planning.apply import apply_gathers
 from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
 from jax_deepcompile.planning.stacks import Stack, handing_over, turning_stacks
-from jax_deepcompile.planning.turns import Turn, find_turns
+from jax_deepcompile.planning.turns import Demand, Turn, find_turns
 from jax_deepcompile.planning.unshard import every_layer, keep_over_loops, layer_stacks
 
 
@@ -27,7 +28,7 @@ class KeepActivations:
     name: str = "keep_activations"
 
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        if environment.limit_bytes is None:
+        if environment.limit_bytes is None or now.plan.prefetches or now.plan.unsharded:
             return
         free_bytes = environment.limit_bytes - now.prediction.peak_bytes
         gathers = apply_gathers(base, environment.mesh, now.plan)
@@ -124,56 +125,98 @@ def choose(
       free_bytes: for what is kept besides.
       backward: what it takes now.
     """
-    chosen = {turn.loops: tuple(already.get(turn.loops, ())) for turn in turns}
+    demands = [Demand(turn) for turn in turns]
+    chosen = {turn.loops: set(already.get(turn.loops, ())) for turn in turns}
+    for demand in demands:
+        for position in chosen[demand.turn.loops]:
+            demand.give(position)
+    offers = _Offers([_Offer(demand, place) for demand in demands for place in range(len(demand.turn.activations))])
     left, gathered = list(stacks), list[Stack]()
     compute_s, network_s, saved_s = backward.compute_s, backward.network_s, 0.0
     while True:
         if compute_s < network_s:
-            fitting = [stack for stack in left if stack.size_bytes <= free_bytes]
-            if not fitting:
+            largest = max((each for each in left if each.size_bytes <= free_bytes), key=_size_bytes, default=None)
+            if largest is None:
                 break
-            largest = max(fitting, key=lambda stack: stack.size_bytes)
             left.remove(largest)
             gathered.append(largest)
             free_bytes -= largest.size_bytes
             network_s -= largest.size_bytes / backward.bytes_per_s
             continue
-        more = [each for turn in turns for each in _more(turn, chosen[turn.loops], free_bytes)]
-        if not more:
+        offer = offers.best(free_bytes)
+        if offer is None:
             break
-        best = max(more, key=lambda each: each.worth)
-        loops = best.turn.loops
-        chosen[loops] = tuple(sorted({*chosen[loops], best.position}))
-        free_bytes -= best.turn.kept_bytes([best.position])
-        compute_s, saved_s = compute_s - best.saved_s, saved_s + best.saved_s
-    return Choice({loops: positions for loops, positions in chosen.items() if positions}, tuple(gathered), saved_s)
+        free_bytes -= offer.size_bytes
+        compute_s, saved_s = compute_s - offer.saved_s(), saved_s + offer.saved_s()
+        chosen[offer.demand.turn.loops].add(offer.position)
+        offer.demand.give(offer.position)
+    kept = {loops: tuple(sorted(positions)) for loops, positions in chosen.items() if positions}
+    return Choice(kept, tuple(gathered), saved_s)
 
 
-@dataclass(frozen=True)
-class _More:
+def _size_bytes(stack: Stack) -> int:
+    return stack.size_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class _Offer:
     """One more activation to keep.
 
     Attributes:
-      turn: where.
-      position: among its activations.
-      saved_s: in a step.
+      demand: what is still computed where it is.
+      position: among the activations there.
     """
 
-    turn: Turn
+    demand: Demand
     position: int
-    saved_s: float
+
+    @property
+    def size_bytes(self) -> int:
+        return self.demand.turn.kept_bytes([self.position])
+
+    def saved_s(self) -> float:
+        """What a step takes less."""
+        return self.demand.saved_s(self.position) - self.demand.turn.handing_s(self.position)
+
+    def is_worthwhile(self) -> bool:
+        """Whether computing it again takes clearly longer than bringing it from memory."""
+        turn = self.demand.turn
+        return self.demand.saved_s(self.position) > 2 * turn.step_s(turn.copy_s[self.position])
 
     @property
     def worth(self) -> float:
         """Seconds saved for every byte."""
-        return self.saved_s / self.turn.kept_bytes([self.position])
+        return self.saved_s() / self.size_bytes
 
 
-def _more(turn: Turn, chosen: Sequence[int], free_bytes: float) -> Iterator[_More]:
-    now_s = turn.step_s(chosen)
-    for position, activation in enumerate(turn.activations):
-        saved_s = now_s - turn.step_s([*chosen, position])
-        handing_s = turn.layers * turn.times * turn.copy_s(activation.size_bytes)
-        fits = turn.kept_bytes([position]) <= free_bytes
-        if position not in chosen and fits and saved_s > handing_s:
-            yield _More(turn, position, saved_s)
+class _Offers:
+    """Activations to keep, what saves most for its bytes first.
+
+    What one saves changes with what was taken before. Those that were best are looked at again before they are taken,
+    all others once none of those is worthwhile any more.
+    """
+
+    def __init__(self, offers: Sequence[_Offer]) -> None:
+        self._left = dict(enumerate(offers))
+        self._heap: list[tuple[float, int]] = []
+
+    def best(self, free_bytes: float) -> _Offer | None:
+        """The best of what fits, which is offered no more; None if nothing is worthwhile."""
+        return self._best(free_bytes) or self._best_anew(free_bytes)
+
+    def _best_anew(self, free_bytes: float) -> _Offer | None:
+        self._heap = [(-offer.worth, place) for place, offer in self._left.items()]
+        heapq.heapify(self._heap)
+        return self._best(free_bytes)
+
+    def _best(self, free_bytes: float) -> _Offer | None:
+        while self._heap:
+            _, place = heapq.heappop(self._heap)
+            offer = self._left[place]
+            if offer.size_bytes > free_bytes or not offer.is_worthwhile():
+                continue
+            if self._heap and -offer.worth > self._heap[0][0]:
+                heapq.heappush(self._heap, (-offer.worth, place))
+                continue
+            return self._left.pop(place)
+        return None

@@ -16,9 +16,9 @@ from jax_deepcompile.planning.unshard import Unshard
 
 DEFAULT_PASSES: tuple[Pass | Opening, ...] = (
     PipelineLoops(),
+    KeepActivations(),
     BucketCollectives(),
     PrefetchGathers(),
-    KeepActivations(),
     Unshard(),
     OverlapMicrobatches(),
     UnshardStraightLine(),

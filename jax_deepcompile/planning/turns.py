@@ -1,16 +1,17 @@
-"""Where backward loops compute again what forward loops did, and what keeping some of it would save."""
+"""Where a program computes activations again, and what keeping some of them would save."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr
-from jax_deepcompile.analysis.dataflow import variables
+from jax_deepcompile.analysis.dataflow import renamed, unguarded, variables
 from jax_deepcompile.analysis.loops import Loop, find_loops
-from jax_deepcompile.analysis.recomputed import Activation
+from jax_deepcompile.analysis.recomputed import Activation, repeated_activations
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.ir.program import Program
@@ -19,16 +20,17 @@ from jax_deepcompile.passes.keep_activations import shared_activations
 
 @dataclass(frozen=True)
 class Turn:
-    """Two loops over the same layers, of which the second computes again what the first did.
+    """A piece of a program that computes again what was computed before: in an earlier loop over the same layers, or in
+    the piece itself.
 
     Attributes:
-      loops: the names of the first and the second.
+      loops: the names of the loop that computes first and of the one that the piece is the body of, as a plan has them.
       body: of the second.
       activations: what both compute.
       seconds: what each equation of ``body`` takes.
-      layers: how long the loops are.
-      times: how often they run in a step.
-      copy_s: seconds that copying so many bytes takes.
+      layers: how many of each activation there are; as long as the two loops.
+      times: how often all that happens in a step.
+      copy_s: what copying each activation takes.
     """
 
     loops: tuple[str, str]
@@ -37,52 +39,108 @@ class Turn:
     seconds: tuple[float, ...]
     layers: int
     times: int
-    copy_s: Callable[[int], float]
+    copy_s: tuple[float, ...]
 
     def kept_bytes(self, positions: Collection[int]) -> int:
-        """Of the stacks of the activations at ``positions``."""
+        """What the activations at ``positions`` take, of all layers."""
         return self.layers * sum(self.activations[position].size_bytes for position in positions)
 
-    def step_s(self, positions: Collection[int]) -> float:
-        """What the second loop takes in a step if it is given those, and what handing them over takes."""
-        given = {self.activations[position].again for position in positions}
-        wanted = set(variables(self.body.outvars)) - given
-        layer_s = sum(self.copy_s(self.activations[position].size_bytes) for position in positions)
-        for eqn, seconds in zip(reversed(self.body.eqns), reversed(self.seconds), strict=True):
-            if has_side_effects(eqn) or not wanted.isdisjoint(eqn.outvars):
-                layer_s += seconds
-                wanted.update(set(variables(eqn.invars)) - given)
+    def step_s(self, layer_s: float) -> float:
+        """In a step what takes ``layer_s`` in every layer."""
         return self.layers * self.times * layer_s
+
+    def handing_s(self, position: int) -> float:
+        """What it takes in a step to bring an activation from one loop to the other."""
+        return self.step_s(self.copy_s[position]) if self.loops[0] != self.loops[1] else 0.0
+
+
+@dataclass
+class Demand:
+    """What is still computed of a turn as more and more of its activations are given.
+
+    Attributes:
+      turn: the turn.
+      uses: how often each variable is read.
+      makers: for each variable the position of its equation.
+      given: variables that need not be computed.
+      needless: positions of the equations that nobody needs.
+    """
+
+    turn: Turn
+    uses: Counter = field(default_factory=Counter)
+    makers: dict[Any, int] = field(default_factory=dict)
+    given: set = field(default_factory=set)
+    needless: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        body = self.turn.body
+        guarded = unguarded(body)
+        self.operands = [variables(renamed(atom, guarded) for atom in eqn.invars) for eqn in body.eqns]
+        self.uses.update(variables(renamed(atom, guarded) for atom in body.outvars))
+        for position, eqn in enumerate(body.eqns):
+            if eqn.primitive.name != "optimization_barrier":
+                self.makers |= dict.fromkeys(eqn.outvars, position)
+                self.uses.update(self.operands[position])
+
+    def saved_s(self, position: int) -> float:
+        """What a step takes less if the activation at ``position`` is given too, without handing it over."""
+        freed, _ = self._freed(self.turn.activations[position].again)
+        return self.turn.step_s(sum(self.turn.seconds[each] for each in freed))
+
+    def give(self, position: int) -> None:
+        """Gives the activation at ``position``."""
+        again = self.turn.activations[position].again
+        freed, less = self._freed(again)
+        self.uses.subtract(less)
+        self.given.update(again)
+        self.needless.update(freed)
+
+    def _freed(self, variables: Collection) -> tuple[list[int], Counter]:
+        """The equations that nobody needs once ``variables`` are given, and how much less often each one is read."""
+        eqns, freed, less = self.turn.body.eqns, list[int](), Counter()
+        given = self.given | set(variables)
+        waiting = [var for var in variables if var not in self.given]
+        while waiting:
+            position = self.makers.get(waiting.pop())
+            if position is None or position in self.needless or position in freed or has_side_effects(eqns[position]):
+                continue
+            if any(self.uses[made] > less[made] for made in eqns[position].outvars if made not in given):
+                continue
+            freed.append(position)
+            less.update(self.operands[position])
+            waiting += [read for read in self.operands[position] if self.uses[read] <= less[read]]
+        return freed, less
 
 
 def find_turns(program: Program, costs: CostModel) -> list[Turn]:
-    """The pairs of loops in the same place with something that both compute, each loop in one of them."""
+    """Where activations are computed again: pairs of loops in the same place, and what is in no such pair by itself."""
     loops = sorted(find_loops(program.jaxpr), key=lambda loop: loop.path)
-    lengths = {loop.path: loop.length for loop in loops}
+    times = {(): 1} | {loop.path: math.prod(_lengths(loop, loops)) for loop in loops}
     turns: list[Turn] = []
     taken: set[str] = set()
+
+    def add(first: str, second: str, body: Any, activations: tuple[Activation, ...], layers: int, often: int) -> None:
+        if activations:
+            seconds = tuple(time.compute_s for time in equation_times(body, program.mesh, costs))
+            copy_s = tuple(costs.memory_s(2 * activation.size_bytes) for activation in activations)
+            turns.append(Turn((first, second), body, activations, seconds, layers, often, copy_s))
+            taken.update((first, second))
+
     for forward, backward in _in_order(loops):
-        if taken & {forward.name, backward.name}:
-            continue
-        activations = shared_activations(program, forward, backward)
-        if not activations:
-            continue
-        body = open_jaxpr(backward.eqn.params["jaxpr"])
-        times = equation_times(body, program.mesh, costs)
-        around = (lengths[forward.path[:depth]] for depth in range(1, len(forward.path)))
-        turns.append(
-            Turn(
-                (forward.name, backward.name),
-                body,
-                activations,
-                tuple(time.compute_s for time in times),
-                forward.length,
-                math.prod(around),
-                lambda size: costs.memory_s(2 * size),
-            )
-        )
-        taken |= {forward.name, backward.name}
+        if not taken & {forward.name, backward.name}:
+            body = open_jaxpr(backward.eqn.params["jaxpr"])
+            found = shared_activations(program, forward, backward)
+            add(forward.name, backward.name, body, found, forward.length, times[forward.path[:-1]])
+    places = [((), "", program.jaxpr), *((loop.path, loop.name, loop.eqn.params["jaxpr"]) for loop in loops)]
+    for path, name, jaxpr in places:
+        if name not in taken:
+            add(name, name, open_jaxpr(jaxpr), repeated_activations(jaxpr), 1, times[path])
     return turns
+
+
+def _lengths(loop: Loop, loops: Sequence[Loop]) -> Iterator[int]:
+    """Of ``loop`` and of those around it."""
+    return (other.length for other in loops if loop.path[: len(other.path)] == other.path)
 
 
 def _in_order(loops: Sequence[Loop]) -> Iterator[tuple[Loop, Loop]]:

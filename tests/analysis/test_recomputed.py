@@ -32,7 +32,7 @@ def names(function: Callable, *operands) -> list[str]:
     """The primitives that make what the second loop in ``function`` computes again."""
     jaxpr = open_jaxpr(jax.make_jaxpr(function)(*operands))
     forward, backward = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-    found = {each.again for each in recomputed_activations(jaxpr, forward, backward)}
+    found = {var for each in recomputed_activations(jaxpr, forward, backward) for var in each.again}
     body = open_jaxpr(backward.params["jaxpr"])
     return [eqn.primitive.name for eqn in body.eqns if found & set(eqn.outvars)]
 

@@ -30,7 +30,7 @@ from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.turns import Turn, find_turns
 from tests.partition.steps import shapes, training_step
-from tests.passes.programs import LAYERS, count, run, run_stack, sharded, stack_loss, stack_shapes
+from tests.passes.programs import LAYERS, count, layer, run, run_stack, sharded, stack_loss, stack_shapes
 
 STACK = {"stack": stack_shapes()}
 
@@ -123,6 +123,55 @@ def test_inside_of_another_loop_values_stay_the_same():
     kept = keep_activations(program, mesh, nested)
     assert count(kept, "dot_general") == count(program, "dot_general") - 2 * LAYERS
     same_bits(kept, program, mesh)
+
+
+def unrolled_loss(params, batch):
+    """Layers one by one, each with a stack's slices."""
+    x = batch
+    for index in range(LAYERS):
+        x = jax.checkpoint(layer)(x, jax.tree.map(lambda leaf, index=index: leaf[index], params["stack"]))
+    return jnp.mean(x**2)
+
+
+@pytest.mark.cpu_mesh
+def test_outside_of_loops_values_stay_the_same():
+    program, mesh = sharded(unrolled_loss, STACK)
+    (choice,) = everything(program)
+    assert (choice.forward, choice.backward) == ("", "")
+    kept = keep_activations(program, mesh, [choice])
+    assert count(kept, "dot_general") == count(program, "dot_general") - LAYERS
+    assert count(kept, "all_gather") <= count(program, "all_gather")
+    same_bits(kept, program, mesh)
+
+
+@pytest.mark.cpu_mesh
+def test_inside_of_an_iteration_values_stay_the_same():
+    def loss(params, batch):
+        """Forward and backward of all layers in each of two iterations."""
+
+        def one(total, part):
+            value, grads = jax.value_and_grad(unrolled_loss)(params, part)
+            return total + value + sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)), None
+
+        return lax.stop_gradient(lax.scan(one, 0.0, jnp.stack([batch, 2 * batch]))[0]) + stack_loss(params, batch)
+
+    program, mesh = sharded(loss, STACK)
+    inside = [choice for choice in everything(program) if choice.forward == choice.backward]
+    assert {(turn.layers, turn.times) for turn in turns(program) if turn.loops[0] == turn.loops[1]} == {(1, 2)}
+    kept = keep_activations(program, mesh, inside)
+    assert count(kept, "dot_general") < count(program, "dot_general")
+    same_bits(kept, program, mesh)
+
+
+@pytest.mark.pure
+def test_what_xla_merges_by_itself_is_no_matter():
+    """Twice the same product, with no barrier between."""
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2) + jnp.mean(jnp.sin(batch @ params["w"]))
+
+    program, _ = sharded(loss, {"w": (16, 32)})
+    assert turns(program) == []
 
 
 @pytest.mark.cpu_mesh

@@ -20,7 +20,7 @@ from jax_deepcompile.planning.keep_activations import Backward, Choice, KeepActi
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import Plan, Prediction
 from jax_deepcompile.planning.stacks import Stack
-from jax_deepcompile.planning.turns import find_turns
+from jax_deepcompile.planning.turns import Demand, find_turns
 from tests.passes.programs import LAYERS, run_stack, sharded, stack_shapes
 
 pytestmark = pytest.mark.pure
@@ -72,9 +72,12 @@ def test_nothing_is_kept_that_does_not_fit():
 def test_what_is_kept_fits_and_what_is_saved_adds_up(free_bytes, compute_s, network_s, sizes):
     choice = chosen(free_bytes, compute_s, network_s, tuple(map(stack, sizes)))
     assert kept_bytes(choice) + sum(each.size_bytes for each in choice.stacks) <= free_bytes
-    before = sum(turn.step_s(()) for turn in TURNS)
-    after = sum(turn.step_s(choice.activations.get(turn.loops, ())) for turn in TURNS)
-    assert choice.saved_s == pytest.approx(before - after)
+    for turn in TURNS:
+        demand, saved_s = Demand(turn), 0.0
+        for position in choice.activations.get(turn.loops, ()):
+            saved_s += demand.saved_s(position) - turn.handing_s(position)
+            demand.give(position)
+        assert choice.saved_s == pytest.approx(saved_s)
 
 
 def test_backward_that_waits_for_the_network_has_nothing_to_compute_less_for():
