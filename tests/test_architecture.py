@@ -81,6 +81,7 @@ MEASURES = {"gpu_suite": {"costs", "lowering", "profilers"}}
 
 PUBLIC = {
     "BucketCollectives",
+    "KeepActivations",
     "OverlapMicrobatches",
     "PipelineLoops",
     "PrefetchGathers",

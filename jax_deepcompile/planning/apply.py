@@ -57,7 +57,7 @@ def apply_loops(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     named = [choice.loop for choice in (*plan.stacks, *plan.loops)]
     named += [name for each in (*plan.handed_over, *plan.activations) for name in (each.forward, each.backward)]
     for name in named:
-        if name not in known:
+        if name and name not in known:
             raise errors.PlanError("the plan", f"it speaks of {name}, which the program does not have")
     kept = keep_activations(apply_gathers(program, mesh, plan), mesh, plan.activations)
     if not plan.loops:

@@ -134,7 +134,7 @@ def choose(
     left, gathered = list(stacks), list[Stack]()
     compute_s, network_s, saved_s = backward.compute_s, backward.network_s, 0.0
     while True:
-        if compute_s < network_s:
+        if compute_s < _HIDES * network_s:
             largest = max((each for each in left if each.size_bytes <= free_bytes), key=_size_bytes, default=None)
             if largest is None:
                 break
@@ -152,6 +152,10 @@ def choose(
         offer.demand.give(offer.position)
     kept = {loops: tuple(sorted(positions)) for loops, positions in chosen.items() if positions}
     return Choice(kept, tuple(gathered), saved_s)
+
+
+_HIDES = 0.95
+"""The share of the network's time that compute may take in a loop for every schedule to hide it."""
 
 
 def _size_bytes(stack: Stack) -> int:

@@ -7,7 +7,7 @@ Plans are JSON, compare and print readably, can be edited by hand with ``plan.re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jax_deepcompile import errors
@@ -164,11 +164,7 @@ def _decisions(plan: Plan) -> list[str]:
         f"loops {each.forward} and {each.backward}: {', '.join(map(str, each.shared))} gathered by the first only"
         for each in plan.handed_over
     ]
-    lines += [
-        f"loops {each.forward} and {each.backward}: activations {', '.join(map(str, each.values))} computed by the "
-        "first only"
-        for each in plan.activations
-    ]
+    lines += [f"{_where(each)}: activations {_ranges(each.values)} computed once" for each in plan.activations]
     lines += [
         f"loop {loop.loop}: gathers {loop.prefetch_layers} layer ahead, reduces {loop.delay_layers} behind, "
         f"first {loop.first_layers} and last {loop.last_layers} layers apart"
@@ -176,12 +172,30 @@ def _decisions(plan: Plan) -> list[str]:
     ]
     lines += [f"loop {kept.loop}: gathers {', '.join(map(str, kept.gathers))} once" for kept in plan.kept]
     lines += [f"loop {loop}: forward of the next microbatch beside backward" for loop in plan.overlapped]
-    lines += [f"repeated gather {position}: reuses the first" for position in plan.unsharded]
+    if plan.unsharded:
+        lines.append(f"repeated gathers {_ranges(plan.unsharded)}: reuse the first")
     lines += [f"gather {early.gather}: starts after equation {early.after}" for early in plan.prefetches]
     if plan.reduction_bucket_bytes:
         lines.append(f"reductions follow one another, {plan.reduction_bucket_bytes / 2**20:.0f} MiB at a time")
     lines += [f"option {name} = {value}" for name, value in plan.options]
     return lines + [f"schedule by {len(plan.latencies)} latencies of the cost model"] * bool(plan.latencies)
+
+
+def _where(kept: KeptActivations) -> str:
+    if kept.forward != kept.backward:
+        return f"loops {kept.forward} and {kept.backward}"
+    return f"loop {kept.forward}" if kept.forward else "outside of loops"
+
+
+def _ranges(positions: Sequence[int]) -> str:
+    """Positions in order, such as ``0 to 3, 7``."""
+    runs: list[list[int]] = []
+    for position in sorted(positions):
+        if runs and runs[-1][-1] == position - 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def _outside(stack: StackCollectives) -> str:

@@ -299,3 +299,35 @@ def test_the_backward_loop_computes_less_and_a_stack_of_memory_holds_it():
     assert products(after) < products(before)
     more = peak_bytes(after.memory_analysis()) - peak_bytes(before.memory_analysis())
     assert (layers - 1) * sizes[up] < more < (layers + 1) * sizes[up]
+
+
+@pytest.mark.h100_aot
+def test_layers_written_one_by_one_are_planned_to_compute_less():
+    """Four checkpointed layers of two products, of which the first is kept where memory holds it."""
+    layers, width, rows = 4, 2048, 8192
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+
+    def loss(params, x):
+        @jax.checkpoint
+        def layer(x, up, down):
+            return jnp.tanh(jnp.tanh(x @ up) @ down)
+
+        for index in range(layers):
+            x = layer(x, params[f"up{index}"], params[f"down{index}"])
+        return jnp.mean(x**2)
+
+    shape = {f"up{index}": (width, 4 * width) for index in range(layers)}
+    params = shapes(shape | {f"down{index}": (4 * width, width) for index in range(layers)})
+    optimizer = optax.sgd(0.1)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+
+    def plan(limit: str) -> Plan:
+        step = deepcompile.shard(
+            training_step(loss, optimizer), mesh, memory_limit=limit, passes=(deepcompile.KeepActivations(),)
+        )
+        return step.trace(state, shapes((8 * rows, width))).plan()
+
+    (choice,) = plan("72GiB").activations
+    (fewer,) = plan("2.7GiB").activations
+    assert (choice.forward, choice.backward) == ("", "")
+    assert len(fewer.values) < len(choice.values)

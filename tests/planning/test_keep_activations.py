@@ -90,6 +90,13 @@ def test_it_is_first_given_parameters_until_it_waits_for_compute():
     assert kept_bytes(choice) == PRODUCT_BYTES
 
 
+def test_with_as_much_compute_as_network_both_are_kept():
+    """Schedules do not hide everything where neither has time to spare."""
+    choice = chosen(network_s=1.0, stacks=(stack(2 * 10**10),))
+    assert kept_bytes(choice) == PRODUCT_BYTES
+    assert choice.stacks == ()
+
+
 def test_parameters_that_are_not_waited_for_are_not_kept():
     assert chosen(network_s=0.5, stacks=(stack(1),)).stacks == ()
 

@@ -9,6 +9,7 @@ import pytest
 from jax_deepcompile import errors
 from jax_deepcompile.cache import PlanCache, PlanCacheWarning
 from jax_deepcompile.passes.hand_over import HandOver
+from jax_deepcompile.passes.keep_activations import KeptActivations
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.passes.prefetch import Prefetch
 from jax_deepcompile.passes.stack_collectives import StackCollectives
@@ -23,6 +24,7 @@ PLAN = Plan(
     "0123",
     stacks=(StackCollectives("scan.0", (0, 2), (1,)),),
     handed_over=(HandOver("scan.0", "scan.1", (1, 3)),),
+    activations=(KeptActivations("scan.0", "scan.1", (0, 1, 2, 5)), KeptActivations("", "", (4, 5))),
     loops=(LoopSchedule("scan.0", 1, 0, 0, 3), LoopSchedule("scan.1", 1, 1, 3, 1)),
     kept=(KeptGathers("scan.2", (0, 4)),),
     overlapped=("scan.2",),
@@ -61,7 +63,7 @@ def test_what_is_no_plan_is_refused(text):
 def test_a_plan_can_be_edited_by_hand():
     edited = PLAN.replace(options={"xla_b": 1, "xla_a": False}, unsharded=())
     assert edited.options == (("xla_a", False), ("xla_b", 1))
-    assert "- repeated gather 1: reuses the first" in PLAN.diff(edited).splitlines()
+    assert "- repeated gathers 1: reuse the first" in PLAN.diff(edited).splitlines()
     assert "+ option xla_a = False" in PLAN.diff(edited).splitlines()
     in_order = "reductions follow one another, 128 MiB at a time"
     assert f"- {in_order}" in PLAN.diff(PLAN.replace(reduction_bucket_bytes=0)).splitlines()
@@ -71,9 +73,11 @@ def test_a_plan_can_be_edited_by_hand():
 
 def test_a_plan_reads_in_words():
     assert str(Plan("0")) == "fully sharded, nothing more"
-    assert str(PLAN).splitlines()[:3] == [
+    assert str(PLAN).splitlines()[:5] == [
         "loop scan.0: gathers 0, 2 and reductions 1 outside, for all layers",
         "loops scan.0 and scan.1: 1, 3 gathered by the first only",
+        "loops scan.0 and scan.1: activations 0 to 2, 5 computed once",
+        "outside of loops: activations 4, 5 computed once",
         "loop scan.0: gathers 1 layer ahead, reduces 0 behind, first 0 and last 3 layers apart",
     ]
 
