@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import literal_bits, needed_for, variables, without_barriers
+from jax_deepcompile.analysis.dataflow import literal_bits, variables, without_barriers
 
 CHEAP = frozenset(
     {
@@ -93,8 +93,25 @@ def hoistable_gathers(eqn) -> tuple[Gather, ...]:
 
 def slice_of(jaxpr: Any, targets: Sequence) -> list:
     """The equations that make ``targets``, barriers left out."""
-    plain = without_barriers(open_jaxpr(jaxpr))
-    return needed_for([eqn for eqn in plain.eqns if not has_side_effects(eqn)], targets)
+    return slicer(jaxpr)(targets)
+
+
+def slicer(jaxpr: Any) -> Callable[[Sequence], list]:
+    """``slice_of`` for one jaxpr and many targets."""
+    eqns = [eqn for eqn in without_barriers(open_jaxpr(jaxpr)).eqns if not has_side_effects(eqn)]
+    makers = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
+
+    def slice_for(targets: Sequence) -> list:
+        found: set[int] = set()
+        waiting = variables(targets)
+        while waiting:
+            place = makers.get(waiting.pop())
+            if place is not None and place not in found:
+                found.add(place)
+                waiting += variables(eqns[place].invars)
+        return [eqns[place] for place in sorted(found)]
+
+    return slice_for
 
 
 def first_uses(jaxpr: Any, values: Sequence) -> list[int]:

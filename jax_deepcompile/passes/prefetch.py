@@ -26,7 +26,7 @@ from typing import Any
 
 from jax_deepcompile._jax_compat import closed_consts, new_barrier, new_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import needed_for, needs, renamed, slim_barriers
-from jax_deepcompile.analysis.gathers import Gather, find_gathers, first_uses, outermost, slice_of
+from jax_deepcompile.analysis.gathers import Gather, find_gathers, first_uses, outermost, slicer
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
@@ -58,11 +58,11 @@ def choose_prefetches(program: Program, costs: CostModel, slack: float = 1.25) -
     network = {eqn.outvars[0]: time.network_s for eqn, time in zip(jaxpr.eqns, times, strict=True) if eqn.outvars}
     uses = first_uses(jaxpr, [gather.result for gather in gathers])
     anchors = needs(jaxpr.eqns, is_anchor)
-    queue_free_s = float("inf")
+    slice_for, queue_free_s = slicer(jaxpr), float("inf")
     chosen = []
     used = [index for index in range(len(gathers)) if uses[index] < len(jaxpr.eqns)]
     for index in sorted(used, key=lambda index: -uses[index]):
-        chain = slice_of(jaxpr, [gathers[index].result])
+        chain = slice_for([gathers[index].result])
         lasting_s = sum(network[eqn.outvars[0]] for eqn in chain)
         queue_free_s = min(starts[uses[index]], queue_free_s) - slack * lasting_s
         hiding = (anchor for anchor in _latest_first(anchors[uses[index]]) if starts[anchor + 1] <= queue_free_s)
@@ -95,13 +95,14 @@ def parameter_gathers(program: Program) -> tuple[Gather, ...]:
 def _moved(jaxpr: Any, moved: dict[int, list[Gather]]) -> tuple[list, list]:
     """Equations and outputs, with each gather made anew from what came in, right after what it waits for."""
     results = {gather.result for gathers in moved.values() for gather in gathers}
+    slice_for = slicer(jaxpr)
     known: dict = {}
     eqns: list = []
     for index, eqn in enumerate(jaxpr.eqns):
         if not results.intersection(eqn.outvars):
             eqns.append(eqn.replace(invars=[renamed(atom, known) for atom in eqn.invars]))
         for gather in moved.get(index, ()):
-            again, known[gather.result] = _copy(slice_of(jaxpr, [gather.result]), gather.result, eqn.outvars[0])
+            again, known[gather.result] = _copy(slice_for([gather.result]), gather.result, eqn.outvars[0])
             eqns += again
     return eqns, [renamed(atom, known) for atom in jaxpr.outvars]
 

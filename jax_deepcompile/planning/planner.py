@@ -27,6 +27,9 @@ DEFAULT_PASSES: tuple[Pass | Opening, ...] = (
 """In order: hide communication in loops, join what is small, spend the memory that is left on computing and
 communicating less."""
 
+ONE_DEVICE_PASSES: tuple[Pass | Opening, ...] = (KeepActivations(),)
+"""Where there is nothing to communicate."""
+
 
 def make_plan(
     program: Program, environment: Environment, fingerprint: str, passes: tuple[Pass | Opening, ...] = DEFAULT_PASSES

@@ -28,7 +28,8 @@ from jax_deepcompile.planning.keep_gathered import keep_gathered
 from jax_deepcompile.planning.limits import MemoryLimit, limit_bytes
 from jax_deepcompile.planning.pass_manager import Environment, Opening, Pass
 from jax_deepcompile.planning.plan import Plan
-from jax_deepcompile.planning.planner import DEFAULT_PASSES, make_plan
+from jax_deepcompile.planning.planner import DEFAULT_PASSES, ONE_DEVICE_PASSES, make_plan
+from jax_deepcompile.planning.turns import find_turns
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _planned(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes) -> 
     environment = _environment(mesh, platform, wishes)
     if wishes.plan is not None:
         return Planned(apply_plan(program, mesh, wishes.plan), wishes.plan, environment.limit_bytes, "given")
-    passes = _passes(environment, wishes)
+    passes = _passes(program, environment, wishes)
     if not passes and wishes.memory_limit is None:
         return _without_trials(program, environment, wishes)
     mark = _fingerprint(program, mesh)
@@ -140,10 +141,14 @@ def _costs(mesh: Mesh, hardware: Hardware, profile: Profile | None) -> CostModel
     return MeasuredCostModel(hardware, network, profile=profile)
 
 
-def _passes(environment: Environment, wishes: Wishes) -> tuple[Pass | Opening, ...]:
+def _passes(program: Program, environment: Environment, wishes: Wishes) -> tuple[Pass | Opening, ...]:
     if wishes.passes is not None:
         return tuple(wishes.passes)
-    return DEFAULT_PASSES if environment.platform == "cuda" and environment.mesh.size > 1 else ()
+    if environment.platform != "cuda":
+        return ()
+    if environment.mesh.size > 1:
+        return DEFAULT_PASSES
+    return ONE_DEVICE_PASSES if find_turns(program, environment.costs) else ()
 
 
 def _keep_executables(cache: PlanCache, mesh: Mesh) -> None:

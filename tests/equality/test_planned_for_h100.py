@@ -14,6 +14,11 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.passes.keep_activations import KeptActivations
+from jax_deepcompile.planning.apply import apply_gathers
+from jax_deepcompile.planning.plan import Plan
+from jax_deepcompile.planning.turns import find_turns
 from models import llama
 from tests.equality.harness import assert_close
 
@@ -30,6 +35,21 @@ class Layers(nn.Module):
         x = nn.Embed(64, 128)(tokens)
         for index in range(4):
             x = x + nn.Dense(128)(nn.gelu(nn.Dense(512, name=f"up_{index}")(nn.LayerNorm()(x))))
+        return nn.Dense(64)(x)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(128)(nn.gelu(nn.Dense(512)(nn.LayerNorm()(x))))
+
+
+class CheckpointedLayers(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(64, 128)(tokens)
+        for _ in range(4):
+            x = nn.remat(Block)()(x)
         return nn.Dense(64)(x)
 
 
@@ -57,6 +77,23 @@ def test_a_planned_step_equals_one_device(create, microbatches):
     h100s = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
     plan = deepcompile.shard(step, h100s, microbatches=microbatches).plan(state, TOKENS)
     assert plan.loops or plan.prefetches or plan.unsharded or plan.kept or microbatches > 1
+    assert_trains_alike(step, state, plan, microbatches)
+
+
+@pytest.mark.parametrize("create", [scanned, CheckpointedLayers])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_so_it_does_with_every_activation_kept(create, microbatches):
+    step, state = training(create())
+    h100s = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+    traced = deepcompile.shard(step, h100s, microbatches=microbatches).trace(state, TOKENS)
+    plan = traced.plan().replace(prefetches=(), unsharded=())
+    turns = find_turns(apply_gathers(traced.sharded, h100s, plan), CostModel())
+    assert turns
+    every = tuple(KeptActivations(*turn.loops, tuple(range(len(turn.activations)))) for turn in turns)
+    assert_trains_alike(step, state, plan.replace(activations=every), microbatches)
+
+
+def assert_trains_alike(step: Callable, state: TrainState, plan: Plan, microbatches: int) -> None:
     rewrites = plan.replace(options={}, latencies=())
     planned, plain = deepcompile.shard(step, plan=rewrites, microbatches=microbatches), jax.jit(step)
     mine, theirs = jax.tree.map(jnp.copy, state), state

@@ -1,0 +1,42 @@
+"""On one GPU there is nothing to communicate, but activations that memory holds need not be computed again."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import jax_deepcompile as deepcompile
+from tests.partition.steps import shapes, training_step
+
+pytestmark = pytest.mark.h100_aot
+
+LAYERS, WIDTH, ROWS = 4, 2048, 8192
+
+
+def traced(checkpointed: bool):
+    def layer(x, w):
+        return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None
+
+    def loss(params, x):
+        return jnp.mean(lax.scan(jax.checkpoint(layer) if checkpointed else layer, x, params)[0] ** 2)
+
+    params = shapes({"up": (LAYERS, WIDTH, 4 * WIDTH), "down": (LAYERS, 4 * WIDTH, WIDTH)})
+    optimizer = optax.sgd(0.1)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    mesh = deepcompile.targets.h100(gpus_per_node=1).make_mesh((1,), ("fsdp",))
+    return deepcompile.shard(training_step(loss, optimizer), mesh).trace(state, shapes((ROWS, WIDTH)))
+
+
+def test_checkpointed_layers_are_planned():
+    plan = traced(checkpointed=True).plan()
+    assert plan.activations
+    assert [record.pass_name for record in plan.records if record.taken] == ["keep_activations"]
+
+
+def test_others_are_left_as_they_are():
+    step = traced(checkpointed=False)
+    assert not step.plan().activations
+    assert "nothing to decide: there is one device" in step.explain()
