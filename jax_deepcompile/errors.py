@@ -17,7 +17,8 @@ class BatchNotDivisibleError(DeepCompileError, ValueError):
         super().__init__(
             f"batch leaf {path} has shape {tuple(shape)}: its leading dimension {size} must be a multiple of {parts}, "
             f"the number of {counted}. Use a batch of {choices} examples, "
-            f"or drop the last, shorter batch of an epoch. If it holds no examples, make it an argument of its own, "
+            f"or drop the last, shorter batch of an epoch. Examples lead: where time or microbatches do, transpose or "
+            f"reshape it before the step. If it holds no examples, make it an argument of its own, "
             f"which is replicated, or name the arguments that do: shard(..., batch_argnums=...). If it is state, name "
             f"what is: shard(..., state_argnums=...)."
         )
@@ -28,6 +29,15 @@ class ArgnumsError(DeepCompileError, ValueError):
         super().__init__(
             f"{parameter} is {given!r}: positions count the parameters of the step from the first, which is 0. Name "
             f"those further behind by their number too."
+        )
+
+
+class StateAndBatchError(DeepCompileError, ValueError):
+    def __init__(self, positions: Sequence[int]) -> None:
+        super().__init__(
+            f"state_argnums and batch_argnums both name position {', '.join(map(str, positions))}: an argument is "
+            f"one or the other. What is returned anew is state, and what holds an example in each row is batch; make "
+            f"two arguments of one that has both."
         )
 
 

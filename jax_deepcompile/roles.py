@@ -33,8 +33,16 @@ class Roles:
 
     @classmethod
     def of(cls, state_argnums: int | Sequence[int] | None, batch_argnums: int | Sequence[int] | None) -> Roles:
-        """Raises ArgnumsError if positions do not count from 0."""
-        return cls(_positions("state_argnums", state_argnums), _positions("batch_argnums", batch_argnums))
+        """What the user said.
+
+        Raises:
+          ArgnumsError: positions do not count from 0.
+          StateAndBatchError: one position is said to be both.
+        """
+        roles = cls(_positions("state_argnums", state_argnums), _positions("batch_argnums", batch_argnums))
+        if both := sorted({*(roles.state or ())} & {*(roles.batch or ())}):
+            raise errors.StateAndBatchError(both)
+        return roles
 
     def signature(
         self, name: str, step: PureStep, args: tuple, kwargs: dict, returned: Callable[[Signature], Returned]

@@ -34,9 +34,15 @@ def test_a_batch_the_mesh_does_not_divide():
     assert str(caught.value) == (
         "batch leaf batch['x'] has shape (12, 16): its leading dimension 12 must be a multiple of 8, the number of "
         "devices along the mesh axes fsdp. Use a batch of 8 or 16 examples, or drop the last, shorter batch of an "
-        "epoch. If it holds no examples, make it an argument of its own, which is replicated, or name the arguments "
+        "epoch. Examples lead: where time or microbatches do, transpose or reshape it before the step. If it holds no "
+        "examples, make it an argument of its own, which is replicated, or name the arguments "
         "that do: shard(..., batch_argnums=...). If it is state, name what is: shard(..., state_argnums=...)."
     )
+
+
+def test_one_argument_named_as_both():
+    with pytest.raises(errors.StateAndBatchError, match="both name position 1: an argument is one or the other"):
+        deepcompile.shard(step, state_argnums=(0, 1), batch_argnums=1)
 
 
 @pytest.mark.parametrize("argnums", [{"state_argnums": (0, -1)}, {"batch_argnums": -1}])
