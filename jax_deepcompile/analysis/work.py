@@ -22,7 +22,7 @@ COLLECTIVES = {
 }
 """What XLA calls the collectives of a local program."""
 
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "optimization_barrier"})
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "optimization_barrier", "layout_constraint"})
 """Other names for what is in memory already."""
 
 COMPUTED_WHERE_READ = frozenset({"broadcast_in_dim", "convert_element_type", "iota", "axis_index", "slice", "split"})

@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
@@ -181,7 +182,8 @@ class _Work:
     carried: Sequence
 
     def gather(self, t) -> list:
-        return self._run(self.pipeline.split.early, self._reader(t))
+        read = self._reader(t)
+        return self._run(self.pipeline.split.early, lambda var: self._as_outside(read(var)))
 
     def iteration(self, state: _State, t) -> _State:
         """Iteration ``t``: gathers for a later one, reduces for an earlier one, and computes its own layer.
@@ -245,7 +247,16 @@ class _Work:
         split = self.pipeline.split
         made = {var: value.reshape(var.aval.shape) for var, value in zip(split.pending, pending, strict=True)}
         made |= {var: self._slice(stacks[output], t) for output, var in split.in_place}
-        return dict(zip(split.late_outputs, self._run(split.late, self._reader(t, made)), strict=True))
+        reduced = map(self._as_outside, self._run(split.late, self._reader(t, made)))
+        return dict(zip(split.late_outputs, reduced, strict=True))
+
+    def _as_outside(self, value):
+        """A slice of a stack in memory as the stack is outside of the loop.
+
+        XLA would rather have whole stacks as collectives want a slice, and transpose them before and after the loop.
+        """
+        pinned = value.ndim > 1 and not self.pipeline.divided
+        return with_layout_constraint(value, Layout(tuple(range(value.ndim)))) if pinned else value
 
     def _stored(self, stacks: tuple, t, values: dict[int, Any]) -> tuple:
         layer = self._layer(t)

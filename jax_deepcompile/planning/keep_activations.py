@@ -154,7 +154,7 @@ def choose(
     return Choice(kept, tuple(gathered), saved_s)
 
 
-_HIDES = 0.95
+_HIDES = 0.9
 """The share of the network's time that compute may take in a loop for every schedule to hide it."""
 
 

@@ -20,6 +20,7 @@ DEFAULT_PASSES: tuple[Pass | Opening, ...] = (
     BucketCollectives(),
     PrefetchGathers(),
     Unshard(),
+    KeepActivations(),
     OverlapMicrobatches(),
     UnshardStraightLine(),
     ReduceInOrder(),
