@@ -81,12 +81,12 @@ def test_what_is_kept_fits_and_what_is_saved_adds_up(free_bytes, compute_s, netw
 
 
 def test_backward_that_waits_for_the_network_has_nothing_to_compute_less_for():
-    assert chosen(network_s=1.1) == Choice({}, (), 0.0)
+    assert chosen(network_s=1.2) == Choice({}, (), 0.0)
 
 
 def test_it_is_first_given_parameters_until_it_waits_for_compute():
-    choice = chosen(network_s=1.1, stacks=(stack(2 * 10**10),))
-    assert choice.stacks == (stack(2 * 10**10),)
+    choice = chosen(network_s=1.2, stacks=(stack(3 * 10**10),))
+    assert choice.stacks == (stack(3 * 10**10),)
     assert kept_bytes(choice) == PRODUCT_BYTES
 
 
