@@ -66,6 +66,11 @@ def provenance(eqn) -> Iterator[None]:
         yield
 
 
+def trace_context(eqn) -> tuple:
+    """What the results of ``eqn`` depend on besides its parameters and operands."""
+    return eqn.ctx.compute_type, eqn.ctx.threefry_partitionable
+
+
 def user_line(eqn) -> str:
     """``file:line (function)`` of the user's code that made ``eqn``: the innermost frame outside the libraries."""
     frame = _user_frame(eqn)

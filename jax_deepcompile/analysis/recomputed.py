@@ -7,18 +7,18 @@ the first writes into a stack, the second reads of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, has_side_effects, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import literal_bits, reached_from, variables
+from jax_deepcompile.analysis.equal_work import is_repeatable, work_key
 from jax_deepcompile.analysis.gathers import CHEAP, size_bytes
+from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.work import VIEWS, fused_away
-from jax_deepcompile.ir.traversal import nested_jaxprs
 
 
 @dataclass(frozen=True)
@@ -36,41 +36,69 @@ class Activation:
     size_bytes: int
 
 
-def recomputed_activations(scope: Any, forward: Any, backward: Any) -> tuple[Activation, ...]:
-    """What ``backward`` computes, and writes to memory, of every layer although ``forward`` has; in program order.
+@dataclass(frozen=True)
+class SharedLayers:
+    """What two loops in the same place compute of the same layers.
 
-    Args:
-      scope: the jaxpr that both are equations of.
-      forward: a scan.
-      backward: a later scan, as long as the first.
+    Attributes:
+      forward: the body of the first, its collectives along the leading dimension.
+      backward: the body of the second, likewise.
+      activations: what both compute, in program order.
     """
-    if forward.params["length"] != backward.params["length"]:
-        return ()
-    numbers = _Numbers()
-    around = numbers.of_scope(scope)
-    ahead, again = numbers.of_loop(forward, around), numbers.of_loop(backward, around)
-    body, later = open_jaxpr(forward.params["jaxpr"]), open_jaxpr(backward.params["jaxpr"])
-    num_consts, num_carry = scan_counts(forward)
-    carried = reached_from(body.eqns, set(body.invars[num_consts : num_consts + num_carry]))
-    first = {number: var for var, number in reversed(ahead.items()) if var in carried}
-    return _activations(later, again, first)
+
+    forward: Any
+    backward: Any
+    activations: tuple[Activation, ...]
 
 
-def repeated_activations(jaxpr: Any) -> tuple[Activation, ...]:
-    """What ``jaxpr`` computes, and writes to memory, although it has before a barrier; in program order.
+class Place:
+    """A jaxpr with the scans that are equations of it."""
 
-    Without what is made of a single input by cheap work, as a gathered parameter is.
-    """
-    flat = open_jaxpr(jaxpr)
-    numbers, derived = _Numbers().of_scope(flat), _derived(flat)
-    first: dict[int, Any] = {}
-    for eqn in flat.eqns:
-        for var in eqn.outvars:
-            first.setdefault(numbers[var], var)
-    merged = _Numbers(sees_through_barriers=False).of_scope(flat)
-    again = {var: number for var, number in numbers.items() if first.get(number) is not var and var not in derived}
-    again = {var: number for var, number in again.items() if number in first and merged[var] != merged[first[number]]}
-    return _activations(flat, again, first)
+    def __init__(self, jaxpr: Any) -> None:
+        self._flat = open_jaxpr(jaxpr)
+        self._numbers = _Numbers()
+        self._values = self._numbers.of_place(self._flat)
+        self._loops: dict[int, tuple[Any, dict[Any, int]]] = {}
+        for eqn in self._flat.eqns:
+            if eqn.primitive.name == "scan":
+                leading = scan_along_leading_dimension(eqn)
+                self._loops[id(eqn)] = leading, self._numbers.of_loop(leading, self._values)
+
+    def shared(self, forward: Any, backward: Any) -> SharedLayers:
+        """What ``backward`` computes, and writes to memory, of every layer although ``forward`` has.
+
+        Without what is made of parameters alone. Nothing is shared by loops that are not as long as each other.
+
+        Args:
+          forward: one of the scans.
+          backward: a later one.
+        """
+        (ahead, made), (again, later) = self._loops[id(forward)], self._loops[id(backward)]
+        body, rest = open_jaxpr(ahead.params["jaxpr"]), open_jaxpr(again.params["jaxpr"])
+        if forward.params["length"] != backward.params["length"]:
+            return SharedLayers(body, rest, ())
+        num_consts, num_carry = scan_counts(forward)
+        carried = reached_from(body.eqns, set(body.invars[num_consts : num_consts + num_carry]))
+        first = {number: var for var, number in reversed(made.items()) if var in carried}
+        return SharedLayers(body, rest, _activations(rest, later, first))
+
+    def repeated(self) -> tuple[Activation, ...]:
+        """What the jaxpr itself computes, and writes to memory, although it has before a barrier; in program order.
+
+        Without what is made of a single input by cheap work, as a gathered parameter is.
+        """
+        first: dict[int, Any] = {}
+        for eqn in self._flat.eqns:
+            for var in eqn.outvars:
+                first.setdefault(self._values[var], var)
+        derived = _derived(self._flat)
+        again = {var: number for var, number in self._values.items() if var not in derived and number in first}
+        again = {var: number for var, number in again.items() if first[number] is not var}
+        if not again:
+            return ()
+        merged = _Numbers(sees_through_barriers=False).of_place(self._flat)
+        again = {var: number for var, number in again.items() if merged[var] != merged[first[number]]}
+        return _activations(self._flat, again, first)
 
 
 def _activations(jaxpr: jex.Jaxpr, again: Mapping[Any, int], first: Mapping[int, Any]) -> tuple[Activation, ...]:
@@ -97,27 +125,22 @@ def _derived(jaxpr: jex.Jaxpr) -> set:
     return derived
 
 
-_DIFFERENT = ("rng_uniform", "empty", "empty2")
-"""Primitives that make another value every time."""
-
-
 @dataclass
 class _Numbers:
     """A number for every value, the same for values that are surely equal.
 
     Attributes:
-      known: numbers by what makes a value.
       sees_through_barriers: whether what a barrier returns is what it was given; it is not to XLA.
+      known: numbers by what makes a value.
     """
 
-    known: dict[Any, int] = field(default_factory=dict)
     sees_through_barriers: bool = True
+    known: dict[Hashable, int] = field(init=False, default_factory=dict)
 
-    def of_scope(self, jaxpr: Any) -> dict[Any, int]:
+    def of_place(self, jaxpr: jex.Jaxpr) -> dict[Any, int]:
         """The numbers of the variables of the jaxpr that loops are in."""
-        flat = open_jaxpr(jaxpr)
-        numbers = {var: self._new() for var in (*flat.constvars, *flat.invars)}
-        return self._of_equations(flat.eqns, numbers)
+        numbers = {var: self._new() for var in (*jaxpr.constvars, *jaxpr.invars)}
+        return self._of_equations(jaxpr.eqns, numbers)
 
     def of_loop(self, eqn: Any, around: dict[Any, int]) -> dict[Any, int]:
         """The numbers of the variables of a scan's body, for any one layer; and notes what its stacks hold."""
@@ -126,9 +149,9 @@ class _Numbers:
         operands = [self._operand(atom, around) for atom in eqn.invars]
         numbers = {var: self._of("constant", id(value)) for var, value in zip(body.constvars, closed, strict=True)}
         numbers |= dict(zip(body.invars[:num_consts], operands[:num_consts], strict=True))
-        for var, stack in zip(body.invars[num_consts:], operands[num_consts:], strict=True):
-            carried = var in body.invars[num_consts : num_consts + num_carry]
-            numbers[var] = self._new() if carried else self._of("layer", stack)
+        numbers |= {var: self._new() for var in body.invars[num_consts : num_consts + num_carry]}
+        slices = zip(body.invars[num_consts + num_carry :], operands[num_consts + num_carry :], strict=True)
+        numbers |= {var: self._of("layer", stack) for var, stack in slices}
         numbers = self._of_equations(body.eqns, numbers)
         for stack, atom in zip(eqn.outvars[num_carry:], body.outvars[num_carry:], strict=True):
             self.known["layer", around[stack]] = self._operand(atom, numbers)
@@ -136,34 +159,22 @@ class _Numbers:
 
     def _of_equations(self, eqns: Sequence, numbers: dict[Any, int]) -> dict[Any, int]:
         for eqn in eqns:
-            operands = [self._operand(atom, numbers) for atom in eqn.invars]
+            operands = tuple(self._operand(atom, numbers) for atom in eqn.invars)
             is_barrier = eqn.primitive.name == "optimization_barrier"
             if is_barrier and self.sees_through_barriers:
                 numbers.update(zip(eqn.outvars, operands, strict=True))
-            elif is_barrier or has_side_effects(eqn) or eqn.primitive.name in _DIFFERENT:
+            elif is_barrier or not is_repeatable(eqn):
                 numbers.update({var: self._new() for var in eqn.outvars})
             else:
-                made = (eqn.primitive.name, *_params(eqn), *operands)
-                numbers.update({var: self._of(*made, place) for place, var in enumerate(eqn.outvars)})
+                made = work_key(eqn), operands
+                numbers.update({var: self._of(made, place) for place, var in enumerate(eqn.outvars)})
         return numbers
 
     def _operand(self, atom: Any, numbers: dict[Any, int]) -> int:
         return self._of("literal", literal_bits(atom)) if isinstance(atom, jex.Literal) else numbers[atom]
 
-    def _of(self, *key: Any) -> int:
+    def _of(self, *key: Hashable) -> int:
         return self.known.setdefault(key, len(self.known))
 
     def _new(self) -> int:
         return self._of("new", len(self.known))
-
-
-def _params(eqn: Any) -> Iterator[Any]:
-    """What tells one use of a primitive from another; constants of jaxprs are the same if they are one object."""
-    for name, value in sorted(eqn.params.items()):
-        yield name
-        yield (str(value.dtype), value.shape, value.tobytes()) if isinstance(value, np.ndarray) else str(value)
-    for jaxpr in nested_jaxprs(eqn):
-        yield tuple(map(id, closed_consts(jaxpr)))
-        for inner in open_jaxpr(jaxpr).eqns:
-            yield tuple(map(literal_bits, inner.invars))
-            yield from _params(inner)

@@ -44,7 +44,7 @@ class Iterations:
 
     def outputs(self) -> list:
         """The stacked outputs before the first iteration."""
-        return [lax.empty(var.aval.shape, var.aval.dtype) for var in self.eqn.outvars[len(self.carry) :]]
+        return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in self.eqn.outvars[len(self.carry) :]]
 
     def written(self, outputs: Sequence, turn, made: Sequence) -> list:
         """The stacked outputs with what the iteration whose turn it is made."""

@@ -19,14 +19,16 @@ from the forward loop to the end of the backward one, what is outside of loops t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, new_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers
 from jax_deepcompile.analysis.loops import Loop, find_loops
-from jax_deepcompile.analysis.recomputed import Activation, recomputed_activations, repeated_activations
+from jax_deepcompile.analysis.recomputed import Activation, Place, SharedLayers
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, Replacement, replace_equations, rescan, split_operands
@@ -39,21 +41,14 @@ class KeptActivations:
 
     Attributes:
       forward: the name of the loop that computes it.
-      backward: the name of a later loop in the same place, that would compute the same again for every layer; or once
-        more the first, where one iteration would. Both are empty for what is outside of loops.
+      backward: the name of a later loop in the same place, that would compute the same again for every layer. Where one
+        iteration of a loop would compute something twice both are its name, and for what is outside of loops empty.
       values: positions among the activations that are computed twice.
     """
 
     forward: str
     backward: str
     values: tuple[int, ...]
-
-
-def shared_activations(program: Program, forward: Loop, backward: Loop) -> tuple[Activation, ...]:
-    """What ``forward`` could leave for ``backward``, which comes later in the same place."""
-    around = {loop.path: open_jaxpr(loop.eqn.params["jaxpr"]) for loop in find_loops(program.jaxpr)}
-    scope = around.get(forward.path[:-1], open_jaxpr(program.jaxpr))
-    return recomputed_activations(scope, forward.eqn, backward.eqn)
 
 
 def keep_activations(program: Program, mesh: AnyMesh, choices: Sequence[KeptActivations]) -> Program:
@@ -63,17 +58,40 @@ def keep_activations(program: Program, mesh: AnyMesh, choices: Sequence[KeptActi
       program: in the local view.
       mesh: its mesh.
       choices: each loop in at most one of them.
+
+    Raises:
+      PlanError: the program has no such activations.
     """
     loops = {loop.name: loop for loop in find_loops(program.jaxpr)}
+    places = {loop.path: loop.eqn.params["jaxpr"] for loop in loops.values()} | {(): program.jaxpr}
     replacements: dict[int, Replacement] = {}
-    for choice in choices:
-        if choice.forward and choice.forward != choice.backward:
-            forward, backward = loops[choice.forward], loops[choice.backward]
-            kept = _chosen(shared_activations(program, forward, backward), choice)
-            bridge = _Bridge(kept)
-            replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read} if kept else {}
+    named = Counter(name for choice in choices for name in sorted({choice.forward, choice.backward}))
+    if twice := [name for name, count in named.items() if count > 1]:
+        raise errors.PlanError("the plan", f"it keeps activations of {twice[0] or 'no loop'} in two ways")
+    for choice in (each for each in choices if each.forward != each.backward):
+        forward, backward = (_found(name, loops) for name in (choice.forward, choice.backward))
+        if forward.path[:-1] != backward.path[:-1] or forward.path >= backward.path:
+            raise errors.PlanError("the plan", f"{choice.backward} does not follow {choice.forward} in the same place")
+        shared = Place(places[forward.path[:-1]]).shared(forward.eqn, backward.eqn)
+        kept = _chosen(shared.activations, choice)
+        bridge = _Bridge(replace(shared, activations=kept))
+        replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read} if kept else {}
     bridged = replace_equations(program, mesh, replacements) if replacements else program
     return _computed_once(bridged, mesh, {each.forward: each for each in choices if each.forward == each.backward})
+
+
+def _found(name: str, loops: Mapping[str, Loop]) -> Loop:
+    if name not in loops:
+        raise errors.PlanError("the plan", f"it keeps activations of {name or 'no loop'}, which is not in the program")
+    return loops[name]
+
+
+def _chosen(activations: Sequence[Activation], choice: KeptActivations) -> tuple[Activation, ...]:
+    if any(not 0 <= position < len(activations) for position in choice.values):
+        where = f"{choice.forward} and {choice.backward}" if choice.forward else "code outside of loops"
+        missing = next(position for position in choice.values if not 0 <= position < len(activations))
+        raise errors.PlanError("the plan", f"it keeps activation {missing} of {len(activations)} of {where}")
+    return tuple(activations[position] for position in sorted(choice.values))
 
 
 def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptActivations]) -> Program:
@@ -81,8 +99,7 @@ def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptAc
 
     def once(jaxpr: Any, name: str) -> Any:
         flat = open_jaxpr(jaxpr)
-        kept = _chosen(repeated_activations(flat), choices[name])
-        names = {var: each.first for each in kept for var in each.again}
+        names = {var: each.first for each in _chosen(Place(flat).repeated(), choices[name]) for var in each.again}
         return flat.replace(**_with_names(flat, names))
 
     def run(loop: Loop) -> Compute:
@@ -94,10 +111,6 @@ def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptAc
     if "" not in choices:
         return program
     return program.replace(jaxpr=type(program.jaxpr)(once(program.jaxpr, ""), closed_consts(program.jaxpr)))
-
-
-def _chosen(activations: Sequence[Activation], choice: KeptActivations) -> tuple[Activation, ...]:
-    return tuple(each for index, each in enumerate(activations) if index in choice.values)
 
 
 def _with_names(body: Any, names: Mapping[Any, Any]) -> dict[str, list]:
@@ -119,20 +132,18 @@ def _given_activations(body: Any, kept: Sequence[Activation]) -> Any:
 class _Bridge:
     """The stacks on their way from one loop to the other, while both are traced."""
 
-    kept: tuple[Activation, ...]
+    shared: SharedLayers
     stacks: list = field(default_factory=list)
 
     def write(self, eqn, operands: list) -> list:
-        body = open_jaxpr(eqn.params["jaxpr"])
-        inner = new_jaxpr(
-            [*body.constvars, *body.invars], [*body.outvars, *(each.first for each in self.kept)], body.eqns
-        )
+        body, kept = self.shared.forward, [each.first for each in self.shared.activations]
+        inner = new_jaxpr([*body.constvars, *body.invars], [*body.outvars, *kept], body.eqns)
         made = _run(eqn, inner, operands, [])
         self.stacks = made[len(eqn.outvars) :]
         return made[: len(eqn.outvars)]
 
     def read(self, eqn, operands: list) -> list:
-        inner = _given_activations(open_jaxpr(eqn.params["jaxpr"]), self.kept)
+        inner = _given_activations(self.shared.backward, self.shared.activations)
         return _run(eqn, inner, operands, self.stacks)
 
 

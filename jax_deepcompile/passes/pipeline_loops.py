@@ -138,7 +138,8 @@ class _Pipeline:
         slices = dict(zip(self.loop.slices, stacks, strict=True))
         known = constants_of(eqn) | dict(zip(body.invars[:num_consts], consts, strict=True))
         work = _Work(self, known, slices, body.invars[num_consts : num_consts + num_carry])
-        outs = [lax.empty(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
+        begin = jnp.zeros if self.divided else lax.empty  # XLA divides zeros, and not what is left undefined
+        outs = [begin(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
         for output, var in self.split.in_place:
             outs[output] = slices.pop(var)
         gathered = tuple(work.gather(t) for t in range(min(self.schedule.prefetch_layers, self.loop.length)))

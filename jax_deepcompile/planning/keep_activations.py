@@ -38,7 +38,7 @@ class KeepActivations:
         proposal = None
         for share in _SHARES:
             choice = choose(turns, stacks, already, share * free_bytes, Backward.of(now))
-            plan = now.plan.replace(activations=kept(choice.activations))
+            plan = now.plan.replace(activations=as_planned(choice.activations))
             if choice.saved_s < WORTH_TRYING * now.prediction.step_s:
                 continue
             if choice.stacks:
@@ -54,7 +54,8 @@ class KeepActivations:
 def _decision(choice: Choice, turns: Sequence[Turn]) -> str:
     size = sum(turn.kept_bytes(choice.activations.get(turn.loops, ())) for turn in turns)
     count = sum(map(len, choice.activations.values()))
-    decision = f"{count} activations of every layer are kept, {size / 2**30:.2f} GiB"
+    whose = " of every layer" if any(first != second for first, second in choice.activations) else ""
+    decision = f"{count} activations{whose} are kept, {size / 2**30:.2f} GiB"
     return f"{decision}; {every_layer(choice.stacks)}" if choice.stacks else decision
 
 
@@ -64,10 +65,10 @@ more and hold more meanwhile."""
 
 
 Kept = dict[tuple[str, str], tuple[int, ...]]
-"""For the names of two loops the positions of the activations that the first leaves for the second."""
+"""For the names of two loops the positions of the activations that the second need not compute again."""
 
 
-def kept(chosen: Kept) -> tuple[KeptActivations, ...]:
+def as_planned(chosen: Kept) -> tuple[KeptActivations, ...]:
     """``chosen`` as a plan has it."""
     return tuple(KeptActivations(*loops, positions) for loops, positions in chosen.items())
 
@@ -125,33 +126,36 @@ def choose(
       free_bytes: for what is kept besides.
       backward: what it takes now.
     """
-    demands = [Demand(turn) for turn in turns]
-    chosen = {turn.loops: set(already.get(turn.loops, ())) for turn in turns}
-    for demand in demands:
-        for position in chosen[demand.turn.loops]:
+    demands = {turn.loops: Demand(turn) for turn in turns}
+    chosen = {loops: set(already.get(loops, ())) for loops in demands}
+    for loops, demand in demands.items():
+        for position in chosen[loops]:
             demand.give(position)
-    offers = _Offers([_Offer(demand, place) for demand in demands for place in range(len(demand.turn.activations))])
+    offers = _Offers([_Offer(each, place) for each in demands.values() for place in range(len(each.turn.activations))])
     left, gathered = list(stacks), list[Stack]()
     compute_s, network_s, saved_s = backward.compute_s, backward.network_s, 0.0
     while True:
-        if compute_s < _HIDES * network_s:
-            largest = max((each for each in left if each.size_bytes <= free_bytes), key=_size_bytes, default=None)
-            if largest is None:
-                break
+        largest = max((each for each in left if each.size_bytes <= free_bytes), key=_size_bytes, default=None)
+        if compute_s < _HIDES * network_s and largest is not None:
             left.remove(largest)
             gathered.append(largest)
             free_bytes -= largest.size_bytes
             network_s -= largest.size_bytes / backward.bytes_per_s
             continue
-        offer = offers.best(free_bytes)
+        offer = offers.best(free_bytes, in_loops=compute_s >= _HIDES * network_s)
         if offer is None:
             break
+        turn = offer.demand.turn
         free_bytes -= offer.size_bytes
-        compute_s, saved_s = compute_s - offer.saved_s(), saved_s + offer.saved_s()
-        chosen[offer.demand.turn.loops].add(offer.position)
+        saved_s += offer.saved_s()
+        compute_s -= offer.saved_s() if turn.is_of_loops else 0.0
+        chosen[turn.loops].add(offer.position)
         offer.demand.give(offer.position)
-    kept = {loops: tuple(sorted(positions)) for loops, positions in chosen.items() if positions}
-    return Choice(kept, tuple(gathered), saved_s)
+    needed = {
+        loops: tuple(position for position in sorted(chosen[loops]) if demand.reads(position))
+        for loops, demand in demands.items()
+    }
+    return Choice({loops: positions for loops, positions in needed.items() if positions}, tuple(gathered), saved_s)
 
 
 _HIDES = 0.9
@@ -204,8 +208,17 @@ class _Offers:
         self._left = dict(enumerate(offers))
         self._heap: list[tuple[float, int]] = []
 
-    def best(self, free_bytes: float) -> _Offer | None:
-        """The best of what fits, which is offered no more; None if nothing is worthwhile."""
+    def best(self, free_bytes: float, in_loops: bool) -> _Offer | None:
+        """The best of what fits, which is offered no more; None if nothing is worthwhile.
+
+        Args:
+          free_bytes: for it.
+          in_loops: whether what loops compute again counts; once it does not, it never does again.
+        """
+        if not in_loops:
+            self._left = {place: offer for place, offer in self._left.items() if not offer.demand.turn.is_of_loops}
+            self._heap = [(worth, place) for worth, place in self._heap if place in self._left]
+            heapq.heapify(self._heap)
         return self._best(free_bytes) or self._best_anew(free_bytes)
 
     def _best_anew(self, free_bytes: float) -> _Offer | None:

@@ -89,7 +89,7 @@ class Plan:
         there to decide.
       stacks: what is gathered and reduced for all layers at once, outside of their loop.
       handed_over: what forward loops leave gathered for backward loops.
-      activations: what forward loops leave for backward loops that would compute it again.
+      activations: what is kept where it would be computed again: by backward loops, outside of loops, in an iteration.
       loops: how layer loops are pipelined.
       kept: what stays gathered over a loop.
       overlapped: loops over microbatches that run the next one's forward pass beside this one's backward pass.

@@ -11,11 +11,10 @@ from typing import Any
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr
 from jax_deepcompile.analysis.dataflow import renamed, unguarded, variables
 from jax_deepcompile.analysis.loops import Loop, find_loops
-from jax_deepcompile.analysis.recomputed import Activation, repeated_activations
+from jax_deepcompile.analysis.recomputed import Activation, Place
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.passes.keep_activations import shared_activations
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,11 @@ class Turn:
     times: int
     copy_s: tuple[float, ...]
 
+    @property
+    def is_of_loops(self) -> bool:
+        """Whether one loop computes what another one computed."""
+        return self.loops[0] != self.loops[1]
+
     def kept_bytes(self, positions: Collection[int]) -> int:
         """What the activations at ``positions`` take, of all layers."""
         return self.layers * sum(self.activations[position].size_bytes for position in positions)
@@ -51,7 +55,7 @@ class Turn:
 
     def handing_s(self, position: int) -> float:
         """What it takes in a step to bring an activation from one loop to the other."""
-        return self.step_s(self.copy_s[position]) if self.loops[0] != self.loops[1] else 0.0
+        return self.step_s(self.copy_s[position]) if self.is_of_loops else 0.0
 
 
 @dataclass
@@ -60,6 +64,7 @@ class Demand:
 
     Attributes:
       turn: the turn.
+      operands: what each equation reads, barriers left out.
       uses: how often each variable is read.
       makers: for each variable the position of its equation.
       given: variables that need not be computed.
@@ -67,10 +72,11 @@ class Demand:
     """
 
     turn: Turn
-    uses: Counter = field(default_factory=Counter)
-    makers: dict[Any, int] = field(default_factory=dict)
-    given: set = field(default_factory=set)
-    needless: set[int] = field(default_factory=set)
+    operands: list[list] = field(init=False)
+    uses: Counter = field(init=False, default_factory=Counter)
+    makers: dict[Any, int] = field(init=False, default_factory=dict)
+    given: set = field(init=False, default_factory=set)
+    needless: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         body = self.turn.body
@@ -95,6 +101,10 @@ class Demand:
         self.given.update(again)
         self.needless.update(freed)
 
+    def reads(self, position: int) -> bool:
+        """Whether the activation at ``position`` is of use beside all that was given."""
+        return any(self.uses[var] > 0 for var in self.turn.activations[position].again)
+
     def _freed(self, variables: Collection) -> tuple[list[int], Counter]:
         """The equations that nobody needs once ``variables`` are given, and how much less often each one is read."""
         eqns, freed, less = self.turn.body.eqns, list[int](), Counter()
@@ -114,27 +124,29 @@ class Demand:
 
 def find_turns(program: Program, costs: CostModel) -> list[Turn]:
     """Where activations are computed again: pairs of loops in the same place, and what is in no such pair by itself."""
-    loops = sorted(find_loops(program.jaxpr), key=lambda loop: loop.path)
+    loops = sorted((loop for loop in find_loops(program.jaxpr) if loop.length), key=lambda loop: loop.path)
     times = {(): 1} | {loop.path: math.prod(_lengths(loop, loops)) for loop in loops}
+    jaxprs = {(): program.jaxpr} | {loop.path: loop.eqn.params["jaxpr"] for loop in loops}
+    places = {path: Place(jaxpr) for path, jaxpr in jaxprs.items()}
     turns: list[Turn] = []
     taken: set[str] = set()
 
-    def add(first: str, second: str, body: Any, activations: tuple[Activation, ...], layers: int, often: int) -> None:
+    def add(names: tuple[str, str], body: Any, activations: tuple[Activation, ...], layers: int, often: int) -> None:
         if activations:
             seconds = tuple(time.compute_s for time in equation_times(body, program.mesh, costs))
             copy_s = tuple(costs.memory_s(2 * activation.size_bytes) for activation in activations)
-            turns.append(Turn((first, second), body, activations, seconds, layers, often, copy_s))
-            taken.update((first, second))
+            turns.append(Turn(names, body, activations, seconds, layers, often, copy_s))
+            taken.update(names)
 
     for forward, backward in _in_order(loops):
         if not taken & {forward.name, backward.name}:
-            body = open_jaxpr(backward.eqn.params["jaxpr"])
-            found = shared_activations(program, forward, backward)
-            add(forward.name, backward.name, body, found, forward.length, times[forward.path[:-1]])
-    places = [((), "", program.jaxpr), *((loop.path, loop.name, loop.eqn.params["jaxpr"]) for loop in loops)]
-    for path, name, jaxpr in places:
+            around = forward.path[:-1]
+            shared = places[around].shared(forward.eqn, backward.eqn)
+            names = forward.name, backward.name
+            add(names, shared.backward, shared.activations, forward.length, times[around])
+    for path, name in [((), ""), *((loop.path, loop.name) for loop in loops)]:
         if name not in taken:
-            add(name, name, open_jaxpr(jaxpr), repeated_activations(jaxpr), 1, times[path])
+            add((name, name), open_jaxpr(jaxprs[path]), places[path].repeated(), 1, times[path])
     return turns
 
 

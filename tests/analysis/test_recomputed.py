@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +14,23 @@ import pytest
 from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.recomputed import recomputed_activations
+from jax_deepcompile.analysis.equal_work import work_key
+from jax_deepcompile.analysis.recomputed import Place
 
 pytestmark = pytest.mark.pure
 
 LAYERS, WIDTH = 4, 8
 X, W = jnp.ones((WIDTH, WIDTH)), jnp.ones((LAYERS, WIDTH, WIDTH))
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A parameter with a jaxpr that it does not print."""
+
+    index_map: Any
+
+    def __repr__(self):
+        return "BlockSpec()"
 
 
 def product(x, w):
@@ -32,9 +46,9 @@ def names(function: Callable, *operands) -> list[str]:
     """The primitives that make what the second loop in ``function`` computes again."""
     jaxpr = open_jaxpr(jax.make_jaxpr(function)(*operands))
     forward, backward = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-    found = {var for each in recomputed_activations(jaxpr, forward, backward) for var in each.again}
-    body = open_jaxpr(backward.params["jaxpr"])
-    return [eqn.primitive.name for eqn in body.eqns if found & set(eqn.outvars)]
+    shared = Place(jaxpr).shared(forward, backward)
+    found = {var for each in shared.activations for var in each.again}
+    return [eqn.primitive.name for eqn in shared.backward.eqns if found & set(eqn.outvars)]
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -160,3 +174,87 @@ def test_what_is_left_undefined_is_never_the_same():
         return lax.scan(lambda g, slices: (g * layer(*slices), None), y, (starts, w))
 
     assert names(step, X, W) == ["dot_general"]
+
+
+def repeated(function: Callable, *operands) -> list[str]:
+    """The primitives of what ``function`` computes twice."""
+    jaxpr = open_jaxpr(jax.make_jaxpr(function)(*operands))
+    found = {var for each in Place(jaxpr).repeated() for var in each.again}
+    return [eqn.primitive.name for eqn in jaxpr.eqns if found & set(eqn.outvars)]
+
+
+def twice(first: Callable, second: Callable) -> Callable:
+    """One after the other on what a barrier keeps apart."""
+
+    def step(x, w):
+        h = x @ w
+        return first(h), second(lax.optimization_barrier(h))
+
+    return step
+
+
+def test_straight_line_code_repeats_what_is_behind_a_barrier():
+    def layer(h):
+        return jnp.sin(h) @ h
+
+    assert repeated(twice(layer, layer), X, X) == ["sin", "dot_general"]
+    assert repeated(twice(layer, lambda h: jnp.cos(h) @ h), X, X) == []
+    assert repeated(lambda x, w: (layer(x @ w), layer(x @ w)), X, X) == []
+
+
+def test_what_is_kept_of_one_input_by_cheap_work_is_none():
+    assert repeated(lambda x, w: (x.T @ w, lax.optimization_barrier(x).T), X, X) == []
+
+
+def drawing(x, use: bool):
+    """A branch that draws anew every time."""
+    return lax.cond(use, lambda x: x + lax.rng_uniform(0.0, 1.0, x.shape), lambda x: x, x)
+
+
+def test_nor_is_what_holds_something_undefined():
+    used = jnp.bool_(True)
+    assert repeated(twice(lambda h: drawing(h, used), lambda h: drawing(h, used)), X, X) == []
+
+
+class Table:
+    """A parameter that prints the same whatever it holds."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __repr__(self):
+        return "Table(...)"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (np.arange(5000), np.arange(5000), True),
+        (np.arange(5000), np.arange(5000)[::-1].copy(), False),
+        ((np.arange(5000),), (np.arange(5000)[::-1].copy(),), False),
+        ({"a": 0.1}, {"a": 0.1}, True),
+        (0.0, -0.0, False),
+        (1, True, False),
+        (1, 1.0, False),
+        ([1, 2], (1, 2), False),
+        (Table(1), Table(2), False),
+        (functools.partial(max, 1), functools.partial(max, 1), False),
+        (BlockSpec(jax.make_jaxpr(lambda i: i)(0)), BlockSpec(jax.make_jaxpr(lambda i: i)(0)), True),
+        (BlockSpec(jax.make_jaxpr(lambda i: i)(0)), BlockSpec(jax.make_jaxpr(lambda i: 3 - i)(0)), False),
+        (BlockSpec(jax.make_jaxpr(lambda i: i - 1)(0)), BlockSpec(jax.make_jaxpr(lambda i: 1 - i)(0)), False),
+    ],
+)
+def test_parameters_tell_work_apart_by_what_they_hold(one, other, same):
+    (eqn,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
+    first, second = (eqn.replace(params={"parameter": value}) for value in (one, other))
+    assert (work_key(first) == work_key(second)) is same
+
+
+def test_the_context_tells_work_apart():
+    def bits(partitionable: bool):
+        with jax.threefry_partitionable(partitionable):
+            (eqn,) = jax.make_jaxpr(lambda key: jax.random.bits(key, (8,)))(jax.random.key(0)).eqns
+        return work_key(eqn)
+
+    assert bits(True) == bits(True)
+    assert bits(True) != bits(False)

@@ -239,10 +239,34 @@ def test_some_of_them_is_enough():
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("values", [(), (99,)])
-def test_nothing_chosen_changes_nothing(values):
+def test_nothing_chosen_changes_nothing():
     program, mesh = sharded(stack_loss, STACK)
-    assert keep_activations(program, mesh, [KeptActivations("scan.0", "scan.1", values)]) is program
+    assert keep_activations(program, mesh, [KeptActivations("scan.0", "scan.1", ())]) is program
+    assert keep_activations(program, mesh, []) is program
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("choices", "why"),
+    [
+        ([KeptActivations("scan.0", "scan.1", (99,))], r"it keeps activation 99 of \d of scan.0 and scan.1"),
+        ([KeptActivations("scan.0", "scan.1", (-1,))], r"it keeps activation -1 of \d of scan.0 and scan.1"),
+        ([KeptActivations("", "", (0,))], "it keeps activation 0 of 0 of code outside of loops"),
+        ([KeptActivations("scan.1", "scan.0", (0,))], "scan.0 does not follow scan.1 in the same place"),
+        ([KeptActivations("", "scan.1", (0,))], "it keeps activations of no loop, which is not in the program"),
+        ([KeptActivations("scan.0", "scan.1", (0,))] * 2, "it keeps activations of scan.0 in two ways"),
+    ],
+)
+def test_what_the_program_does_not_have_is_an_error(choices, why):
+    program, mesh = sharded(stack_loss, STACK)
+    with pytest.raises(errors.PlanError, match=why):
+        keep_activations(program, mesh, choices)
+
+
+@pytest.mark.pure
+def test_a_loop_of_no_layers_computes_nothing_again():
+    program, _ = sharded(stack_loss, {"stack": stack_shapes(0)})
+    assert turns(program) == []
 
 
 @pytest.mark.pure

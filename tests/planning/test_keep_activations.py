@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import lax
 
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.memory import MemoryUse
@@ -21,7 +23,7 @@ from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import Plan, Prediction
 from jax_deepcompile.planning.stacks import Stack
 from jax_deepcompile.planning.turns import Demand, find_turns
-from tests.passes.programs import LAYERS, run_stack, sharded, stack_shapes
+from tests.passes.programs import LAYERS, layer, run_stack, sharded, stack_shapes
 
 pytestmark = pytest.mark.pure
 
@@ -110,6 +112,38 @@ def test_what_is_kept_already_stays():
 def test_small_products_are_computed_again():
     program, _ = sharded(loss, {"stack": stack_shapes()})
     assert choose(find_turns(program, CostModel()), (), {}, PLENTY, Backward(1.0, 0.0, 1.0)).saved_s < 1e-4
+
+
+def test_what_is_no_part_of_backward_loops_is_kept_whatever_they_wait_for():
+    """Unrolled layers beside a scanned stack whose backward loop waits for the network."""
+
+    def both(params, batch):
+        x = run_stack(params["stack"], batch)
+        for name in ("a", "b"):
+            x = jax.checkpoint(layer)(x, params[name])
+        return jnp.mean(x**2)
+
+    one = {name: shape[1:] for name, shape in wide_stack().items()}
+    program, _ = sharded(both, {"stack": wide_stack(), "a": one, "b": one}, batch=(8 * ROWS, WIDTH))
+    found = find_turns(program, CostModel())
+    assert {turn.loops for turn in found} == {("scan.0", "scan.1"), ("", "")}
+    waiting = choose(found, (), {}, PLENTY, Backward(1.0, 2.0, NETWORK_BYTES_PER_S))
+    assert set(waiting.activations) == {("", "")}
+    assert set(choose(found, (), {}, PLENTY, Backward(1.0, 0.0, 1.0)).activations) == {("scan.0", "scan.1"), ("", "")}
+
+
+def test_what_another_one_makes_needless_is_not_kept():
+    def chain(params, batch):
+        def body(x, w):
+            return jnp.tanh((x @ lax.stop_gradient(w["up"])) @ lax.stop_gradient(w["down"])) + w["bias"], None
+
+        return jnp.mean(lax.scan(jax.checkpoint(body), batch, params["stack"])[0] ** 2)
+
+    shapes = wide_stack() | {"bias": (LAYERS, WIDTH)}
+    program, _ = sharded(chain, {"stack": shapes}, batch=(8 * ROWS, WIDTH))
+    (turn,) = find_turns(program, CostModel())
+    (positions,) = choose([turn], (), {}, PLENTY, Backward(1.0, 0.0, 1.0)).activations.values()
+    assert len(positions) == 1
 
 
 def proposals(

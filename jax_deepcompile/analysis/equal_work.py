@@ -1,0 +1,69 @@
+"""What tells one equation's work from another's: equal keys mean that equal operands give equal results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import closed_consts, has_side_effects, open_jaxpr, trace_context
+from jax_deepcompile.analysis.dataflow import literal_bits
+from jax_deepcompile.ir.traversal import equations, nested_jaxprs
+
+
+def is_repeatable(eqn: Any) -> bool:
+    """Whether ``eqn`` gives the same results whenever it is given the same operands, and does nothing else."""
+    inner = (each for jaxpr in nested_jaxprs(eqn) for each in equations(jaxpr))
+    return not has_side_effects(eqn) and not any(each.primitive.name in _DIFFERENT for each in (eqn, *inner))
+
+
+_DIFFERENT = ("rng_uniform", "empty", "empty2")
+"""Primitives that make another value every time."""
+
+
+def work_key(eqn: Any) -> Hashable:
+    """Equal for equations that do the same to their operands."""
+    params = tuple((name, _key(value)) for name, value in sorted(eqn.params.items()))
+    return eqn.primitive.name, trace_context(eqn), params
+
+
+def _key(value: Any) -> Hashable:
+    """Equal only for parameters that mean the same; what cannot be compared is the same if it is one object."""
+    if isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr)):
+        return _jaxpr_key(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return str(value.dtype), value.shape, value.tobytes()
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_key, value))
+    if isinstance(value, Mapping):
+        return type(value), tuple((_key(name), _key(item)) for name, item in value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = (field.name for field in dataclasses.fields(value))
+        return type(value), tuple((name, _key(getattr(value, name, None))) for name in fields)
+    try:
+        hash(value)
+    except TypeError:
+        return type(value), id(value)
+    return type(value), value
+
+
+def _jaxpr_key(jaxpr: Any) -> Hashable:
+    """Of what a jaxpr computes; its constants are the same if they are one object."""
+    flat = open_jaxpr(jaxpr)
+    names: dict[Any, int] = {}
+
+    def read(atom: Any) -> Hashable:
+        return literal_bits(atom) if isinstance(atom, jex.Literal) else names[atom]
+
+    def define(variables: Any) -> tuple[str, ...]:
+        names.update({var: len(names) + place for place, var in enumerate(variables)})
+        return tuple(str(var.aval) for var in variables)
+
+    inputs = define([*flat.constvars, *flat.invars])
+    lines = [(work_key(eqn), tuple(map(read, eqn.invars)), define(eqn.outvars)) for eqn in flat.eqns]
+    return inputs, tuple(lines), tuple(map(read, flat.outvars)), tuple(map(id, closed_consts(jaxpr)))
