@@ -25,7 +25,7 @@ iterations run as straight-line code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
+from jax_deepcompile.analysis.dataflow import needed_for, reached_from
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
 from jax_deepcompile.analysis.parts import Part, SplitBody, split_body
 from jax_deepcompile.ir.placement import AnyMesh
@@ -183,8 +184,8 @@ class _Work:
     carried: Sequence
 
     def gather(self, t) -> list:
-        read = self._reader(t)
-        return self._run(self.pipeline.split.early, lambda var: self._as_outside(read(var)))
+        read, early = self._reader(t), self.pipeline.split.early
+        return self._run(early, lambda var: self._as_outside(read(var), reached_from(early.jaxpr.eqns, {var})))
 
     def iteration(self, state: _State, t) -> _State:
         """Iteration ``t``: gathers for a later one, reduces for an earlier one, and computes its own layer.
@@ -248,16 +249,28 @@ class _Work:
         split = self.pipeline.split
         made = {var: value.reshape(var.aval.shape) for var, value in zip(split.pending, pending, strict=True)}
         made |= {var: self._slice(stacks[output], t) for output, var in split.in_place}
-        reduced = map(self._as_outside, self._run(split.late, self._reader(t, made)))
-        return dict(zip(split.late_outputs, reduced, strict=True))
+        reduced = {}
+        values = self._run(split.late, self._reader(t, made))
+        for output, atom, value in zip(split.late_outputs, split.late.outputs, values, strict=True):
+            made_of = {var for eqn in needed_for(split.late.jaxpr.eqns, [atom]) for var in eqn.outvars}
+            reduced[output] = self._as_outside(value, made_of)
+        return reduced
 
-    def _as_outside(self, value):
-        """A slice of a stack in memory as the stack is outside of the loop.
+    def _as_outside(self, value, related: Collection):
+        """A slice of a stack in memory as the stack is outside of the loop, if it is transposed for a collective.
 
-        XLA would rather have whole stacks as collectives want a slice, and transpose them before and after the loop.
+        XLA would rather have whole stacks as the collective wants a slice, and transpose them outside of the loop.
+
+        Args:
+          value: the slice.
+          related: variables that are made of it, or that it is made of.
         """
-        pinned = value.ndim > 1 and not self.pipeline.divided
-        return with_layout_constraint(value, Layout(tuple(range(value.ndim)))) if pinned else value
+        split = self.pipeline.split
+        eqns = (eqn for part in (split.early, split.late) for eqn in part.jaxpr.eqns)
+        turned = any(eqn.primitive.name == "transpose" and eqn.outvars[0] in related for eqn in eqns)
+        if not turned or self.pipeline.divided:
+            return value
+        return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
     def _stored(self, stacks: tuple, t, values: dict[int, Any]) -> tuple:
         layer = self._layer(t)
