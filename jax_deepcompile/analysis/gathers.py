@@ -23,6 +23,7 @@ CHEAP = frozenset(
         "copy",
         "mul",
         "reduce_precision",
+        "layout_constraint",
         "stop_gradient",
     }
 )
