@@ -26,7 +26,10 @@ _DIFFERENT = ("rng_uniform", "empty", "empty2")
 
 def work_key(eqn: Any) -> Hashable:
     """Equal for equations that do the same to their operands."""
-    params = tuple((name, _key(value)) for name, value in sorted(eqn.params.items()))
+    try:
+        params: Hashable = tuple((name, _key(value)) for name, value in sorted(eqn.params.items()))
+    except RecursionError:  # a parameter that holds itself
+        params = id(eqn)
     return eqn.primitive.name, trace_context(eqn), params
 
 

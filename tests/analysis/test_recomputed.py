@@ -250,6 +250,15 @@ def test_parameters_tell_work_apart_by_what_they_hold(one, other, same):
     assert (work_key(first) == work_key(second)) is same
 
 
+def test_parameters_that_hold_themselves_are_like_no_others():
+    spec = BlockSpec(None)
+    object.__setattr__(spec, "index_map", spec)
+    (eqn,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
+    first, second = (eqn.replace(params={"parameter": spec}) for _ in range(2))
+    assert work_key(first) == work_key(first)
+    assert work_key(first) != work_key(second)
+
+
 def test_the_context_tells_work_apart():
     def bits(partitionable: bool):
         with jax.threefry_partitionable(partitionable):
