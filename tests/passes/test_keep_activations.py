@@ -322,7 +322,7 @@ def test_the_backward_loop_computes_less_and_a_stack_of_memory_holds_it():
     before, after = compiled([]), compiled([KeptActivations(*turn.loops, (up,))])
     assert products(after) < products(before)
     more = peak_bytes(after.memory_analysis()) - peak_bytes(before.memory_analysis())
-    assert (layers - 1) * sizes[up] < more < (layers + 1) * sizes[up]
+    assert (layers - 1) * sizes[up] < more < (layers + 2) * sizes[up]
 
 
 @pytest.mark.h100_aot
