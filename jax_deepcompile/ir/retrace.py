@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import bind, closed_consts, open_jaxpr, provenance, scan_counts
+from jax_deepcompile._jax_compat import bind, closed_consts, eval_local, open_jaxpr, provenance, scan_counts
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs
@@ -149,6 +149,13 @@ def rescan(eqn, body: Callable[[list, list], list], carry: list, stacks: list) -
     shape = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     carry, stacked = lax.scan(step, carry, stacks, **shape)
     return [*carry, *stacked]
+
+
+def rerun(eqn, body: Any, operands: list, more: Sequence = ()) -> list:
+    """A scan of another body, whose constants are its first inputs, on what ``eqn`` reads and ``more`` stacks."""
+    consts, carry, stacks = split_operands(eqn, operands)
+    consts = [*closed_consts(eqn.params["jaxpr"]), *consts]
+    return rescan(eqn, lambda carry, layer: eval_local(body, [*consts, *carry, *layer]), carry, [*stacks, *more])
 
 
 def _rescan(eqn, operands: list, replacements: Mapping[int, Replacement]) -> list:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr
+from jax_deepcompile._jax_compat import new_jaxpr, open_jaxpr
 from jax_deepcompile.analysis.dataflow import renamed, unguarded
 from jax_deepcompile.analysis.gathers import Gather
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
@@ -31,7 +31,7 @@ from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Replacement, replace_equations, rescan, split_operands
+from jax_deepcompile.ir.retrace import Replacement, replace_equations, rerun, split_operands
 from jax_deepcompile.passes.stack_collectives import given_gathers
 
 
@@ -112,17 +112,11 @@ class _Bridge:
         body = self.shared.forward
         results = [group[0].result for group, _ in self.shared.gathers]
         inner = new_jaxpr([*body.constvars, *body.invars], [*body.outvars, *results], body.eqns)
-        made = _run(eqn, inner, operands, [])
+        made = rerun(eqn, inner, operands)
         self.stacks = made[len(eqn.outvars) :]
         return made[: len(eqn.outvars)]
 
     def read(self, eqn, operands: list) -> list:
         body = self.shared.backward
         inner = given_gathers(body, body.outvars, [group for _, group in self.shared.gathers])
-        return _run(eqn, inner, operands, self.stacks)
-
-
-def _run(eqn, body: Any, operands: list, more: list) -> list:
-    consts, carry, stacks = split_operands(eqn, operands)
-    consts = [*closed_consts(eqn.params["jaxpr"]), *consts]
-    return rescan(eqn, lambda carry, layer: eval_local(body, [*consts, *carry, *layer]), carry, [*stacks, *more])
+        return rerun(eqn, inner, operands, self.stacks)

@@ -25,13 +25,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, new_var, open_jaxpr
+from jax_deepcompile._jax_compat import closed_consts, new_jaxpr, new_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.recomputed import Activation, Place, SharedLayers
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Compute, Replacement, replace_equations, rescan, split_operands
+from jax_deepcompile.ir.retrace import Compute, Replacement, replace_equations, rerun
 from jax_deepcompile.passes.replace_loops import replace_loops
 
 
@@ -105,7 +105,7 @@ def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptAc
     def run(loop: Loop) -> Compute:
         body = once(loop.eqn.params["jaxpr"], loop.name)
         inner = new_jaxpr([*body.constvars, *body.invars], body.outvars, body.eqns)
-        return lambda eqn, operands: _run(eqn, inner, operands, [])
+        return lambda eqn, operands: rerun(eqn, inner, operands)
 
     program = replace_loops(program, mesh, {name: run for name in choices if name})
     if "" not in choices:
@@ -138,16 +138,10 @@ class _Bridge:
     def write(self, eqn, operands: list) -> list:
         body, kept = self.shared.forward, [each.first for each in self.shared.activations]
         inner = new_jaxpr([*body.constvars, *body.invars], [*body.outvars, *kept], body.eqns)
-        made = _run(eqn, inner, operands, [])
+        made = rerun(eqn, inner, operands)
         self.stacks = made[len(eqn.outvars) :]
         return made[: len(eqn.outvars)]
 
     def read(self, eqn, operands: list) -> list:
         inner = _given_activations(self.shared.backward, self.shared.activations)
-        return _run(eqn, inner, operands, self.stacks)
-
-
-def _run(eqn, body: Any, operands: list, more: list) -> list:
-    consts, carry, stacks = split_operands(eqn, operands)
-    consts = [*closed_consts(eqn.params["jaxpr"]), *consts]
-    return rescan(eqn, lambda carry, layer: eval_local(body, [*consts, *carry, *layer]), carry, [*stacks, *more])
+        return rerun(eqn, inner, operands, self.stacks)

@@ -37,6 +37,19 @@ def stack_loss(params, batch):
     return jnp.mean(run_stack(params["stack"], batch) ** 2)
 
 
+def in_two_iterations(loss: Callable) -> Callable:
+    """Forward and backward of ``loss`` in each of two iterations, as microbatches have them; then ``stack_loss``."""
+
+    def whole(params, batch):
+        def one(total, part):
+            value, grads = jax.value_and_grad(loss)(params, part)
+            return total + value + sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)), None
+
+        return lax.stop_gradient(lax.scan(one, 0.0, jnp.stack([batch, 2 * batch]))[0]) + stack_loss(params, batch)
+
+    return whole
+
+
 def sharded(loss: Callable, params, batch=(BATCH, WIDTH), mesh: Mapping[str, int] | None = None, optimizer=None):
     """The fully sharded training step of ``loss``: the program and its mesh."""
     optimizer = optimizer or optax.sgd(0.1, momentum=0.9)

@@ -21,7 +21,7 @@ from jax_deepcompile.passes.pipeline_loops import choose_schedules, pipeline_loo
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.plan import Plan
 from tests.partition.steps import shapes, training_step
-from tests.passes.programs import LAYERS, count, run, run_stack, sharded, stack_loss, stack_shapes
+from tests.passes.programs import LAYERS, count, in_two_iterations, run, run_stack, sharded, stack_loss, stack_shapes
 
 STACK = {"stack": stack_shapes()}
 
@@ -67,16 +67,7 @@ def test_values_stay_the_same(loss, params, pipelined):
 
 @pytest.mark.cpu_mesh
 def test_inside_of_another_loop_values_stay_the_same():
-    def loss(params, batch):
-        """Forward and backward of the layers in one iteration, as microbatches have them."""
-
-        def one(total, part):
-            value, grads = jax.value_and_grad(lambda p: jnp.mean(run_stack(p["stack"], part) ** 2))(params)
-            return total + value + sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)), None
-
-        return lax.stop_gradient(lax.scan(one, 0.0, jnp.stack([batch, 2 * batch]))[0]) + stack_loss(params, batch)
-
-    program, mesh = sharded(loss, STACK)
+    program, mesh = sharded(in_two_iterations(stack_loss), STACK)
     inner = [loop for loop in find_loops(program.jaxpr) if "/" in loop.name and sliced_gathers(loop.eqn)]
     shared = shared_gathers(program, inner[0], inner[1])
     choice = HandOver(inner[0].name, inner[1].name, tuple(range(len(shared.gathers))))

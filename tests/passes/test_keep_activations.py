@@ -30,7 +30,17 @@ from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.turns import Turn, find_turns
 from tests.partition.steps import shapes, training_step
-from tests.passes.programs import LAYERS, count, layer, run, run_stack, sharded, stack_loss, stack_shapes
+from tests.passes.programs import (
+    LAYERS,
+    count,
+    in_two_iterations,
+    layer,
+    run,
+    run_stack,
+    sharded,
+    stack_loss,
+    stack_shapes,
+)
 
 STACK = {"stack": stack_shapes()}
 
@@ -108,16 +118,7 @@ def test_values_stay_the_same(loss, params, products, pipelined):
 
 @pytest.mark.cpu_mesh
 def test_inside_of_another_loop_values_stay_the_same():
-    def loss(params, batch):
-        """Forward and backward of the layers in one iteration, as microbatches have them."""
-
-        def one(total, part):
-            value, grads = jax.value_and_grad(lambda p: jnp.mean(run_stack(p["stack"], part) ** 2))(params)
-            return total + value + sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)), None
-
-        return lax.stop_gradient(lax.scan(one, 0.0, jnp.stack([batch, 2 * batch]))[0]) + stack_loss(params, batch)
-
-    program, mesh = sharded(loss, STACK)
+    program, mesh = sharded(in_two_iterations(stack_loss), STACK)
     nested = [choice for choice in everything(program) if "/" in choice.forward]
     assert {turn.times for turn in turns(program)} == {1, 2}
     kept = keep_activations(program, mesh, nested)
@@ -146,16 +147,7 @@ def test_outside_of_loops_values_stay_the_same():
 
 @pytest.mark.cpu_mesh
 def test_inside_of_an_iteration_values_stay_the_same():
-    def loss(params, batch):
-        """Forward and backward of all layers in each of two iterations."""
-
-        def one(total, part):
-            value, grads = jax.value_and_grad(unrolled_loss)(params, part)
-            return total + value + sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)), None
-
-        return lax.stop_gradient(lax.scan(one, 0.0, jnp.stack([batch, 2 * batch]))[0]) + stack_loss(params, batch)
-
-    program, mesh = sharded(loss, STACK)
+    program, mesh = sharded(in_two_iterations(unrolled_loss), STACK)
     inside = [choice for choice in everything(program) if choice.forward == choice.backward]
     assert {(turn.layers, turn.times) for turn in turns(program) if turn.loops[0] == turn.loops[1]} == {(1, 2)}
     kept = keep_activations(program, mesh, inside)
