@@ -88,15 +88,23 @@ def _results(body: Computation) -> list[Instruction]:
 
 
 def _parameter_bytes(body: Computation, parameter: Instruction) -> int:
-    """Bytes of a fusion's parameter that it reads: the slices, where it only slices; what it overwrites is not read."""
-    reads, names = 0, [parameter.name]
+    """Bytes of a fusion's parameter that it reads: the slices, where it only slices.
+
+    What is updated in place and returned is not read.
+    """
+    reads, names, updated = 0, [parameter.name], set[str]()
     while names:
         name = names.pop()
         for user in body.users.get(name, ()):
-            if user.opcode in _VIEWS:
-                names.append(user.name)
-                continue
             places = [place for place, operand in enumerate(user.operands) if operand == name]
+            updates = user.opcode == "dynamic-update-slice" and places == [0]
+            if user.opcode in _VIEWS or updates:
+                names.append(user.name)
+                if updates or name in updated:
+                    updated.add(user.name)
+                continue
+            if name in updated and user.opcode == "tuple":
+                continue
             reads += sum(_read(user, place, body.by_name[name].shape) for place in places)
     return min(reads, bytes_of(parameter.shape))
 
@@ -115,12 +123,18 @@ def _read(user: Instruction, place: int, shape: Shape) -> int:
 
 def _result_bytes(body: Computation, result: Instruction) -> int:
     """Bytes that a fusion writes for one of its results: a part, if it updates a parameter in place."""
-    result = _through_views(body, result)
-    operands = [body.by_name[name] for name in result.operands]
-    updates = opcodes.split(result.opcode)[0] in ("dynamic-update-slice", "scatter")
-    if updates and _through_views(body, operands[0]).opcode != "parameter":
-        return bytes_of(result.shape)
-    return _written(result, operands)
+    result = base = _through_views(body, result)
+    if not _updates(result):
+        return _written(result, [body.by_name[name] for name in result.operands])
+    written = 0
+    while _updates(base):
+        written += _written(base, [body.by_name[name] for name in base.operands])
+        base = _through_views(body, body.operand(base, 0))
+    return written if base.opcode == "parameter" else bytes_of(result.shape)
+
+
+def _updates(instruction: Instruction) -> bool:
+    return opcodes.split(instruction.opcode)[0] in ("dynamic-update-slice", "scatter")
 
 
 def _through_views(body: Computation, instruction: Instruction) -> Instruction:

@@ -26,7 +26,7 @@ iterations run as straight-line code.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import needed_for, reached_from
+from jax_deepcompile.analysis.dataflow import needed_for, reached_from, without_barriers
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
 from jax_deepcompile.analysis.parts import Part, SplitBody, split_body
 from jax_deepcompile.ir.placement import AnyMesh
@@ -132,6 +132,11 @@ class _Pipeline:
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", split_body(self.loop.eqn))
 
+    @property
+    def first(self) -> int:
+        """Iterations that run apart before the loop."""
+        return min(max(self.schedule.first_layers, self.schedule.delay_layers), self.loop.length)
+
     def run(self, eqn, operands: list) -> Sequence:
         body = open_jaxpr(eqn.params["jaxpr"])
         num_consts, num_carry = scan_counts(eqn)
@@ -147,9 +152,8 @@ class _Pipeline:
         return self._iterate(work, _State(carry, gathered, (), tuple(outs)))
 
     def _iterate(self, work: _Work, state: _State) -> Sequence:
-        length, ahead, behind = self.loop.length, self.schedule.prefetch_layers, self.schedule.delay_layers
-        first = min(max(self.schedule.first_layers, behind), length)
-        last = min(max(self.schedule.last_layers, ahead), length - first)
+        length, first = self.loop.length, self.first
+        last = min(max(self.schedule.last_layers, self.schedule.prefetch_layers), length - first)
         for t in range(first):
             state = work.iteration(state, t)
         trips = length - first - last
@@ -164,7 +168,8 @@ class _Pipeline:
             state = work.iteration(state, t)
         for t in range(length - len(state.pending), length):
             state = work.reduce_oldest(state, t)
-        return [*state.carry, *state.stacks]
+        reduced = self.split.late_outputs
+        return [*state.carry, *(_written(s) if index in reduced else s for index, s in enumerate(state.stacks))]
 
 
 @dataclass(frozen=True)
@@ -198,9 +203,11 @@ class _Work:
         reduces = schedule.delay_layers and len(pending) == schedule.delay_layers
         if not apart or t + schedule.prefetch_layers < self.pipeline.loop.length:
             gathered = (*gathered, self.gather(t + schedule.prefetch_layers))
-        made = dict(zip(self.carried, state.carry, strict=True))
-        made |= dict(zip(split.early.outputs, gathered[0], strict=True))
-        results = self._run(split.main, self._reader(t, made))
+        between = apart and 0 < t < self.pipeline.first
+        made = self._given(state.carry, t) if between else dict(zip(self.carried, state.carry, strict=True))
+        ready = map(self._in_order, gathered[0]) if apart else gathered[0]
+        made |= dict(zip(split.early.outputs, ready, strict=True))
+        results = self._run(self._main(t), self._reader(t, made))
         now = len(self.carried) + len(stacks) - len(split.late_outputs)
         carry, rest = results[: len(self.carried)], results[len(self.carried) : now]
         made |= dict(zip(split.main.outputs[now:], results[now:], strict=True))
@@ -215,6 +222,22 @@ class _Work:
         stacks = self._stored(stacks, t, dict(zip(early, rest, strict=True)))
         state = _State(carry, gathered[1:], (*pending, left), stacks)
         return state if schedule.delay_layers else self.reduce_oldest(state, t)
+
+    def _main(self, t) -> Part:
+        """What iteration ``t`` computes: in the first one of a loop that reduces, what was just computed is at hand."""
+        main = self.pipeline.split.main
+        if isinstance(t, int) and t == 0 and self.pipeline.schedule.delay_layers:
+            return replace(main, jaxpr=without_barriers(main.jaxpr))
+        return main
+
+    def _given(self, carry: Sequence, t: int) -> dict:
+        """What iteration ``t`` reads besides parameters: slices of stacks are there for it when the carry is.
+
+        XLA would compute again early, and keep, what many checkpointed layers make of them.
+        """
+        read = [var for var in self.pipeline.split.main.inputs if var in self.slices]
+        carry, values = lax.optimization_barrier((carry, [self._slice(self.slices[var], t) for var in read]))
+        return dict(zip((*self.carried, *read), (*carry, *values), strict=True))
 
     def _gradients(self, made: dict, stacks: tuple, t, wait: bool) -> tuple[dict, tuple]:
         """What iteration ``t`` leaves to be reduced; and the stacks.
@@ -268,15 +291,21 @@ class _Work:
         split = self.pipeline.split
         eqns = (eqn for part in (split.early, split.late) for eqn in part.jaxpr.eqns)
         turned = any(eqn.primitive.name == "transpose" and eqn.outvars[0] in related for eqn in eqns)
-        if not turned or self.pipeline.divided:
+        return self._in_order(value) if turned else value
+
+    def _in_order(self, value):
+        """``value`` with its dimensions in memory in their order, as the loop has what it carries.
+
+        Apart from the loop XLA would transpose what products read.
+        """
+        if self.pipeline.divided:
             return value
         return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
     def _stored(self, stacks: tuple, t, values: dict[int, Any]) -> tuple:
         layer = self._layer(t)
         return tuple(
-            lax.dynamic_update_index_in_dim(stack, values[index], layer, 0) if index in values else stack
-            for index, stack in enumerate(stacks)
+            _updated(stack, values[index], layer) if index in values else stack for index, stack in enumerate(stacks)
         )
 
     def _layer(self, t):
@@ -303,6 +332,18 @@ class _Work:
 
     def _run(self, part: Part, read: Callable) -> list:
         return eval_local(part.jaxpr, [read(var) for var in part.inputs])
+
+
+def _written(stack):
+    """``stack`` once it is written: XLA would put the last writes off into what reads it, and make that slower."""
+    return lax.optimization_barrier(stack)
+
+
+def _updated(stack, value, layer):
+    """``stack`` with ``value`` as its slice number ``layer``; as a literal where that is known."""
+    if isinstance(layer, int):
+        return lax.dynamic_update_slice(stack, value[None], (layer,) + (0,) * value.ndim)
+    return lax.dynamic_update_index_in_dim(stack, value, layer, 0)
 
 
 def _after(values: list, stacks: tuple, places: Sequence[int]) -> tuple[list, tuple]:

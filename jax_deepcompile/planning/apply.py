@@ -9,8 +9,11 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.accumulate_in_loops import accumulate_in_loops
+from jax_deepcompile.passes.compute_once import compute_once
+from jax_deepcompile.passes.gather_after_loops import gather_after_loops
 from jax_deepcompile.passes.hand_over import hand_over
 from jax_deepcompile.passes.keep_activations import keep_activations
+from jax_deepcompile.passes.narrow_stacks import narrow_stacks
 from jax_deepcompile.passes.overlap_microbatches import overlapped
 from jax_deepcompile.passes.pipeline_loops import pipeline_loops
 from jax_deepcompile.passes.prefetch import parameter_gathers, prefetch
@@ -48,7 +51,8 @@ def apply_kept(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     for kept in plan.kept:
         if kept.loop not in known:
             raise errors.PlanError("the plan", f"it keeps gathers over {kept.loop}, which the program does not have")
-    return keep_over_microbatches(planned, mesh, {kept.loop: kept.gathers for kept in plan.kept})
+    planned = keep_over_microbatches(planned, mesh, {kept.loop: kept.gathers for kept in plan.kept})
+    return gather_after_loops(planned) if plan.loops else planned
 
 
 def apply_loops(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
@@ -62,8 +66,9 @@ def apply_loops(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     kept = keep_activations(apply_gathers(program, mesh, plan), mesh, plan.activations)
     if not plan.loops:
         return kept
-    pipelined = pipeline_loops(accumulate_in_loops(kept, mesh), mesh, plan.loops)
-    return reduce_before_loops(pipelined)
+    narrowed = narrow_stacks(accumulate_in_loops(kept, mesh), mesh)
+    pipelined = pipeline_loops(narrowed, mesh, plan.loops)
+    return reduce_before_loops(compute_once(pipelined))
 
 
 def apply_gathers(program: Program, mesh: AnyMesh, plan: Plan) -> Program:

@@ -187,9 +187,12 @@ class _Offer:
         return self.demand.saved_s(self.position) - self.demand.turn.handing_s(self.position)
 
     def is_worthwhile(self) -> bool:
-        """Whether computing it again takes clearly longer than bringing it from memory."""
+        """Whether computing it again takes clearly longer than bringing it from memory.
+
+        Cheap work is not counted as well as all that: most of it XLA does beside other work.
+        """
         turn = self.demand.turn
-        return self.demand.saved_s(self.position) > 2 * turn.step_s(turn.copy_s[self.position])
+        return self.demand.saved_s(self.position) > 3 * turn.step_s(turn.copy_s[self.position])
 
     @property
     def worth(self) -> float:

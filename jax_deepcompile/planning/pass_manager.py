@@ -87,7 +87,7 @@ class Trial:
 
 
 WORTH_TRYING = 0.01
-"""The share of a step that there must be to gain before a compilation or memory is spent on it."""
+"""The share of a step that there must be to gain before a compilation, or all memory that is left, is spent on it."""
 
 
 @dataclass(frozen=True)
@@ -238,16 +238,29 @@ def _attempt_or_less(base: Program, proposal: Proposal, environment: Environment
 
 
 def _best_tried(
-    name: str, now: Trial, tried: Sequence[_Tried], seconds: Callable[[Trial], float], environment: Environment
+    name: str,
+    now: Trial,
+    tried: Sequence[_Tried],
+    seconds: Callable[[Trial], float],
+    environment: Environment,
+    is_last: bool = False,
 ) -> tuple[Trial, list[Record]]:
-    """The best of ``now`` and what was tried by ``seconds``, and what became of each trial."""
+    """The best of ``now`` and what was tried by ``seconds``, and what became of each trial.
+
+    Memory is spent for time, unless this ``is_last`` and nobody else has a use for it.
+    """
     best = now
+
+    def objection_to(trial: Trial) -> str:
+        spent = 0.0 if is_last else _spent(trial, best, environment)
+        return _objection(trial, best, environment, seconds, max(_TOLD_APART, spent * WORTH_TRYING))
+
     for each in tried:
-        best = best if _objection(each.trial, best, environment, seconds) else each.trial
+        best = best if objection_to(each.trial) else each.trial
     records = []
     for each in tried:
         change = f"{seconds(now):.4g} s to {seconds(each.trial):.4g} s"
-        objection = "" if each.trial is best else _objection(each.trial, best, environment, seconds)
+        objection = "" if each.trial is best else objection_to(each.trial)
         taken, after = each.trial is best, each.trial.prediction
         records.append(Record(name, each.decision, now.prediction, after, taken, objection or change, each.wall_s))
     return best, records
@@ -279,7 +292,7 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
             tried.append(_scheduled_by(strict, "and held to the limit", trial, environment))
         elif _fits(tried[0].trial, environment) and _step_s(tried[0].trial) > hoped_s:
             tried += _otherwise_scheduled(told, trial, environment)
-        best, told_of = _best_tried("schedule", best, tried, _step_s, environment)
+        best, told_of = _best_tried("schedule", best, tried, _step_s, environment, is_last=True)
         records += told_of
     return best, records
 
@@ -345,16 +358,28 @@ def _step_s(trial: Trial) -> float:
     return trial.prediction.step_s
 
 
-def _objection(trial: Trial, best: Trial, environment: Environment, seconds: Callable[[Trial], float]) -> str:
-    """Why ``trial`` does not replace ``best``; empty if it does."""
+def _spent(trial: Trial, best: Trial, environment: Environment) -> float:
+    """The share of the memory that ``best`` leaves which ``trial`` takes, from 0 to 1."""
+    if environment.limit_bytes is None:
+        return 0.0
+    left_bytes = max(environment.limit_bytes - best.prediction.peak_bytes, 1)
+    return min(max((trial.prediction.peak_bytes - best.prediction.peak_bytes) / left_bytes, 0.0), 1.0)
+
+
+def _objection(
+    trial: Trial, best: Trial, environment: Environment, seconds: Callable[[Trial], float], least: float
+) -> str:
+    """Why ``trial`` does not replace ``best``, of whose time it must save the share ``least``; empty if it does."""
     peak, limit = trial.prediction.peak_bytes, environment.limit_bytes
     fits, best_fits = _fits(trial, environment), _fits(best, environment)
     if not fits and (best_fits or peak >= best.prediction.peak_bytes):
         return f"takes {peak / 2**30:.1f} GiB of {(limit or 0) / 2**30:.1f}"
     if fits and not best_fits:
         return ""
-    if seconds(trial) > (1 - _TOLD_APART) * seconds(best):
-        return f"no faster: {seconds(trial):.4g} s against {seconds(best):.4g} s"
+    if seconds(trial) > (1 - least) * seconds(best):
+        slower = seconds(trial) > (1 - _TOLD_APART) * seconds(best)
+        grounds = "no faster" if slower else f"for {peak / 2**30:.1f} GiB hardly faster"
+        return f"{grounds}: {seconds(trial):.4g} s against {seconds(best):.4g} s"
     return ""
 
 
@@ -362,5 +387,5 @@ def _fits(trial: Trial, environment: Environment) -> bool:
     return environment.limit_bytes is None or trial.prediction.peak_bytes <= environment.limit_bytes
 
 
-_TOLD_APART = 0.002
-"""The share of a step that a change must save to be taken: for less no memory is spent and no plan made longer."""
+_TOLD_APART = 0.001
+"""The share of a step that a change must save to be taken: for less no plan is made longer."""

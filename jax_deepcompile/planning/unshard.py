@@ -162,7 +162,7 @@ def every_layer(stacks: Sequence[Stack]) -> str:
     return f"{len(stacks)} parameters of every layer stay gathered, {size / 2**30:.2f} GiB"
 
 
-_ROOM = 1.1
+_ROOM = 1.25
 """What a layer kept gathered takes, over the gathered bytes: buffers lie less well."""
 
 

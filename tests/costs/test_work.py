@@ -165,6 +165,22 @@ def test_an_update_in_place_counts_the_update_twice():
     assert fusion(UPDATE.replace("BASE", "%p"), parameters=UPDATED).bytes == 800
 
 
+def test_an_update_that_is_computed_with_reads_what_it_updates():
+    body = UPDATE.replace("BASE", "%p").replace(
+        "ROOT %b = f32[8000]{0} bitcast(%d)", "ROOT %n = f32[80,100] negate(%d)"
+    )
+    assert fusion(body, parameters=UPDATED).bytes == 32_000 + 400 + 32_000
+
+
+def test_updates_in_place_one_after_the_other_and_returned_beside_others():
+    body = UPDATE.replace("BASE", "%p").replace("  ROOT %b = f32[8000]{0} bitcast(%d)\n", "")
+    body += """  %e = f32[80,100]{1,0} dynamic-update-slice(%d, %u, %i, %i)
+  %n = f32[1,100]{1,0} negate(%u)
+  ROOT %t = (f32[80,100]{1,0}, f32[1,100]{1,0}) tuple(%e, %n)
+"""
+    assert fusion(body, parameters=UPDATED).bytes == 400 + 2 * 400 + 400
+
+
 def test_an_update_of_something_computed_writes_it_all():
     body = UPDATE.replace("  %d = ", "  %n = f32[80,100]{1,0} negate(%p)\n  %d = ").replace("BASE", "%n")
     assert fusion(body, parameters=UPDATED).bytes == 32_000 + 400 + 32_000

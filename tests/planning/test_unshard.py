@@ -117,7 +117,7 @@ def test_layers_are_kept_where_they_fit_before_backward_begins():
 
 def test_what_fits_beside_the_peak_is_what_is_kept_otherwise():
     """One of the two matrices is handed over already: backward gathers but half of a layer."""
-    room = int(1.2 * LAYER_BYTES)
+    room = int(1.3 * LAYER_BYTES)
     (found,) = proposals(trip(4.0), free_bytes=room, forward_bytes=LIMIT - 3 * LAYER_BYTES)
     assert (layers_kept(found), layers_kept(found.otherwise)) == (3, 2)
 

@@ -1,0 +1,98 @@
+"""What is at hand is neither read from a stack nor computed again.
+
+Before, as the last iteration of one pipelined loop and the first of the next one run apart::
+
+    y = f(x); s = dynamic_update_slice(s, x, 31); ...; x' = slice(s, 31); y' = f(x')
+
+After::
+
+    y = f(x); s = dynamic_update_slice(s, x, 31); ...; y' = y
+
+So a checkpointed layer at the turn from forward to backward is not computed again right after it was computed.
+
+Guarantees: values are bitwise the same; what a barrier keeps apart stays apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile.analysis.dataflow import alike, literal_bits, renamed, unguarded, variables
+from jax_deepcompile.analysis.equal_work import is_repeatable, work_key
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.traversal import with_regions
+
+
+def compute_once(program: Program) -> Program:
+    """``program`` without what it has at hand already; the same object if there is nothing of the kind."""
+    merged = _merged(program.jaxpr)
+    return program if merged is program.jaxpr else program.replace(jaxpr=merged)
+
+
+def _merged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    jaxpr = open_jaxpr(closed)
+    guarded = unguarded(jaxpr)
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    known: dict = {}
+    made: dict = {}
+    eqns = []
+    for original in jaxpr.eqns:
+        if (same := _read_back(original, makers, guarded)) is not None:
+            known[original.outvars[0]] = renamed(same, known)
+            continue
+        eqn = with_regions(original, _merged)
+        invars = [renamed(atom, known) for atom in eqn.invars]
+        eqn = eqn if invars == eqn.invars else eqn.replace(invars=invars)
+        if eqn.primitive.name == "optimization_barrier" or not is_repeatable(eqn):
+            eqns.append(eqn)
+            continue
+        first = made.setdefault((work_key(eqn), tuple(literal_bits(atom) or atom for atom in eqn.invars)), eqn)
+        if first is eqn:
+            eqns.append(eqn)
+        known |= dict(zip(eqn.outvars, first.outvars, strict=True)) if first is not eqn else {}
+    if len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return closed
+    outvars = [renamed(atom, known) for atom in jaxpr.outvars]
+    return jex.ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), closed_consts(closed))
+
+
+def _read_back(eqn: Any, makers: dict, guarded: dict) -> Any:
+    """The value that ``eqn`` takes out of a row of one, cut out of a stack in which it was stored so; else None."""
+    cut = makers.get(eqn.invars[0]) if eqn.primitive.name == "squeeze" else None
+    if cut is None or cut.primitive.name != "slice" or any(stride != 1 for stride in cut.params["strides"] or ()):
+        return None
+    row = _stored(cut, makers, guarded)
+    laid = None if row is None else makers.get(row)
+    if row is None or laid is None or laid.primitive.name != "broadcast_in_dim" or not variables(laid.invars):
+        return None
+    value, result = laid.invars[0], eqn.outvars[0]
+    dims = tuple(dim for dim in range(row.aval.ndim) if dim not in eqn.params["dimensions"])
+    return value if alike(value, result) and tuple(laid.params["broadcast_dimensions"]) == dims else None
+
+
+def _stored(cut: Any, makers: dict, guarded: dict) -> Any:
+    """What was stored just where ``cut`` reads; None if that is not known."""
+    start, read = tuple(cut.params["start_indices"]), cut.outvars[0]
+    stack = renamed(cut.invars[0], guarded)
+    while (store := makers.get(stack)) is not None and store.primitive.name == "dynamic_update_slice":
+        before, update, *indices = store.invars
+        if variables(indices):
+            return None
+        place = tuple(int(index.val) for index in indices)
+        if place == start and alike(update, read):
+            return update
+        if not _apart(place, update.aval.shape, start, read.aval.shape):
+            return None
+        stack = renamed(before, guarded)
+    return None
+
+
+def _apart(place: tuple, stored: tuple, start: tuple, read: tuple) -> bool:
+    """Whether what is stored and what is read have no element in common."""
+    return any(
+        one + size <= other or other + length <= one
+        for one, size, other, length in zip(place, stored, start, read, strict=True)
+    )

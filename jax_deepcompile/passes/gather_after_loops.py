@@ -1,0 +1,84 @@
+"""What is needed after a loop that communicates is gathered after it.
+
+Before::
+
+    c = scan(c); W = all_gather(w)
+
+After::
+
+    c = scan(c); w, _ = optimization_barrier(w, c); W = all_gather(w)
+
+XLA's scheduler would gather as soon as it can: before the loop, where there is nothing to compute meanwhile, and the
+whole value would stay in memory all the while. After a pipelined loop there is its last iteration, which runs apart.
+
+Guarantees: values are bitwise the same, nothing is added to what is computed or communicated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import closed_consts, is_drop_var, new_barrier, open_jaxpr, scan_counts
+from jax_deepcompile.analysis.dataflow import variables
+from jax_deepcompile.analysis.gathers import find_gathers, is_gather_loop
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.traversal import equations, nested_jaxprs, with_regions
+
+
+def gather_after_loops(program: Program) -> Program:
+    """``program`` with gathers that wait for the loops before them; the same object if none has to."""
+    waiting = _waiting(program.jaxpr)
+    return program if waiting is program.jaxpr else program.replace(jaxpr=waiting)
+
+
+def _waiting(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """``closed`` with a barrier in front of each gather that has to wait; the same object if there is none."""
+    jaxpr = open_jaxpr(closed)
+    again = _gathered_before(jaxpr)
+    eqns: list = []
+    ended: list = []
+    afterwards: set = set()
+    for original in jaxpr.eqns:
+        eqn = with_regions(original, _waiting)
+        waits = not afterwards.isdisjoint(variables(eqn.invars))
+        if eqn.primitive.name == "all_gather" and ended and not waits and eqn.outvars[0] not in again:
+            barrier = new_barrier([eqn.invars[0], *ended], eqn.source_info)
+            eqns.append(barrier)
+            eqn = eqn.replace(invars=[barrier.outvars[0]])
+            waits = True
+        elif _communicates(eqn) and (left := _left(eqn)):
+            ended, afterwards = left, set()
+            waits = True
+        if waits:
+            afterwards.update(eqn.outvars)
+        eqns.append(eqn)
+    same = len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+    return closed if same else jex.ClosedJaxpr(jaxpr.replace(eqns=eqns), closed_consts(closed))
+
+
+def _gathered_before(jaxpr: Any) -> set:
+    """Results of gathers of what has been gathered already, which XLA does not do again."""
+    seen: set = set()
+    again = set()
+    for gather in find_gathers(jaxpr, jaxpr.invars):
+        if gather.key in seen:
+            again.add(gather.result)
+        seen.add(gather.key)
+    return again
+
+
+def _communicates(eqn: Any) -> bool:
+    """Whether ``eqn`` is a loop that gathers, and more than gathers."""
+    if eqn.primitive.name != "scan" or is_gather_loop(eqn):
+        return False
+    return any(inner.primitive.name == "all_gather" for body in nested_jaxprs(eqn) for inner in equations(body))
+
+
+def _left(loop: Any) -> list:
+    """The first array of floats that is left of what a loop carries."""
+    _, num_carry = scan_counts(loop)
+    carried = [var for var in loop.outvars[:num_carry] if not is_drop_var(var)]
+    return [var for var in carried if var.aval.ndim and jnp.issubdtype(var.aval.dtype, jnp.inexact)][:1]
