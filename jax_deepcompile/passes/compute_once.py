@@ -19,7 +19,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile._jax_compat import closed_consts, is_drop_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import alike, literal_bits, renamed, unguarded, variables
 from jax_deepcompile.analysis.equal_work import is_repeatable, work_key
 from jax_deepcompile.ir.program import Program
@@ -50,9 +50,10 @@ def _merged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
             eqns.append(eqn)
             continue
         first = made.setdefault((work_key(eqn), tuple(literal_bits(atom) or atom for atom in eqn.invars)), eqn)
-        if first is eqn:
+        if first is eqn or any(map(is_drop_var, first.outvars)):
             eqns.append(eqn)
-        known |= dict(zip(eqn.outvars, first.outvars, strict=True)) if first is not eqn else {}
+        else:
+            known |= dict(zip(eqn.outvars, first.outvars, strict=True))
     if len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return closed
     outvars = [renamed(atom, known) for atom in jaxpr.outvars]
@@ -81,7 +82,10 @@ def _stored(cut: Any, makers: dict, guarded: dict) -> Any:
         before, update, *indices = store.invars
         if variables(indices):
             return None
-        place = tuple(int(index.val) for index in indices)
+        place = tuple(
+            min(max(int(index.val), 0), size - stored)
+            for index, size, stored in zip(indices, before.aval.shape, update.aval.shape, strict=True)
+        )
         if place == start and alike(update, read):
             return update
         if not _apart(place, update.aval.shape, start, read.aval.shape):

@@ -35,39 +35,38 @@ def gather_after_loops(program: Program) -> Program:
 
 
 def _waiting(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """``closed`` with a barrier in front of each gather that has to wait; the same object if there is none."""
+    """``closed`` with a barrier in front of each gather that has to wait; the same object if there is none.
+
+    What was gathered before, XLA does not gather again: it does not wait, or as the first gather did.
+    """
     jaxpr = open_jaxpr(closed)
-    again = _gathered_before(jaxpr)
-    eqns: list = []
+    keys = {gather.result: gather.key for gather in find_gathers(jaxpr, jaxpr.invars)}
+    ready: set = set()
+    waited: dict = {}
     ended: list = []
     afterwards: set = set()
+    eqns: list = []
     for original in jaxpr.eqns:
         eqn = with_regions(original, _waiting)
         waits = not afterwards.isdisjoint(variables(eqn.invars))
-        if eqn.primitive.name == "all_gather" and ended and not waits and eqn.outvars[0] not in again:
-            barrier = new_barrier([eqn.invars[0], *ended], eqn.source_info)
-            eqns.append(barrier)
-            eqn = eqn.replace(invars=[barrier.outvars[0]])
-            waits = True
+        if eqn.primitive.name == "all_gather":
+            key = keys.get(eqn.outvars[0])
+            if ended and not waits and (key is None or key not in ready):
+                operand = eqn.invars[0]
+                if operand not in waited:
+                    eqns.append(new_barrier([operand, *ended], eqn.source_info))
+                    waited[operand] = eqns[-1].outvars[0]
+                eqn = eqn.replace(invars=[waited[operand]])
+                waits = True
+            elif not waits:
+                ready.add(key)
         elif _communicates(eqn) and (left := _left(eqn)):
-            ended, afterwards = left, set()
-            waits = True
+            ended, afterwards, waits = left, set(), True
         if waits:
             afterwards.update(eqn.outvars)
         eqns.append(eqn)
     same = len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
     return closed if same else jex.ClosedJaxpr(jaxpr.replace(eqns=eqns), closed_consts(closed))
-
-
-def _gathered_before(jaxpr: Any) -> set:
-    """Results of gathers of what has been gathered already, which XLA does not do again."""
-    seen: set = set()
-    again = set()
-    for gather in find_gathers(jaxpr, jaxpr.invars):
-        if gather.key in seen:
-            again.add(gather.result)
-        seen.add(gather.key)
-    return again
 
 
 def _communicates(eqn: Any) -> bool:

@@ -105,6 +105,31 @@ def test_equal_work_is_done_once_inside_loops_too():
 
 
 @pytest.mark.pure
+def test_results_that_only_the_second_reads_are_made():
+    def function(row):
+        return jnp.split(row, [1])[0] * 2, jnp.split(row, [1])[1] * 2
+
+    row = np.arange(3.0, dtype=np.float32)
+    _, merged = once(function, row)
+    got = jax.core.eval_jaxpr(open_jaxpr(merged.jaxpr), merged.jaxpr.consts, row)
+    for value, expected in zip(got, function(row), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("index", [ROWS + 1, -ROWS - 3])
+def test_what_is_stored_beyond_the_ends_is_stored_at_them(index):
+    def function(stack, row):
+        return [lax.index_in_dim(stored(stack, row, index), at, keepdims=False) for at in (0, 1, ROWS - 1)]
+
+    stack, row = np.zeros((ROWS, 3), np.float32), np.ones(3, np.float32)
+    _, merged = once(function, stack, row)
+    got = jax.core.eval_jaxpr(open_jaxpr(merged.jaxpr), merged.jaxpr.consts, stack, row)
+    for value, expected in zip(got, function(stack, row), strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.pure
 def test_random_bits_are_drawn_as_often_as_before():
     def function(key):
         return lax.rng_uniform(0.0, 1.0, (3,)) + lax.rng_uniform(0.0, 1.0, (3,)) + key

@@ -65,6 +65,19 @@ def test_what_was_gathered_before_the_loop_does_not_wait():
     assert gather_after_loops(program) is program
 
 
+@pytest.mark.cpu_mesh
+def test_gathers_of_the_same_wait_alike():
+    """XLA merges the gather of the head for forward with that for backward, as both wait in the same way."""
+    program, mesh = sharded(
+        lambda params, batch: headed_loss(params, jnp.sin(batch)) + headed_loss(params, batch), HEADED
+    )
+    waiting = gather_after_loops(program)
+    operands = [eqn.invars[0] for eqn in open_jaxpr(waiting.jaxpr).eqns if eqn.primitive.name == "all_gather"]
+    before = [eqn.invars[0] for eqn in open_jaxpr(program.jaxpr).eqns if eqn.primitive.name == "all_gather"]
+    assert len(set(operands)) == len(set(before))
+    assert_same_work(waiting, program, mesh)
+
+
 @pytest.mark.pure
 def test_nothing_waits_for_a_loop_that_does_not_communicate():
     def loss(params, batch):
