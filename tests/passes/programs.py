@@ -59,6 +59,31 @@ def sharded(loss: Callable, params, batch=(BATCH, WIDTH), mesh: Mapping[str, int
     return step.trace(state, shapes(batch)).sharded, step.mesh
 
 
+def idle_loop_loss(params, batch):
+    """A loop that does not communicate, between two layers that do."""
+    y = jnp.tanh(batch @ params["w"])
+    return jnp.mean(lax.scan(lambda x, _: (jnp.sin(x), None), y, None, length=3)[0] @ params["head"])
+
+
+IDLE = {"w": (WIDTH, WIDTH), "head": (WIDTH, WIDTH)}
+
+
+def sharded_under_a_head(width: int = 1024):
+    """The fully sharded step of six layers under a head, for eight H100s: the program and its mesh."""
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+
+    def loss(params, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        return jnp.mean((lax.scan(jax.checkpoint(layer), x, params["w"])[0] @ params["head"]) ** 2)
+
+    params, optimizer = shapes({"w": (6, width, width), "head": (width, 8 * width)}), optax.sgd(0.1)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
+    return step.trace(state, shapes((64, width))).sharded, mesh
+
+
 def run(program: Program, mesh, seed: int = 0) -> list[np.ndarray]:
     """Every output of ``program`` for random inputs, each equation computed and rounded by itself."""
     random = np.random.default_rng(seed)

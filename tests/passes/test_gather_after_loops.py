@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
-import jax_deepcompile as deepcompile
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.passes.gather_after_loops import gather_after_loops
-from tests.partition.steps import shapes, training_step
-from tests.passes.programs import WIDTH, assert_same_work, in_two_iterations, run_stack, sharded, stack_shapes
+from tests.passes.programs import (
+    IDLE,
+    WIDTH,
+    assert_same_work,
+    idle_loop_loss,
+    in_two_iterations,
+    run_stack,
+    sharded,
+    sharded_under_a_head,
+    stack_shapes,
+)
 
 HEADED = {"stack": stack_shapes(), "head": (WIDTH, 8 * WIDTH)}
 FOOTED = {"stack": stack_shapes(), "foot": (WIDTH, WIDTH)}
@@ -80,30 +86,14 @@ def test_gathers_of_the_same_wait_alike():
 
 @pytest.mark.pure
 def test_nothing_waits_for_a_loop_that_does_not_communicate():
-    def loss(params, batch):
-        y = jnp.tanh(batch @ params["w"])
-        return jnp.mean(jax.lax.scan(lambda x, _: (jnp.sin(x), None), y, None, length=3)[0] @ params["head"])
-
-    program, _ = sharded(loss, {"w": (WIDTH, WIDTH), "head": (WIDTH, WIDTH)})
+    program, _ = sharded(idle_loop_loss, IDLE)
     assert gather_after_loops(program) is program
 
 
 @pytest.mark.h100_aot
 def test_the_gather_starts_after_the_loop():
-    width = 1024
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
-
-    def loss(params, x):
-        def layer(x, w):
-            return jnp.tanh(x @ w), None
-
-        return jnp.mean((jax.lax.scan(jax.checkpoint(layer), x, params["w"])[0] @ params["head"]) ** 2)
-
-    params, optimizer = shapes({"w": (6, width, width), "head": (width, 8 * width)}), optax.sgd(0.1)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
-    program = gather_after_loops(step.trace(state, shapes((64, width))).sharded)
-    compiled = lower(program, mesh, "cuda").compile(compiler_options=compile_options("cuda"))
+    program, mesh = sharded_under_a_head()
+    compiled = lower(gather_after_loops(program), mesh, "cuda").compile(compiler_options=compile_options("cuda"))
     opcodes = [each.opcode for each in read(compiled.as_text() or "").entry.instructions]
     forward = opcodes.index("while")
     assert not any(opcode.startswith("all-gather") for opcode in opcodes[:forward])

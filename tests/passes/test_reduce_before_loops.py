@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import jax_deepcompile as deepcompile
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.passes.reduce_before_loops import reduce_before_loops
-from tests.partition.steps import shapes, training_step
-from tests.passes.programs import WIDTH, count, run, run_stack, sharded, stack_loss, stack_shapes
+from tests.passes.programs import (
+    IDLE,
+    WIDTH,
+    count,
+    idle_loop_loss,
+    run,
+    run_stack,
+    sharded,
+    sharded_under_a_head,
+    stack_loss,
+    stack_shapes,
+)
 
 HEADED = {"stack": stack_shapes(), "head": (WIDTH, 8 * WIDTH)}
 
@@ -60,30 +67,14 @@ def test_loops_that_nothing_is_reduced_before_do_not_wait(loss, params):
 
 @pytest.mark.pure
 def test_a_loop_that_does_not_communicate_does_not_wait():
-    def loss(params, batch):
-        y = jnp.tanh(batch @ params["w"])
-        return jnp.mean(jax.lax.scan(lambda x, _: (jnp.sin(x), None), y, None, length=3)[0] @ params["head"])
-
-    program, _ = sharded(loss, {"w": (WIDTH, WIDTH), "head": (WIDTH, WIDTH)})
+    program, _ = sharded(idle_loop_loss, IDLE)
     assert reduce_before_loops(program) is program
 
 
 @pytest.mark.h100_aot
 def test_the_reduction_ends_before_the_loop():
-    width = 1024
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
-
-    def loss(params, x):
-        def layer(x, w):
-            return jnp.tanh(x @ w), None
-
-        return jnp.mean((jax.lax.scan(jax.checkpoint(layer), x, params["w"])[0] @ params["head"]) ** 2)
-
-    params, optimizer = shapes({"w": (6, width, width), "head": (width, 8 * width)}), optax.sgd(0.1)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
-    program = reduce_before_loops(step.trace(state, shapes((64, width))).sharded)
-    compiled = lower(program, mesh, "cuda").compile(compiler_options=compile_options("cuda"))
+    program, mesh = sharded_under_a_head()
+    compiled = lower(reduce_before_loops(program), mesh, "cuda").compile(compiler_options=compile_options("cuda"))
     order = list(read(compiled.as_text() or "").entry.instructions)
     backward = max(index for index, each in enumerate(order) if each.opcode == "while")
     reductions = [
