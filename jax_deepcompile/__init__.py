@@ -14,6 +14,7 @@ from jax_deepcompile import errors, targets
 from jax_deepcompile.api import ShardedStep, shard
 from jax_deepcompile.judge import simulate
 from jax_deepcompile.partition.rules.registry import REGISTRY
+from jax_deepcompile.planning.depths import DeepenLoops
 from jax_deepcompile.planning.keep_activations import KeepActivations
 from jax_deepcompile.planning.overlap import OverlapMicrobatches
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
@@ -25,6 +26,7 @@ register_rule = REGISTRY.register
 
 __all__ = [
     "BucketCollectives",
+    "DeepenLoops",
     "KeepActivations",
     "OverlapMicrobatches",
     "PipelineLoops",

@@ -21,7 +21,7 @@ from jax_deepcompile.meshes import AxisNames, MeshUse, attached, resolve_mesh
 from jax_deepcompile.methods import BoundStep
 from jax_deepcompile.partition.partition import partition_init
 from jax_deepcompile.planning.limits import MemoryLimit
-from jax_deepcompile.planning.pass_manager import Opening, Pass
+from jax_deepcompile.planning.pass_manager import AnyPass
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.session import Wishes
 from jax_deepcompile.profilers.take import Taken, take_profile
@@ -44,7 +44,7 @@ def shard(
     data_axes: AxisNames = "data",
     microbatches: int = 1,
     memory_limit: MemoryLimit = None,
-    passes: Sequence[Pass | Opening] | None = None,
+    passes: Sequence[AnyPass] | None = None,
     profile: Profile | None = None,
     plan: Plan | None = None,
     cache_dir: str | os.PathLike | None = None,
@@ -273,7 +273,19 @@ class ShardedStep:
         """
         self._require_devices()
         traced = self.trace(*args)
-        return take_profile(self, args, traced.lower().compile(), traced.planned, self.mesh, runs=runs, known=known)
+        taken = take_profile(
+            self,
+            args,
+            traced.lower().compile(),
+            traced.planned,
+            self.mesh,
+            base=traced.sharded,
+            runs=runs,
+            known=known,
+            compiler_options=traced.plan().compiler_options(),
+        )
+        self._programs.measured(traced.partitioned, taken.profile.step)
+        return taken
 
     def explain(self) -> str:
         """What was decided for the last shapes traced, and why, in a screen."""

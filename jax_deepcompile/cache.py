@@ -54,6 +54,10 @@ class PlanCache:
         except OSError as error:
             warnings.warn(f"the plan was not kept: {error}", PlanCacheWarning, stacklevel=2)
 
+    def refuse(self, plan: Plan, why: str) -> None:
+        """Reports that ``plan``, which was found, is not used."""
+        _warn(self._path(plan.fingerprint), why)
+
     @property
     def executables(self) -> Path:
         """Where JAX's compilation cache goes."""

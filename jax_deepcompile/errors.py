@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 
@@ -292,16 +293,30 @@ class MemoryLimitError(DeepCompileError, ValueError):
 
 
 class MemoryExceededError(DeepCompileError, MemoryError):
-    """The step does not fit, even with everything sharded and nothing kept."""
+    """The step does not fit, even with everything sharded and nothing kept.
 
-    def __init__(self, function: str, needed_bytes: int, limit_bytes: int, argument_bytes: int) -> None:
+    ``largest`` are the temporaries at the peak: bytes, and the line of the step that they stem from.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        needed_bytes: int,
+        limit_bytes: int,
+        argument_bytes: int,
+        largest: Sequence[tuple[int, str]] = (),
+    ) -> None:
         unit, name = (1 << 30, "GiB") if limit_bytes >= 1 << 30 else (1 << 20, "MiB")
         needed, limit, arguments = (size / unit for size in (needed_bytes, limit_bytes, argument_bytes))
+        lines: Counter[str] = Counter()
+        for size, line in largest:
+            lines[line] += size
+        worst = ", ".join(f"{size / unit:.2f} {name} of {line}" for line, size in lines.most_common(3))
         super().__init__(
             f"{function} takes {needed:.2f} {name} a device, {needed - limit:.2f} {name} more than the limit of "
             f"{limit:.2f} {name}: {arguments:.2f} {name} are state and batch, {needed - arguments:.2f} {name} "
-            f"temporaries. Use more devices, microbatches=k (a smaller batch at a time), jax.checkpoint around the "
-            f"layers, or raise memory_limit."
+            f"temporaries{f' (most of all {worst})' if worst else ''}. Use more devices, microbatches=k (a smaller "
+            f"batch at a time), jax.checkpoint around the layers, or raise memory_limit."
         )
 
 
@@ -320,11 +335,24 @@ class PlanMismatchError(DeepCompileError, RuntimeError):
         )
 
 
+class PlanningFailedError(DeepCompileError, RuntimeError):
+    def __init__(self, function: str, failure: str) -> None:
+        super().__init__(f"Process 0 plans {function} for all processes of this run, and failed there: {failure}")
+
+
 class InvariantError(DeepCompileError, AssertionError):
     """A compiler pass broke an invariant of ``ir/verifier.py``: a bug of this package, not of the user's step."""
 
-    def __init__(self, number: int, invariant: str, found: str) -> None:
-        super().__init__(f"invariant {number} does not hold ({invariant}): {found}. Please report this as a bug.")
+    def __init__(self, number: int, invariant: str, found: str, made_by: str = "") -> None:
+        self._what = (number, invariant, found)
+        after = f" after {made_by}" if made_by else ""
+        super().__init__(
+            f"invariant {number} does not hold{after} ({invariant}): {found}. Please report this as a bug."
+        )
+
+    def after(self, pass_name: str) -> InvariantError:
+        """The same, with the name of the pass that broke it."""
+        return InvariantError(*self._what, made_by=pass_name)
 
 
 class MalformedHloError(DeepCompileError, ValueError):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 
 from jax_deepcompile.costs.combining import Thresholds
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.devices import hardware_of, network_of
+from jax_deepcompile.costs.measured import costs_of
+from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.program_simulation import simulate_program
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.simulator import simulate as simulate_module
@@ -39,7 +41,7 @@ class HasProgram(Protocol):
     def plan(self) -> HasOptions: ...
 
 
-def simulate(step: HasText | HasProgram, mesh: Mesh) -> Simulation:
+def simulate(step: HasText | HasProgram, mesh: Mesh, profile: Profile | None = None) -> Simulation:
     """Simulates one execution of a step: of a compiled one from its scheduled HLO, of a traced one from its program.
 
     A compiled step is played in the order that XLA chose. A traced one is planned, and its program played with
@@ -49,14 +51,24 @@ def simulate(step: HasText | HasProgram, mesh: Mesh) -> Simulation:
       step: compiled by ``jax.jit`` or by this package, or traced by ``ShardedStep.trace``; for the devices of
         ``mesh``, which need not be attached.
       mesh: tells the kind of the devices and which of them share a node.
+      profile: measured times, which go before those of the tables: of collectives and copies, and, if it was taken of
+        this step, of its kernels.
 
     Returns:
       Seconds a step, of compute, of communication and of it exposed, with the timeline; see ``Simulation``.
 
     Raises:
       MalformedHloError: the text is no scheduled HLO module.
+      ProfileMismatchError: the profile is of other devices.
     """
-    costs = CostModel(hardware_of(mesh.devices.flat[0].device_kind), network_of(mesh.devices.flat))
+    play, costs = _player(step), costs_of(mesh, profile)
+    played = play(costs)
+    calibrated = costs.calibrated(played)
+    return played if calibrated is costs else play(calibrated)
+
+
+def _player(step: HasText | HasProgram) -> Callable[[CostModel], Simulation]:
     if isinstance(step, HasText):
-        return simulate_module(read(step.as_text() or ""), costs)
-    return simulate_program(step.planned, costs, Thresholds.of_options(step.plan().compiler_options()))
+        return partial(simulate_module, read(step.as_text() or ""))
+    thresholds = Thresholds.of_options(step.plan().compiler_options())
+    return partial(simulate_program, step.planned, thresholds=thresholds)

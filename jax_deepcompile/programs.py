@@ -11,13 +11,14 @@ from jax.sharding import NamedSharding
 
 from jax_deepcompile import errors
 from jax_deepcompile.binding import PureCall, PureStep
+from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.ir.program import Role
 from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
-from jax_deepcompile.meshes import MeshUse
+from jax_deepcompile.meshes import MeshUse, attached
 from jax_deepcompile.partition.partition import Partitioned, partition_step
 from jax_deepcompile.passes.microbatch import accumulate
 from jax_deepcompile.passes.stop_alone import stop_alone
-from jax_deepcompile.planning.session import Planned, Wishes, plan_program
+from jax_deepcompile.planning.session import Planned, Wishes, plan_program, require_agreement
 from jax_deepcompile.returned import Returned
 from jax_deepcompile.roles import Roles
 from jax_deepcompile.signature import Signature
@@ -151,6 +152,10 @@ class Programs:
         """The same, if anybody asked for it before."""
         return self._plans.get(id(partitioned))
 
+    def measured(self, partitioned: Partitioned, step: StepTime | None) -> None:
+        """Keeps what the planned program took when it was run."""
+        self._plans[id(partitioned)] = replace(self.planned(partitioned), measured=step)
+
     def run(self, prepared: Prepared) -> Callable:
         """``jax.jit`` of ``(*args, kwargs) -> out``, planned."""
         if id(prepared) not in self._runs:
@@ -160,6 +165,8 @@ class Programs:
     def _make_run(self, prepared: Prepared) -> Callable:
         traced, step = prepared.traced, prepared.step
         planned = self.planned(prepared.partitioned)
+        if attached(self.use.mesh):
+            require_agreement(self.name, planned, self.use.mesh)
 
         def staged(*args):
             _, part = self.partition(step, args[:-1], args[-1])

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
+from jax_deepcompile import errors
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering.compile import compile_options
+from jax_deepcompile.lowering.compile import compile_options, peak_bytes
 from jax_deepcompile.partition.partition import Partitioned
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.session import Planned
@@ -51,7 +52,7 @@ class TracedStep:
     def lower(self) -> LoweredStep:
         """Plans, and lowers to StableHLO for the platform of the mesh."""
         lowered = self._trace().lower(lowering_platforms=(self._platform,))
-        return LoweredStep(lowered, self._platform, self._plan().plan)
+        return LoweredStep(lowered, self._platform, self.program.name, self._plan())
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class LoweredStep:
 
     _lowered: jax.stages.Lowered
     _platform: str
-    _plan: Plan
+    _name: str
+    _planned: Planned
 
     def as_text(self, dialect: str | None = None) -> str:
         """The module's text; ``dialect`` as for ``jax.stages.Lowered.as_text``."""
@@ -71,11 +73,18 @@ class LoweredStep:
 
         Args:
           compiler_options: XLA options by name, on top of those this package sets for the platform.
+
+        Raises:
+          MemoryExceededError: it takes more than the memory limit, which the plan said it would not.
         """
-        options: dict[str, Any] = (
-            compile_options(self._platform) | self._plan.compiler_options() | (compiler_options or {})
-        )
-        return CompiledStep(self._lowered.compile(compiler_options=options or None))
+        plan, limit_bytes = self._planned.plan, self._planned.limit_bytes
+        options: dict[str, Any] = compile_options(self._platform) | plan.compiler_options() | (compiler_options or {})
+        compiled = self._lowered.compile(compiler_options=options or None)
+        memory: Any = compiled.memory_analysis()
+        if limit_bytes is not None and peak_bytes(memory) > limit_bytes:
+            arguments = memory.argument_size_in_bytes
+            raise errors.MemoryExceededError(self._name, peak_bytes(memory), limit_bytes, arguments)
+        return CompiledStep(compiled)
 
 
 @dataclass(frozen=True)

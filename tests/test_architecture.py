@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "returned": BASE | {"ir", "signature"},
     "tracing": BASE | {"ir", "returned", "signature"},
     "binding": BASE | {"tracing"},
-    "meshes": BASE | {"ir"},
+    "meshes": BASE | {"ir", "costs"},
     "partition": BASE | {"ir"},
     "analysis": BASE | {"ir"},
     "passes": BASE | {"ir", "analysis", "costs"},
@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "programs": BASE
     | {
         "binding",
+        "costs",
         "ir",
         "lowering",
         "meshes",
@@ -81,6 +82,7 @@ MEASURES = {"gpu_suite": {"costs", "lowering", "profilers"}}
 
 PUBLIC = {
     "BucketCollectives",
+    "DeepenLoops",
     "KeepActivations",
     "OverlapMicrobatches",
     "PipelineLoops",

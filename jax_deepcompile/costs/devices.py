@@ -5,10 +5,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
-from jax_deepcompile.costs.hardware import CPU_HOST, H100_SXM, H200_SXM, Hardware, Network
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_deepcompile.costs.entries import Axis, Machine
+from jax_deepcompile.costs.hardware import CPU_HOST, CPU_NETWORK, H100_SXM, H200_SXM, Hardware, Network
 from jax_deepcompile.costs.tables import fitted_hardware, latest_table, stored_tables
+from jax_deepcompile.ir.placement import AnyMesh
 
 _NETWORK = re.compile(r" \((\d+) x ([\d.]+) Gbit/s a node\)$")
 
@@ -26,14 +34,38 @@ def hardware_of(device_kind: str) -> Hardware:
     return published if measured is None else fitted_hardware(published, measured)
 
 
+def has_table(device_kind: str) -> bool:
+    """Whether ``hardware_of`` knows the device, and does not take it for another one."""
+    return any(name in device_kind.lower() for name in ("cpu", "h100", "h200"))
+
+
 def network_of(devices: Iterable[Any]) -> Network:
-    """The network between ``devices``: with the cards that their kind names, else one of 400 Gbit/s a GPU."""
+    """The network between ``devices``: with the cards that their kind names, else one of 400 Gbit/s a GPU.
+
+    Of CPU devices: the memory of their host.
+    """
     devices = tuple(devices)
     gpus_per_node = max(Counter(_node(device) for device in devices).values())
+    if "cpu" in devices[0].device_kind.lower():
+        return replace(CPU_NETWORK, gpus_per_node=gpus_per_node)
     named = _NETWORK.search(devices[0].device_kind)
     if named is None:
         return Network(gpus_per_node, nics_per_node=gpus_per_node)
     return Network(gpus_per_node, nics_per_node=int(named[1]), nic_gbps=float(named[2]))
+
+
+def allocator_bytes_of(mesh: Mesh) -> int | None:
+    """What programs of this process may take of each GPU of ``mesh``: of three quarters of it, unless JAX is told
+    otherwise; in multiples of 64 MiB, equal in all processes. None for devices that are not here, and for CPUs."""
+    for device in mesh.devices.flat:
+        if device.platform in ("gpu", "cuda") and device.process_index == jax.process_index() and _is_here(device):
+            found = (device.memory_stats() or {}).get("bytes_limit")
+            return found and found >> 26 << 26
+    return None
+
+
+def _is_here(device: Any) -> bool:
+    return getattr(device.client, "runtime_type", None) != "compile_only_runtime"
 
 
 def kind_with_network(device_kind: str, network: Network) -> str:
@@ -45,6 +77,24 @@ def kind_with_network(device_kind: str, network: Network) -> str:
 
 def _node(device: Any) -> int:
     """GPUs that share a machine have one slice index, however many processes drive them."""
-    is_here = getattr(device.client, "runtime_type", None) != "compile_only_runtime"
-    slice_index = getattr(device, "slice_index", None) if is_here else None
+    slice_index = getattr(device, "slice_index", None) if _is_here(device) else None
     return device.process_index if slice_index is None else slice_index
+
+
+def machine_of(mesh: AnyMesh) -> Machine:
+    """What a profile's collectives and copies, and plans, belong to."""
+    versions = tuple((package, version(package)) for package in ("jax", "jaxlib"))
+    if not isinstance(mesh, Mesh):
+        sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
+        return Machine("abstract", tuple(Axis(name, size) for name, size in sizes), versions)
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    axes = tuple(
+        Axis(name, mesh.shape[name], _most_different(np.moveaxis(processes, position, -1)))
+        for position, name in enumerate(mesh.axis_names)
+    )
+    return Machine(mesh.devices.flat[0].device_kind, axes, versions)
+
+
+def _most_different(values: np.ndarray) -> int:
+    """How many different values a row along the last dimension has at most."""
+    return max(len(set(row)) for row in values.reshape(-1, values.shape[-1]).tolist())

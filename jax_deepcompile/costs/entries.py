@@ -204,7 +204,7 @@ class MemoryFigures:
       argument_bytes, output_bytes, temp_bytes: XLA's buffer assignment, device memory only.
       alias_bytes: of outputs that take the memory of arguments.
       host_argument_bytes, host_output_bytes, host_temp_bytes: the same in the host's memory.
-      live_bytes: the live-bytes curve: after each instruction of the schedule; empty until simulated.
+      live_bytes: the live-bytes curve: while each instruction of the schedule runs.
       source: how these were obtained.
       allocator_peak_bytes: the allocator's high-water mark on the fullest device; None where the backend keeps none.
       allocator_source: how that was obtained.

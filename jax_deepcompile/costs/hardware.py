@@ -73,8 +73,10 @@ class Network:
     gpus_per_node: int = 8
     nics_per_node: int = 8
     nic_gbps: float = 400.0
-    nic_fraction: float = 0.85  # 340 of 400 GB/s for eight 400 Gbit/s cards
-    # 450 GB/s each way (H100 data sheet); NCCL tests on a DGX H100 reach 360 to 370 GB/s of bus bandwidth without NVLS
+    # 340 of 400 GB/s over 32 nodes with eight 400 Gbit/s cards: https://github.com/NVIDIA/nccl/issues/1218
+    nic_fraction: float = 0.85
+    # 450 GB/s each way (H100 data sheet), of which NCCL's tests reach 360 to 370 on a DGX H100 without NVLS; with it an
+    # all-reduce has 476: https://github.com/NVIDIA/nccl-tests/issues/290
     nvlink_bytes_per_s: float = 360 * GIGA
     # LL128 protocol in NCCL's own model, github.com/NVIDIA/nccl src/graph/tuning.cc: baseLat and hwLat
     launch_s: float = 10.0 * MICRO
@@ -132,10 +134,12 @@ H100_SXM = Hardware(
     name="H100 SXM",
     matmul_flops_per_s=_HOPPER_FLOPS,
     vector_flops_per_s=66.9 * TERA,  # data sheet, FP32
-    matmul_fraction=0.70,  # large bf16 GEMMs at 700 W; cuBLAS reaches 65 to 75 % of the peak before throttling
+    # 720 of 989 TFLOP/s for bf16 GEMMs of training, where the clock gives way at 700 W, less 3 % for their shapes:
+    # https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training
+    matmul_fraction=0.70,
     memory_bytes=84_942_979_072,  # device_memory_size of lowering/h100_sxm.txtpb, as the driver reports it
     memory_bytes_per_s=3.35 * TERA,  # data sheet, HBM3
-    memory_fraction=0.85,  # BabelStream triad on H100 reaches 85 to 92 %
+    memory_fraction=0.85,  # 84 % for coalesced loads: https://mikamirai.com/blog/gpu-memory-bandwidth
     # 3.8 us between short kernels of 2.9 us: https://developer.nvidia.com/blog/cuda-graphs
     kernel_launch_s=0.9 * MICRO,
     shortest_kernel_s=2.9 * MICRO,
@@ -148,7 +152,7 @@ H200_SXM = Hardware(
     name="H200 SXM",
     matmul_flops_per_s=_HOPPER_FLOPS,  # the same chip: https://www.nvidia.com/en-us/data-center/h200
     vector_flops_per_s=66.9 * TERA,
-    matmul_fraction=0.70,
+    matmul_fraction=0.70,  # these and the figures of kernels and copies: as of the H100, whose chip and board it has
     memory_bytes=151_397_597_184,  # device_memory_size of lowering/h200_sxm.txtpb
     memory_bytes_per_s=4.8 * TERA,  # data sheet, HBM3e
     memory_fraction=0.85,
@@ -163,9 +167,9 @@ CPU_HOST = Hardware(
     # One core of a 3 GHz server CPU with two 512-bit FMA units: 3e9 * 2 * 2 * 16
     matmul_flops_per_s={"f32": 0.19 * TERA, "f32-highest": 0.19 * TERA, "bf16": 0.19 * TERA, "f64": 0.096 * TERA},
     vector_flops_per_s=0.19 * TERA,
-    matmul_fraction=0.5,
+    matmul_fraction=0.5,  # this and what follows but the bandwidth: assumed, for virtual devices that share a machine
     memory_bytes=16 * 2**30,
-    memory_bytes_per_s=25.6 * GIGA,  # one channel of DDR4-3200
+    memory_bytes_per_s=25.6 * GIGA,  # one channel of DDR4-3200: 3.2e9 transfers of 8 bytes
     memory_fraction=0.7,
     kernel_launch_s=1 * MICRO,
     shortest_kernel_s=1 * MICRO,
@@ -175,4 +179,4 @@ CPU_HOST = Hardware(
 """The machine that tests run on: its simulated seconds only rank programs, nothing was fitted to them."""
 
 CPU_NETWORK = Network(nics_per_node=1, nic_gbps=80.0, nvlink_bytes_per_s=5 * GIGA, launch_s=20 * MICRO)
-"""Virtual devices of one process, which exchange data through its memory."""
+"""Virtual devices of one process, which exchange data through its memory; figures assumed, as those of ``CPU_HOST``."""

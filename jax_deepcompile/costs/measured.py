@@ -7,7 +7,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from jax.sharding import Mesh
+
+from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel, Direction
+from jax_deepcompile.costs.devices import hardware_of, network_of
 from jax_deepcompile.costs.entries import CollectiveFit, CopyDirection
 from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.profile import Profile
@@ -65,3 +69,22 @@ class MeasuredCostModel(CostModel):
     def _devices(self, entry: CollectiveFit) -> int:
         sizes = {axis.name: axis.size for axis in self.profile.machine.axes}
         return math.prod(sizes[name] for name in entry.axes)
+
+
+def costs_of(mesh: Mesh, profile: Profile | None = None) -> CostModel:
+    """What things take on the devices of ``mesh``: by ``profile``, or else by the tables for them.
+
+    Raises:
+      ProfileMismatchError: the profile is of other devices.
+    """
+    kind, network = mesh.devices.flat[0].device_kind, network_of(mesh.devices.flat)
+    if profile is None:
+        return CostModel(hardware_of(kind), network)
+    found = {axis.name: axis.size for axis in profile.machine.axes}
+    for what, expected, measured in (
+        ("device kind", kind, profile.machine.device_kind),
+        ("mesh", str(dict(mesh.shape)), str({name: found[name] for name in mesh.axis_names if name in found})),
+    ):
+        if measured != expected:
+            raise errors.ProfileMismatchError(what, expected, measured)
+    return MeasuredCostModel(hardware_of(kind), network, profile=profile)

@@ -23,7 +23,7 @@ from jax_deepcompile.costs.entries import (
     StepTime,
 )
 
-FORMAT = 1
+FORMAT = 2
 """Of the JSON text; a change of any field makes it another."""
 
 Entry = TypeVar("Entry", OpTime, CollectiveFit, CopyFit)
@@ -40,6 +40,8 @@ class Profile:
       collectives, copies: fits over bytes.
       step: whole runs; None if it was not run.
       memory: None if it was not compiled.
+      program: fingerprint of the program before it was planned, whose kernels the ops are however it is planned; empty
+        if nobody knows.
     """
 
     fingerprint: str
@@ -49,6 +51,7 @@ class Profile:
     copies: tuple[CopyFit, ...] = ()
     step: StepTime | None = None
     memory: MemoryFigures | None = None
+    program: str = ""
 
     def __post_init__(self) -> None:
         for entries in (self.ops, self.collectives, self.copies):
@@ -82,6 +85,10 @@ class Profile:
     @cached_property
     def _copies(self) -> Mapping[str, CopyFit]:
         return {entry.key: entry for entry in self.copies}
+
+    def of_program(self, program: str) -> Profile:
+        """What is true of ``program``, a fingerprint: of another one only what belongs to the machine."""
+        return self if self.program in ("", program) else replace(self, ops=(), step=None, memory=None)
 
     def sources(self) -> Iterator[tuple[str, Source]]:
         """Every entry in words, and how it was obtained."""

@@ -49,6 +49,17 @@ def memory_of_program(program: Program) -> MemoryUse:
     )
 
 
+def live_bytes_of_equations(program: Program) -> list[int]:
+    """The most that is needed while each equation of ``program`` itself runs, with all that is inside of it."""
+    memory, live_bytes, most = memory_of_program(program), [], 0
+    for name, size in zip(memory.names, memory.live_bytes, strict=True):
+        most = max(most, size)
+        if "/" not in name:
+            live_bytes.append(most)
+            most = 0
+    return live_bytes
+
+
 @dataclass(frozen=True)
 class _Value:
     """A temporary.

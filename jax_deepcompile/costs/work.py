@@ -13,6 +13,12 @@ from jax_deepcompile.lowering.hlo import Array, Computation, Instruction, Module
 
 _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 _VIEWS = frozenset({"bitcast", "get-tuple-element"})
+_ELEMENT_BY_ELEMENT = (
+    opcodes.ELEMENTWISE
+    | opcodes.TRANSCENDENTAL
+    | {"bitcast", "broadcast", "concatenate", "copy", "pad", "reshape", "reverse", "transpose"}
+)
+"""An element of what they compute takes one of each operand at most."""
 _TRANSCENDENTAL_FLOPS = 8
 """Instructions of the special function unit run at an eighth to a quarter of the rate of a multiplication
 (CUDA C++ programming guide, table of arithmetic throughput), and most need a few multiplications besides."""
@@ -49,15 +55,16 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def _fusion(module: Module, body: Computation) -> Work:
-    """Parameters are read once, or only where they are sliced; the rest stays in registers."""
-    read = sum(_parameter_bytes(body, parameter) for parameter in body.parameters)
+    """Of parameters what results are made of is read, once; all else stays in registers."""
+    needed = _needed(body)
+    read = sum(_bytes_needed(parameter, needed[parameter.name]) for parameter in body.parameters)
     written = sum(_result_bytes(body, result) for result in _results(body))
     matmul_flops, dtype, vector_flops = 0.0, "", 0.0
     for step in body.instructions:
         operands = [body.by_name[name] for name in step.operands]
         flops, factor = _matmul(step, operands)
         matmul_flops, dtype = matmul_flops + flops, factor or dtype
-        vector_flops += _vector_flops(step, operands)
+        vector_flops += _vector_flops(step, operands) * _share(step, needed[step.name])
         if step.opcode in ("fusion", "call", "custom-call"):
             is_library = step.opcode == "custom-call"
             inner = _custom_call(step, operands) if is_library else _fusion(module, module.body(step))
@@ -87,30 +94,51 @@ def _results(body: Computation) -> list[Instruction]:
     return [body.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
 
 
-def _parameter_bytes(body: Computation, parameter: Instruction) -> int:
-    """Bytes of a fusion's parameter that it reads: the slices, where it only slices.
+def _needed(body: Computation) -> dict[str, int]:
+    """How many elements of each value of a fusion its results are made of; at most all of them.
 
-    What is updated in place and returned is not read.
+    A kernel computes what it writes, element by element: of a stack that is converted and then sliced, the slice is
+    converted.
     """
-    reads, names, updated = 0, [parameter.name], set[str]()
-    while names:
-        name = names.pop()
-        for user in body.users.get(name, ()):
-            places = [place for place, operand in enumerate(user.operands) if operand == name]
-            updates = user.opcode == "dynamic-update-slice" and places == [0]
-            if user.opcode in _VIEWS or updates:
-                names.append(user.name)
-                if updates or name in updated:
-                    updated.add(user.name)
-                continue
-            if name in updated and user.opcode == "tuple":
-                continue
-            reads += sum(_read(user, place, body.by_name[name].shape) for place in places)
-    return min(reads, bytes_of(parameter.shape))
+    needed = dict.fromkeys(body.by_name, 0)
+    for result in _results(body):
+        _need_result(body, result, needed)
+    for step in reversed(body.instructions):
+        of_result = needed[step.name] = min(needed[step.name], _elements(step))
+        for place, name in enumerate(step.operands if of_result else ()):
+            needed[name] += _needed_of(step, place, body.by_name[name], of_result)
+    return needed
+
+
+def _need_result(body: Computation, result: Instruction, needed: dict[str, int]) -> None:
+    """All of a result is needed; of what it updates in place, nothing."""
+    updates, base = _chain(body, result)
+    if not updates or base.opcode != "parameter":
+        needed[result.name] += _elements(result)
+        return
+    for update in updates:
+        for name in update.operands[1:]:
+            needed[name] += _elements(body.by_name[name])
+
+
+def _needed_of(user: Instruction, place: int, operand: Instruction, of_result: int) -> int:
+    """Elements of its operand number ``place`` that ``user`` needs for so many of its result."""
+    opcode, _ = opcodes.split(user.opcode)
+    if opcode in _SLICES | {"dynamic-update-slice", "scatter"}:
+        return of_result if place == 0 else _elements(operand)
+    return of_result if opcode in _ELEMENT_BY_ELEMENT else _elements(operand)
+
+
+def _share(instruction: Instruction, needed: int) -> float:
+    return needed / max(_elements(instruction), 1)
+
+
+def _bytes_needed(parameter: Instruction, needed: int) -> int:
+    return round(bytes_of(parameter.shape) * _share(parameter, needed))
 
 
 def _read(user: Instruction, place: int, shape: Shape) -> int:
-    """Bytes that ``user`` reads of its operand number ``place``."""
+    """Bytes that ``user``, alone, reads of its operand number ``place``."""
     opcode, _ = opcodes.split(user.opcode)
     if opcode in _SLICES:
         return min(bytes_of(user.shape), bytes_of(shape)) if place == 0 else bytes_of(shape)
@@ -123,14 +151,20 @@ def _read(user: Instruction, place: int, shape: Shape) -> int:
 
 def _result_bytes(body: Computation, result: Instruction) -> int:
     """Bytes that a fusion writes for one of its results: a part, if it updates a parameter in place."""
-    result = base = _through_views(body, result)
-    if not _updates(result):
-        return _written(result, [body.by_name[name] for name in result.operands])
-    written = 0
+    updates, base = _chain(body, result)
+    if updates and base.opcode != "parameter":
+        return bytes_of(result.shape)
+    written = updates or [_through_views(body, result)]
+    return sum(_written(each, [body.by_name[name] for name in each.operands]) for each in written)
+
+
+def _chain(body: Computation, result: Instruction) -> tuple[list[Instruction], Instruction]:
+    """The updates that ``result`` is made of, the last first, and what the first of them updates."""
+    updates, base = [], _through_views(body, result)
     while _updates(base):
-        written += _written(base, [body.by_name[name] for name in base.operands])
+        updates.append(base)
         base = _through_views(body, body.operand(base, 0))
-    return written if base.opcode == "parameter" else bytes_of(result.shape)
+    return updates, base
 
 
 def _updates(instruction: Instruction) -> bool:

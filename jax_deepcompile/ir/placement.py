@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -33,11 +33,13 @@ class MeshAxes:
       sizes: devices along each axis.
       virtual: the axes, last in order, along which there are no more devices but the same ones again, later: iterations
         of a loop over parts of the batch.
+      latency_bytes: what a device could send in the time that a collective takes to begin.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     virtual: tuple[str, ...] = ()
+    latency_bytes: float = 0.0
 
     @property
     def devices(self) -> MeshAxes:
@@ -58,11 +60,12 @@ class MeshAxes:
         """Only the axes with the indices ``axes``."""
         names = tuple(self.names[axis] for axis in axes)
         sizes = tuple(self.sizes[self.names.index(name)] for name in names)
-        return MeshAxes(names, sizes, tuple(name for name in self.virtual if name in names))
+        return replace(self, names=names, sizes=sizes, virtual=tuple(name for name in self.virtual if name in names))
 
     def with_loop(self, name: str, length: int) -> MeshAxes:
         """These axes and, behind them, a virtual one."""
-        return MeshAxes((*self.names, name), (*self.sizes, length), (*self.virtual, name))
+        names, sizes = (*self.names, name), (*self.sizes, length)
+        return replace(self, names=names, sizes=sizes, virtual=(*self.virtual, name))
 
     def replicated(self) -> Placement:
         return Placement((REPLICATE,) * len(self.names))

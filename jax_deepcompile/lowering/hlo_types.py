@@ -261,6 +261,11 @@ class Module:
         found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         return (self.frames or {}).get(int(found.group(1)), "") if found else ""
 
+    def source_of(self, name: str) -> str:
+        """The same for the instruction called ``name``, wherever it is; empty if there is none."""
+        found = (each for computation in self.computations.values() for each in computation.instructions)
+        return next((self.source(each) for each in found if each.name == name), "")
+
 
 def parse_index(text: str) -> Index:
     """The place in a tuple that ``text`` names, such as ``0, 1``."""

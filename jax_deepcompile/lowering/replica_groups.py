@@ -105,7 +105,8 @@ def _mesh(text: str) -> tuple[tuple[int, ...], ...]:
             grouped.append(any(axis == name and first <= start < first * part for axis, first, part in wanted))
     numbers = np.arange(math.prod(shape))
     if ids:
-        numbers = _iota(ids).reshape(-1) if ids.startswith("[") else np.array(_numbers(ids))
+        whole = ids if "<=" in ids else f"[{len(numbers)}]<={ids}"
+        numbers = _iota(whole) if ids.startswith("[") else np.array(_numbers(ids))
     kept = [dim for dim, is_grouped in enumerate(grouped) if not is_grouped]
     moved = numbers.reshape(shape).transpose([*kept, *(dim for dim, is_grouped in enumerate(grouped) if is_grouped)])
     return _rows(moved.reshape(-1, math.prod(size for size, yes in zip(shape, grouped, strict=True) if yes)))

@@ -2,9 +2,11 @@
 
 Axes are chosen one after the other, major first. The price of a way is compared lexicographically:
 
-1. bytes of activations moved: activations stay where the batch put them, parameters come to them, but for tables of
-   which only some rows are looked up;
-2. bytes moved in all, the results' way to what their consumers demand included;
+1. bytes moved, the results' way to what their consumers demand included. Those of activations count several times, and
+   with what could be sent while they begin: compute waits for them, while parameters are gathered ahead. Activations
+   stay where the batch put them and parameters come to them, unless those are much larger, as the last kernels of a
+   ResNet are on small images, and no device need compute what others do;
+2. bytes of activations moved; these first for lookups in tables, in loops, and on meshes of several axes;
 3. the number of collectives;
 4. bytes computed on each device, so that work is shared where sharing is free.
 """
@@ -65,6 +67,7 @@ class _Question:
       result_sizes: whole size of each result.
       mesh: the mesh axes.
       lazy: leave partial sums unsummed where it costs nothing, as who needs them is not known yet.
+      may_move: whether activations may move to save bytes of parameters.
     """
 
     rule: OpRule
@@ -73,6 +76,7 @@ class _Question:
     result_sizes: tuple[Size, ...]
     mesh: MeshAxes
     lazy: bool
+    may_move: bool
 
 
 def choose_split(
@@ -82,10 +86,11 @@ def choose_split(
     demands: Sequence[Sequence[Placement]],
     mesh: MeshAxes,
     lazy: bool = False,
+    may_move: bool = False,
 ) -> Decision:
     """The cheapest legal split of ``eqn``, axis by axis."""
     sizes = tuple(size_of(var.aval) for var in eqn.outvars)
-    question = _Question(rule, tuple(operands), tuple(map(tuple, demands)), sizes, mesh, lazy)
+    question = _Question(rule, tuple(operands), tuple(map(tuple, demands)), sizes, mesh, lazy, may_move)
     splits, operand_placements, computed, kept = _answer(question)
     updates_own = any(splits[factor] for factor in rule.updated)
     return Decision(Split(rule, splits), operand_placements, computed, kept, (False,) if updates_own else ())
@@ -301,36 +306,59 @@ def _factor_way(rule: OpRule, factor: int, remaining: Sequence[int]) -> _Way:
 
 
 def _price(way: _Way, axis: int, question: _Question) -> tuple[float, float, int, float]:
-    activation = moved = computed = 0.0
-    launched = 0
+    exposed = moved = computed = 0.0
+    launched = waits = 0
     parts = question.mesh.sizes[axis]
     batch = any(operand.batch for operand in question.operands)
     for operand, wanted in zip(question.operands, way.operands, strict=True):
         bytes_sent, of_activation = min(_operand_price(operand, axis, wanted, question))
         moved += bytes_sent
-        activation += of_activation
+        exposed += of_activation
         launched += bytes_sent > 0
+        waits += of_activation > 0
         computed += operand.size.bytes / (parts if wanted >= 0 else 1)
+    by_element = question.rule.looked_up | question.rule.updated
+    stays = bool(by_element) or not question.may_move
+    brought = exposed > 0 and not stays
     for yielded, wanted, whole in zip(way.results, question.demands, question.result_sizes, strict=True):
         computed += whole.bytes / (parts if yielded >= 0 else 1)
         if way.combined:
             moved += axis_cost(PARTIAL, REPLICATE, whole, axis, question.mesh)
             launched += 1
-        states = {placement.axes[axis] for placement in wanted}
-        if way.factor in question.rule.looked_up and (found := _looked_up_by(question, axis)) is not None:
-            states = {found}
-        if way.is_partial and PARTIAL in states and question.mesh.is_virtual(axis):
-            states = {PARTIAL}  # who would take the sum of a loop, too, gets it when that has ended
-        for state in states:
+        for state in _asked(way, yielded, wanted, brought, axis, question):
             bytes_sent = axis_cost(yielded, state, whole, axis, question.mesh)
             moved += bytes_sent
             launched += bytes_sent > 0
-            activation += bytes_sent if batch and yielded >= 0 else 0
+            if batch and (brought or yielded >= 0):
+                exposed += bytes_sent
+                waits += bytes_sent > 0
     if (question.lazy and way.is_partial) or (question.rule.rearranges and _gathered_by_others(way, axis, question)):
         computed = 0.0
-    if way.factor in question.rule.looked_up | question.rule.updated:
-        activation = 0.0  # the table would come to the examples otherwise
-    return activation, moved, launched, computed
+    if way.factor in by_element:
+        exposed = 0.0  # the table would come to the examples otherwise
+    if stays:
+        return exposed, moved, launched, computed
+    if exposed and _gathers_the_batch(way, axis, question):
+        exposed = math.inf  # every device would compute all of it
+    return moved + (_EXPOSED - 1) * exposed + waits * question.mesh.latency_bytes, exposed, launched, computed
+
+
+def _asked(
+    way: _Way, yielded: AxisPlacement, wanted: Sequence[Placement], brought: bool, axis: int, question: _Question
+) -> set[AxisPlacement]:
+    """What a result must be turned into; ``brought`` says that activations came from where the examples are split."""
+    if way.factor in question.rule.looked_up and (found := _looked_up_by(question, axis)) is not None:
+        return {found}
+    states = {placement.axes[axis] for placement in wanted}
+    if way.is_partial and PARTIAL in states and question.mesh.is_virtual(axis):
+        return {PARTIAL}  # who would take the sum of a loop, too, gets it when that has ended
+    if brought and states <= {yielded}:
+        return {0 if yielded else 1}  # it will be wanted where the examples are split again
+    return states
+
+
+_EXPOSED = 3.0
+"""For how many bytes of parameters, gathered ahead, one byte of activations counts, which compute waits for."""
 
 
 def _gathered_by_others(way: _Way, axis: int, question: _Question) -> bool:

@@ -11,7 +11,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import MeshAxes, Placement
-from jax_deepcompile.partition.rules.base import OpRule
+from jax_deepcompile.partition.rules.base import Kind, OpRule
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,23 @@ class Request:
     batch: tuple[bool, ...]
     demands: tuple[tuple[Placement, ...], ...]
     mesh: MeshAxes
+
+
+def sums_over_features(split: Split, batch: Sequence[bool]) -> bool:
+    """Whether a split dimension is summed that both an operand of the batch has and one that does not depend on it.
+
+    Args:
+      split: of an equation.
+      batch: for each operand whether it depends on the batch.
+    """
+    rule = split.rule
+    for factor, names in enumerate(split.splits):
+        if names and rule.factors[factor].kind is Kind.SUM:
+            dims_of = zip(batch, rule.operands, strict=True)
+            having = {depends for depends, dims in dims_of if any(factor in factors for factors in dims)}
+            if len(having) == 2:
+                return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ def _partition(program: Program, mesh: AnyMesh, leaves: tuple[LeafChoice, ...]) 
         [port.role is Role.BATCH for port in program.inputs],
         [(port.where,) for port in program.outputs],
         late=[bool(port.shape) and port.where.is_replicated for port in program.outputs],
+        outermost=True,
     )
     local = trace_local(layout, program, mesh)
     sharded = program.replace(jaxpr=local, view=View.LOCAL)

@@ -23,7 +23,17 @@ from jax_deepcompile._jax_compat import is_drop_var
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import PARTIAL, MeshAxes, Placement
 from jax_deepcompile.partition.choice import Operand, choose_split
-from jax_deepcompile.partition.layout import Decision, Fetch, Layout, Nested, RegionRule, Request, Step
+from jax_deepcompile.partition.layout import (
+    Decision,
+    Fetch,
+    Layout,
+    Nested,
+    RegionRule,
+    Request,
+    Split,
+    Step,
+    sums_over_features,
+)
 from jax_deepcompile.partition.reshard import Size, axis_cost, collectives, full_bytes, size_of
 from jax_deepcompile.partition.rules.base import Dims, OpRule
 
@@ -53,6 +63,7 @@ class Propagator:
         demands: Sequence[Sequence[Placement]],
         held: Sequence[bool] = (),
         late: Sequence[bool] = (),
+        outermost: bool = False,
     ) -> Layout:
         """Decides ``jaxpr``.
 
@@ -64,9 +75,10 @@ class Propagator:
           held: for each input whether a gathered copy of it serves the whole jaxpr; by default none does.
           late: for each output whether it is brought to what is wanted at the end, without a say in what comes before;
             by default none is.
+          outermost: whether it is the whole program, not the body of a loop, branch or checkpointed region.
         """
         wanted = tuple(tuple(each) for each in demands)
-        key = (id(jaxpr), tuple(inputs), tuple(batch), wanted, tuple(held), tuple(late))
+        key = (id(jaxpr), tuple(inputs), tuple(batch), wanted, tuple(held), tuple(late), outermost)
         if key not in self._layouts:
             self._layouts[key] = _Sweeps(self, jaxpr, *key[1:]).run()
         return self._layouts[key]
@@ -76,7 +88,7 @@ class Propagator:
         whole = self.mesh.replicated()
         count = len(jaxpr.invars)
         asked = tuple(tuple(wanted) for wanted in demands)
-        return _Sweeps(self, jaxpr, (whole,) * count, (False,) * count, asked, (), ()).hint_inputs()
+        return _Sweeps(self, jaxpr, (whole,) * count, (False,) * count, asked, (), (), False).hint_inputs()
 
     def within(self, mesh: MeshAxes) -> Propagator:
         """A propagator with the same rules over fewer axes."""
@@ -112,6 +124,7 @@ class _Sweeps:
     output_demands: Demands
     input_held: tuple[bool, ...]
     output_late: tuple[bool, ...]
+    outermost: bool
     lazy: bool = False
     natural: dict = field(default_factory=dict)
     batch: dict = field(default_factory=dict)
@@ -120,6 +133,12 @@ class _Sweeps:
     @property
     def mesh(self) -> MeshAxes:
         return self.propagator.mesh
+
+    @property
+    def _activations_may_move(self) -> bool:
+        """Not in loops: what they read again and again is gathered before them. Nor off one axis of several."""
+        several = sum(size > 1 for size in self.mesh.sizes) > 1
+        return self.outermost and not several and not self.mesh.virtual
 
     def run(self) -> Layout:
         self._mark_batch()
@@ -216,19 +235,26 @@ class _Sweeps:
         return later if later in wanted else wanted[0]
 
     def _remark_batch(self, eqn: jex.JaxprEqn, decision: Decision) -> None:
-        """What is summed over the batch (a gradient, a statistic) depends on it no more than a parameter does."""
+        """What is summed over the batch (a gradient, a statistic) depends on it no more than a parameter does.
+
+        An activation of which every device has computed a part of the sum over features is one still.
+        """
         operands = [not isinstance(atom, jex.Literal) and self.batch.get(atom, False) for atom in eqn.invars]
         rule = self.propagator.rule_of(eqn)
         static = [any(operands)] * len(eqn.outvars) if isinstance(rule, OpRule) else rule.batch(eqn, operands)
         kept = decision.kept or decision.results
+        taken = zip(operands, decision.operands, strict=True)
+        of_features = any(depends and placement.is_partial for depends, placement in taken) or (
+            isinstance(decision.how, Split) and sums_over_features(decision.how, operands)
+        )
         for var, depends, placement in zip(eqn.outvars, decision.batch or static, kept, strict=True):
-            self.batch[var] = depends and not placement.is_partial
+            self.batch[var] = depends and (of_features or not placement.is_partial)
 
     def _decide(self, eqn: Equation, operands: list[Operand]) -> Decision:
         demands = tuple(tuple(self.demands.get(var, ())) for var in eqn.outvars)
         rule = self.propagator.rule_of(eqn)
         if isinstance(rule, OpRule):
-            return choose_split(eqn, rule, operands, demands, self.mesh, self.lazy)
+            return choose_split(eqn, rule, operands, demands, self.mesh, self.lazy, self._activations_may_move)
         request = Request(
             tuple(self._best_for_region(operand) for operand in operands),
             tuple(operand.batch for operand in operands),

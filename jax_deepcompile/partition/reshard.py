@@ -114,7 +114,24 @@ def plan_moves(source: Placement, target: Placement, mesh: MeshAxes) -> tuple[Mo
     masked = [axis for axis, wanted in enumerate(target.axes) if wanted == PARTIAL and current[axis] == REPLICATE]
     if masked:
         moves.append(Move(MoveKind.MASK, tuple(mesh.names[axis] for axis in masked)))
-    return tuple(moves)
+    return tuple(_scattered_at_once(moves, mesh))
+
+
+def _scattered_at_once(moves: Sequence[Move], mesh: MeshAxes) -> list[Move]:
+    """``moves`` with one reduce-scatter over several axes in place of one for each: its rings cross nodes but once."""
+    joined: list[Move] = []
+    for move in moves:
+        last = joined[-1] if joined else None
+        if last is not None and _scatters(last, mesh) and _scatters(move, mesh) and last.dim == move.dim:
+            joined[-1] = Move(MoveKind.REDUCE_SCATTER, (*last.axes, *move.axes), move.dim)
+        else:
+            joined.append(move)
+    return joined
+
+
+def _scatters(move: Move, mesh: MeshAxes) -> bool:
+    """Whether a move reduces and scatters over devices."""
+    return move.kind is MoveKind.REDUCE_SCATTER and not set(mesh.virtual).intersection(move.axes)
 
 
 def _scatter_first(current: list[int], target: Placement, leaving, mesh: MeshAxes) -> list[Move]:

@@ -3,7 +3,7 @@
 A gather of parameters could start at once, as nothing before it is needed; then all of them would, and fill the
 memory. It could wait for the activation that meets it; then nothing hides it. Between the two there is, for every
 gather, the latest start that still hides it: the network is one queue, so walking it backwards from the uses gives
-every gather its slot.
+every gather its slot. Where memory has no room so early, the gather starts as soon as it has.
 
 Before::
 
@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from jax_deepcompile._jax_compat import closed_consts, new_barrier, new_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import needed_for, needs, renamed, slim_barriers
@@ -46,10 +48,18 @@ class Prefetch:
     after: int
 
 
-def choose_prefetches(program: Program, costs: CostModel, slack: float = 1.25) -> tuple[Prefetch, ...]:
-    """The latest start of every straight-line gather that still hides it, with ``slack`` times its duration.
+def choose_prefetches(
+    program: Program, costs: CostModel, slack: float = 1.25, room_bytes: Sequence[float] | None = None
+) -> tuple[Prefetch, ...]:
+    """The latest start of every straight-line gather that still hides it; the earliest with room, if that is later.
 
     Gathers that would start with the program need no decision and get none.
+
+    Args:
+      program: in the local view.
+      costs: what things take.
+      slack: how much longer than it takes a gather is given.
+      room_bytes: what is free while each equation runs as ``program`` has them; None where that is enough.
     """
     jaxpr = open_jaxpr(program.jaxpr)
     gathers = parameter_gathers(program)
@@ -59,17 +69,30 @@ def choose_prefetches(program: Program, costs: CostModel, slack: float = 1.25) -
     uses = first_uses(jaxpr, [gather.result for gather in gathers])
     anchors = needs(jaxpr.eqns, is_anchor)
     slice_for, queue_free_s = slicer(jaxpr), float("inf")
+    room = np.full(len(jaxpr.eqns), np.inf) if room_bytes is None else np.array(room_bytes, float)
     chosen = []
     used = [index for index in range(len(gathers)) if uses[index] < len(jaxpr.eqns)]
     for index in sorted(used, key=lambda index: -uses[index]):
-        chain = slice_for([gathers[index].result])
-        lasting_s = sum(network[eqn.outvars[0]] for eqn in chain)
+        gather = gathers[index]
+        lasting_s = sum(network[eqn.outvars[0]] for eqn in slice_for([gather.result]))
         queue_free_s = min(starts[uses[index]], queue_free_s) - slack * lasting_s
-        hiding = (anchor for anchor in _latest_first(anchors[uses[index]]) if starts[anchor + 1] <= queue_free_s)
+        possible = list(_latest_first(anchors[uses[index]]))
+        first = _first_with_room(room, gather)
+        hiding = (anchor for anchor in possible if starts[anchor + 1] <= queue_free_s)
         anchor = next(hiding, None)
+        if possible and (-1 if anchor is None else anchor) + 1 < first:
+            anchor = min((later for later in possible if later + 1 >= first), default=possible[0])
+            queue_free_s = max(queue_free_s, starts[anchor + 1])
+        room[0 if anchor is None else anchor + 1 : gather.position] -= gather.size_bytes
         if anchor is not None:
             chosen.append(Prefetch(index, anchor))
     return tuple(sorted(chosen, key=lambda prefetch: prefetch.gather))
+
+
+def _first_with_room(room: np.ndarray, gather: Gather) -> int:
+    """Position of the first equation from which on what ``gather`` makes may be there."""
+    full = np.flatnonzero(room[: gather.position] < gather.size_bytes)
+    return int(full[-1]) + 1 if full.size else 0
 
 
 def prefetch(program: Program, decisions: Sequence[Prefetch]) -> Program:

@@ -69,9 +69,16 @@ def stack_collectives(
         rewritten: Mapping = {
             id(loop.eqn): lambda eqn, operands, choice=wanted[loop.name]: _outside(eqn, operands, choice, at_once_bytes)
             for loop in loops
+            if _chosen(loop.eqn, wanted[loop.name])
         }
-        program = replace_equations(program, mesh, rewritten)
+        program = replace_equations(program, mesh, rewritten) if rewritten else program
     return program
+
+
+def _chosen(eqn, choice: StackCollectives) -> bool:
+    """Whether the loop has any of the collectives chosen."""
+    gathers, reductions = range(len(sliced_gathers(eqn))), range(len(stacked_reductions(eqn)))
+    return any(index in gathers for index in choice.gathers) or any(index in reductions for index in choice.reductions)
 
 
 def _outside(eqn, operands: list, choice: StackCollectives, at_once_bytes: int) -> list:

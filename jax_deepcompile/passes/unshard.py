@@ -65,7 +65,11 @@ def keep_over_microbatches(program: Program, mesh: AnyMesh, kept: dict[str, Coll
       mesh: its mesh.
       kept: for a loop's name the positions, among ``hoistable_gathers`` of it, of those to do once.
     """
-    chosen = {id(loop.eqn): kept[loop.name] for loop in find_loops(program.jaxpr) if kept.get(loop.name)}
+    chosen = {
+        id(loop.eqn): kept[loop.name]
+        for loop in find_loops(program.jaxpr)
+        if set(kept.get(loop.name, ())).intersection(range(len(hoistable_gathers(loop.eqn))))
+    }
     if not chosen:
         return program
     return replace_equations(

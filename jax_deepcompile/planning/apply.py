@@ -1,10 +1,12 @@
-"""A plan's decisions carried out on a program."""
+"""A plan's decisions carried out on a program: one pass after the other, its contract before it, the verifier after."""
 
 from __future__ import annotations
 
-from jax_deepcompile import errors
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
-from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.errors import InvariantError
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
@@ -16,14 +18,30 @@ from jax_deepcompile.passes.keep_activations import keep_activations
 from jax_deepcompile.passes.narrow_stacks import narrow_stacks
 from jax_deepcompile.passes.overlap_microbatches import overlapped
 from jax_deepcompile.passes.pipeline_loops import pipeline_loops
-from jax_deepcompile.passes.prefetch import parameter_gathers, prefetch
+from jax_deepcompile.passes.prefetch import prefetch
 from jax_deepcompile.passes.reduce_before_loops import reduce_before_loops
 from jax_deepcompile.passes.reduce_in_order import reduce_in_order
 from jax_deepcompile.passes.replace_loops import replace_loops
 from jax_deepcompile.passes.stack_collectives import stack_collectives
 from jax_deepcompile.passes.uncounted_loops import uncounted
 from jax_deepcompile.passes.unshard import keep_over_microbatches, keep_until_backward, regathers
+from jax_deepcompile.planning import contracts
 from jax_deepcompile.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A pass as plans ask for it.
+
+    Attributes:
+      name: the pass.
+      run: a program rewritten as a plan says; the same object where it says nothing.
+      contract: raises ``PlanError`` where a program is not what the plan's decisions are for.
+    """
+
+    name: str
+    run: Callable[[Program, AnyMesh, Plan], Program]
+    contract: Callable[[Program, Plan], None] = contracts.is_local
 
 
 def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
@@ -31,81 +49,111 @@ def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
 
     Raises:
       PlanError: the plan speaks of a loop or a gather that ``program`` does not have.
+      InvariantError: a pass made no program.
     """
-    planned = _around(apply_kept(program, mesh, plan), mesh, plan)
-    if plan.unsharded:
-        planned = _unshard(planned, plan)
-    if plan.prefetches:
-        planned = _prefetch(planned, plan)
-    if plan.reduction_bucket_bytes:
-        planned = reduce_in_order(planned, plan.reduction_bucket_bytes)
-    if planned is not program:
-        verify(planned)
-    return planned
+    return _rewritten(program, mesh, plan, (*_OF_GATHERS, *_OF_LOOPS, *_AROUND_LOOPS, *_OF_STRAIGHT_LINES))
 
 
 def apply_kept(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     """``program`` with what ``plan`` says of its layer loops, and of what loops around them keep gathered."""
-    planned = apply_loops(program, mesh, plan)
-    known = {loop.name for loop in find_loops(planned.jaxpr)}
-    for kept in plan.kept:
-        if kept.loop not in known:
-            raise errors.PlanError("the plan", f"it keeps gathers over {kept.loop}, which the program does not have")
-    planned = keep_over_microbatches(planned, mesh, {kept.loop: kept.gathers for kept in plan.kept})
-    return gather_after_loops(planned) if plan.loops else planned
+    return _rewritten(program, mesh, plan, (*_OF_GATHERS, *_OF_LOOPS, *_AROUND_LOOPS))
 
 
 def apply_loops(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     """``program`` with what ``plan`` says of its layer loops alone: what they read and leave, and how they run."""
-    known = {loop.name for loop in find_loops(program.jaxpr)}
-    named = [choice.loop for choice in (*plan.stacks, *plan.loops)]
-    named += [name for each in (*plan.handed_over, *plan.activations) for name in (each.forward, each.backward)]
-    for name in named:
-        if name and name not in known:
-            raise errors.PlanError("the plan", f"it speaks of {name}, which the program does not have")
-    kept = keep_activations(apply_gathers(program, mesh, plan), mesh, plan.activations)
-    if not plan.loops:
-        return kept
-    narrowed = narrow_stacks(accumulate_in_loops(kept, mesh), mesh)
-    pipelined = pipeline_loops(narrowed, mesh, plan.loops)
-    return reduce_before_loops(compute_once(pipelined))
+    return _rewritten(program, mesh, plan, (*_OF_GATHERS, *_OF_LOOPS))
 
 
 def apply_gathers(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
     """``program`` with what ``plan`` says of the collectives that its layer loops share or leave to whole stacks."""
-    return hand_over(stack_collectives(program, mesh, plan.stacks), mesh, plan.handed_over)
+    return _rewritten(program, mesh, plan, _OF_GATHERS)
 
 
-def _around(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
-    """``program`` with the loops around the pipelined ones as they should run."""
-    around = loops_around(plan)
-    for name in plan.overlapped:
-        if name not in around:
-            raise errors.PlanError("the plan", f"it overlaps the iterations of {name}, which has no pipelined loops")
+def _rewritten(program: Program, mesh: AnyMesh, plan: Plan, rewrites: Sequence[Rewrite]) -> Program:
+    contracts.is_local(program, plan)
+    for rewrite in rewrites:
+        rewrite.contract(program, plan)
+        after = rewrite.run(program, mesh, plan)
+        if after is not program:
+            _verify(after, rewrite.name)
+        program = after
+    return program
+
+
+def _verify(program: Program, made_by: str) -> None:
+    try:
+        verify(program)
+    except InvariantError as error:
+        raise error.after(made_by) from error
+
+
+def _in_pipelined_loops(run: Callable[[Program, AnyMesh], Program]) -> Callable[[Program, AnyMesh, Plan], Program]:
+    """``run`` where the plan pipelines loops."""
+    return lambda program, mesh, plan: run(program, mesh) if plan.loops else program
+
+
+def _keep(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
+    return keep_over_microbatches(program, mesh, {kept.loop: kept.gathers for kept in plan.kept})
+
+
+def _overlap(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
+    """The loops around the pipelined ones as they should run."""
+    around = contracts.loops_around(plan)
     return replace_loops(program, mesh, {name: overlapped if name in plan.overlapped else uncounted for name in around})
 
 
-def loops_around(plan: Plan) -> set[str]:
-    """The names of the loops around those that ``plan`` pipelines."""
-    pipelined = [schedule.loop.split("/") for schedule in plan.loops]
-    return {"/".join(parts[:depth]) for parts in pipelined for depth in range(1, len(parts))}
-
-
-def _unshard(program: Program, plan: Plan) -> Program:
+def _unshard(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
+    if not plan.unsharded:
+        return program
     jaxpr = open_jaxpr(program.jaxpr)
     pairs = regathers(jaxpr, jaxpr.invars)
-    if max(plan.unsharded) >= len(pairs):
-        raise errors.PlanError("the plan", f"it keeps repeated gather {max(plan.unsharded)} of {len(pairs)}")
-    again = {pairs[position][1].position for position in plan.unsharded}
-    kept = keep_until_backward(jaxpr, jaxpr.invars, again)
+    kept = keep_until_backward(jaxpr, jaxpr.invars, {pairs[position][1].position for position in plan.unsharded})
     return program.replace(jaxpr=type(program.jaxpr)(kept, closed_consts(program.jaxpr)))
 
 
-def _prefetch(program: Program, plan: Plan) -> Program:
-    gathers, equations = len(parameter_gathers(program)), len(open_jaxpr(program.jaxpr).eqns)
-    last, latest = max(each.gather for each in plan.prefetches), max(each.after for each in plan.prefetches)
-    if last >= gathers or latest >= equations:
-        raise errors.PlanError(
-            "the plan", f"it starts gather {last} of {gathers}, and one after equation {latest} of {equations}"
-        )
-    return prefetch(program, plan.prefetches)
+def _reduce_in_order(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
+    return reduce_in_order(program, plan.reduction_bucket_bytes) if plan.reduction_bucket_bytes else program
+
+
+_OF_GATHERS = (
+    Rewrite(
+        "stack_collectives",
+        lambda program, mesh, plan: stack_collectives(program, mesh, plan.stacks),
+        contracts.stacks_are_there,
+    ),
+    Rewrite(
+        "hand_over",
+        lambda program, mesh, plan: hand_over(program, mesh, plan.handed_over),
+        contracts.handed_over_are_shared,
+    ),
+)
+_OF_LOOPS = (
+    Rewrite(
+        "keep_activations",
+        lambda program, mesh, plan: keep_activations(program, mesh, plan.activations),
+        contracts.activations_have_loops,
+    ),
+    Rewrite("accumulate_in_loops", _in_pipelined_loops(accumulate_in_loops)),
+    Rewrite("narrow_stacks", _in_pipelined_loops(narrow_stacks)),
+    Rewrite(
+        "pipeline_loops",
+        lambda program, mesh, plan: pipeline_loops(program, mesh, plan.loops),
+        contracts.schedules_are_possible,
+    ),
+    Rewrite("compute_once", _in_pipelined_loops(lambda program, mesh: compute_once(program))),
+    Rewrite("reduce_before_loops", _in_pipelined_loops(lambda program, mesh: reduce_before_loops(program))),
+)
+_AROUND_LOOPS = (
+    Rewrite("keep_over_microbatches", _keep, contracts.kept_are_repeated),
+    Rewrite("gather_after_loops", _in_pipelined_loops(lambda program, mesh: gather_after_loops(program))),
+)
+_OF_STRAIGHT_LINES = (
+    Rewrite("overlap_microbatches", _overlap, contracts.overlapped_are_around),
+    Rewrite("unshard", _unshard, contracts.unsharded_are_repeated),
+    Rewrite(
+        "prefetch",
+        lambda program, mesh, plan: prefetch(program, plan.prefetches),
+        contracts.prefetched_are_gathered,
+    ),
+    Rewrite("reduce_in_order", _reduce_in_order, contracts.buckets_have_bytes),
+)

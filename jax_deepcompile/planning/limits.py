@@ -19,18 +19,22 @@ JAX itself preallocates three quarters of a GPU by default for the same reason; 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def limit_bytes(limit: MemoryLimit, device_bytes: int | None) -> int | None:
+def limit_bytes(limit: MemoryLimit, device_bytes: int | None, allocator_bytes: int | None = None) -> int | None:
     """The limit in bytes a device; None for none.
 
     Args:
       limit: what the user asked for.
       device_bytes: the device's memory, None where it has no own (virtual CPU devices).
+      allocator_bytes: of it, what programs of this process may take; None where nobody knows.
 
     Raises:
       MemoryLimitError: ``limit`` is not understood, or a fraction of an unknown memory.
     """
     if limit is None:
-        return None if device_bytes is None else int(device_bytes * (1 - RESERVE_FRACTION))
+        if device_bytes is None:
+            return None
+        own_bytes = int(device_bytes * (1 - RESERVE_FRACTION))
+        return own_bytes if allocator_bytes is None else min(own_bytes, allocator_bytes)
     if isinstance(limit, bool):
         raise errors.MemoryLimitError(limit)
     if isinstance(limit, str):

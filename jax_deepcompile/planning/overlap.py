@@ -12,7 +12,8 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.overlap_microbatches import Halves, find_halves, overlapped
 from jax_deepcompile.passes.replace_loops import replace_loops
 from jax_deepcompile.passes.uncounted_loops import uncounted
-from jax_deepcompile.planning.apply import apply_kept, loops_around
+from jax_deepcompile.planning.apply import apply_kept
+from jax_deepcompile.planning.contracts import loops_around
 from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.stacks import (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 
@@ -105,6 +105,7 @@ class Proposal:
     otherwise: Proposal | None = None
 
 
+@runtime_checkable
 class Pass(Protocol):
     """Proposes changes to a plan; all of them legal, none of them tried."""
 
@@ -134,7 +135,22 @@ class Opening(Protocol):
         ...
 
 
-def run_passes(base: Program, environment: Environment, passes: Sequence[Pass | Opening], start: Plan) -> Trial:
+@runtime_checkable
+class Closing(Protocol):
+    """A pass that looks at what comes of all others: its proposals are scheduled before they are judged."""
+
+    @property
+    def name(self) -> str: ...
+
+    def close(self, base: Program, now: Trial, environment: Environment) -> Iterable[Proposal]:
+        """Plans that may be better than ``now``'s; arguments as for ``Pass.propose``."""
+        ...
+
+
+AnyPass: TypeAlias = Opening | Pass | Closing
+
+
+def run_passes(base: Program, environment: Environment, passes: Sequence[AnyPass], start: Plan) -> Trial:
     """The best plan found: each pass's proposals are tried in turn, and the best that fits and gains is kept.
 
     Raises:
@@ -143,18 +159,21 @@ def run_passes(base: Program, environment: Environment, passes: Sequence[Pass | 
     openings = [each for each in passes if isinstance(each, Opening)]
     environment, opened = _opened(base, environment, openings, start)
     first, *others = itertools.chain(*opened)
-    taken, known = [first.trial], {start, *(each.trial.plan for each in others)}
+    if first.trial is None:
+        raise first.failure or AssertionError("what did not fail was tried")
+    taken, known = [first.trial], {start, *(each.trial.plan for each in others if each.trial is not None)}
     records: list[Record] = []
     for opening, tried in zip(openings, opened[1:], strict=True):
         best, told_of = _best_tried(opening.name, taken[-1], tried, environment.expected_s, environment)
         records += told_of
         if best is not taken[-1]:
             taken.append(best)
-    for step in (each for each in passes if not isinstance(each, Opening)):
+    for step in (each for each in passes if isinstance(each, Pass)):
         for _ in range(_ROUNDS):
             proposals = [each for each in step.propose(base, taken[-1], environment) if each.plan not in known]
             known |= {each.plan for each in proposals}
             (tried,) = _all_tried(base, [proposals], environment)
+            others += tried
             best, told_of = _best_tried(step.name, taken[-1], tried, environment.expected_s, environment)
             records += told_of
             if best is taken[-1]:
@@ -163,14 +182,60 @@ def run_passes(base: Program, environment: Environment, passes: Sequence[Pass | 
             taken.append(best)
             if gained < _WORTH_ANOTHER:
                 break
+    taken, records = _with_what_was_left(taken, others, records, environment)
     now, tried = _scheduled(taken, environment)
     records += tried
-    if environment.limit_bytes is not None and not _fits(now, environment):
+    for closing in (each for each in passes if isinstance(each, Closing)):
+        now, tried = _closed(base, closing, now, environment)
+        records += tried
+    return _fitting(now, environment, records)
+
+
+def _with_what_was_left(
+    taken: list[Trial], tried: Sequence[_Tried], records: Sequence[Record], environment: Environment
+) -> tuple[list[Trial], list[Record]]:
+    """The fastest of all that was ``tried``, if it was left for the memory it takes and nobody else has a use for that.
+
+    Args:
+      taken: what was taken so far, the last one being the best.
+      tried: everything.
+      records: of each.
+      environment: what it is for.
+    """
+    now_s = environment.expected_s(taken[-1])
+    fitting = {place: each.trial for place, each in enumerate(tried) if each.trial and _fits(each.trial, environment)}
+    place = min(fitting, key=lambda place: environment.expected_s(fitting[place]), default=None)
+    if place is None or environment.expected_s(fitting[place]) > (1 - _WORTH_MEMORY) * now_s:
+        return taken, list(records)
+    reason = f"{now_s:.4g} s to {environment.expected_s(fitting[place]):.4g} s, in memory that nothing else needs"
+    record = dataclasses.replace(records[place], taken=True, reason=reason)
+    return [*taken, fitting[place]], [*records[:place], record, *records[place + 1 :]]
+
+
+_WORTH_MEMORY = WORTH_TRYING / 2
+"""The share of a step that there must be to gain for memory to be spent that nothing else needs."""
+
+
+def carried_out(base: Program, plan: Plan, environment: Environment) -> Trial:
+    """``plan`` as it is, with what it is predicted to take.
+
+    Raises:
+      MemoryExceededError: it does not fit the limit.
+      PlanError: it is for another program.
+    """
+    return _fitting(attempt(base, plan, environment), environment, plan.records)
+
+
+def _fitting(trial: Trial, environment: Environment, records: Sequence[Record]) -> Trial:
+    """``trial``, its plan with its prediction and how it came about."""
+    if environment.limit_bytes is not None and not _fits(trial, environment):
+        memory = trial.simulation.memory
+        largest = [(size, trial.module.source_of(name) or name) for size, name in memory.peak_values]
         raise errors.MemoryExceededError(
-            base.name, now.prediction.peak_bytes, environment.limit_bytes, now.argument_bytes
+            trial.program.name, trial.prediction.peak_bytes, environment.limit_bytes, trial.argument_bytes, largest
         )
-    plan = now.plan.replace(prediction=now.prediction, records=tuple(records))
-    return dataclasses.replace(now, plan=plan)
+    plan = trial.plan.replace(prediction=trial.prediction, records=tuple(records))
+    return dataclasses.replace(trial, plan=plan)
 
 
 def _opened(
@@ -181,7 +246,8 @@ def _opened(
         [each for each in opening.open(base, start, environment) if each.plan != start] for opening in openings
     ]
     opened = _all_tried(base, [[Proposal(start, "")], *proposals], environment)
-    costs = environment.costs.calibrated(opened[0][0].trial.simulation)
+    first = opened[0][0].trial
+    costs = environment.costs if first is None else environment.costs.calibrated(first.simulation)
     if costs is environment.costs:
         return environment, opened
     environment = dataclasses.replace(environment, costs=costs)
@@ -197,19 +263,33 @@ _WORTH_ANOTHER = 0.01
 
 @dataclass(frozen=True)
 class _Tried:
-    """A trial, the decision that it tries, and the seconds that took."""
+    """What became of a decision that was tried.
+
+    Attributes:
+      decision: in words.
+      trial: None if it failed.
+      wall_s: what that took.
+      failure: why it failed.
+    """
 
     decision: str
-    trial: Trial
+    trial: Trial | None
     wall_s: float
+    failure: Exception | None = None
 
     @classmethod
     def of(cls, decision: str, attempted: Callable[[], Trial]) -> _Tried:
         began = time.perf_counter()
-        return cls(decision, attempted(), time.perf_counter() - began)
+        try:
+            trial, failure = attempted(), None
+        except (jax.errors.JaxRuntimeError, errors.InvariantError) as error:
+            trial, failure = None, error
+        return cls(decision, trial, time.perf_counter() - began, failure)
 
     def judged(self, environment: Environment) -> _Tried:
         """The same by other costs."""
+        if self.trial is None:
+            return self
         simulation = simulate(self.trial.module, environment.costs)
         prediction = _prediction(simulation, self.trial.prediction.peak_bytes)
         trial = dataclasses.replace(self.trial, simulation=simulation, prediction=prediction)
@@ -232,7 +312,7 @@ def _all_tried(base: Program, proposals: Sequence[Sequence[Proposal]], environme
 def _attempt_or_less(base: Program, proposal: Proposal, environment: Environment) -> list[_Tried]:
     """The proposal and, as long as they do not fit, the more modest ones."""
     tried = _Tried.of(proposal.decision, lambda: attempt(base, proposal.plan, environment))
-    if proposal.otherwise is None or _fits(tried.trial, environment):
+    if proposal.otherwise is None or (tried.trial is not None and _fits(tried.trial, environment)):
         return [tried]
     return [tried, *_attempt_or_less(base, proposal.otherwise, environment)]
 
@@ -256,14 +336,23 @@ def _best_tried(
         return _objection(trial, best, environment, seconds, max(_TOLD_APART, spent * WORTH_TRYING))
 
     for each in tried:
-        best = best if objection_to(each.trial) else each.trial
+        if each.trial is not None and not objection_to(each.trial):
+            best = each.trial
     records = []
     for each in tried:
+        if each.trial is None:
+            failed = f"could not be compiled: {_first_line(each.failure)}"
+            records.append(Record(name, each.decision, now.prediction, None, False, failed, each.wall_s))
+            continue
         change = f"{seconds(now):.4g} s to {seconds(each.trial):.4g} s"
         objection = "" if each.trial is best else objection_to(each.trial)
         taken, after = each.trial is best, each.trial.prediction
         records.append(Record(name, each.decision, now.prediction, after, taken, objection or change, each.wall_s))
     return best, records
+
+
+def _first_line(failure: Exception | None) -> str:
+    return next(iter(str(failure).splitlines()), "")[:200]
 
 
 def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial, list[Record]]:
@@ -287,10 +376,10 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
             continue
         told = trial.plan.replace(latencies=told_latencies(trial.simulation))
         tried = [_scheduled_by(told, "XLA is told latencies", trial, environment)]
-        strict = told.replace(options=strictly_limited(dict(told.options)))
-        if not _fits(tried[0].trial, environment) and strict != told:
+        scheduled, strict = tried[0].trial, told.replace(options=strictly_limited(dict(told.options)))
+        if scheduled is not None and not _fits(scheduled, environment) and strict != told:
             tried.append(_scheduled_by(strict, "and held to the limit", trial, environment))
-        elif _fits(tried[0].trial, environment) and _step_s(tried[0].trial) > hoped_s:
+        elif scheduled is not None and _fits(scheduled, environment) and _step_s(scheduled) > hoped_s:
             tried += _otherwise_scheduled(told, trial, environment)
         best, told_of = _best_tried("schedule", best, tried, _step_s, environment, is_last=True)
         records += told_of
@@ -319,6 +408,24 @@ _LESS = 0.95
 
 def _scheduled_by(plan: Plan, decision: str, trial: Trial, environment: Environment) -> _Tried:
     return _Tried.of(decision, partial(_compiled, trial.program, trial.lowered, plan, environment))
+
+
+def _closed(base: Program, closing: Closing, now: Trial, environment: Environment) -> tuple[Trial, list[Record]]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        tried = [
+            pool.submit(_Tried.of, each.decision, partial(_attempt_scheduled, base, each.plan, environment))
+            for each in closing.close(base, now, environment)
+        ]
+    return _best_tried(closing.name, now, [each.result() for each in tried], _step_s, environment, is_last=True)
+
+
+def _attempt_scheduled(base: Program, plan: Plan, environment: Environment) -> Trial:
+    """``plan`` carried out, and scheduled by what that takes."""
+    trial = attempt(base, plan.replace(latencies=()), environment)
+    if environment.platform != "cuda" or not trial.waits:
+        return trial
+    told = trial.plan.replace(latencies=told_latencies(trial.simulation))
+    return _compiled(trial.program, trial.lowered, told, environment)
 
 
 _MISSED = 0.02

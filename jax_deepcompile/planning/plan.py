@@ -119,7 +119,9 @@ class Plan:
     records: tuple[Record, ...] = ()
 
     def replace(self, **changes) -> Plan:
-        """A copy with some decisions changed; ``options`` may be given as a mapping."""
+        """A copy with some decisions changed, whose prediction nobody knows; ``options`` may be given as a mapping."""
+        if not changes.keys() <= {"fingerprint", "prediction", "records"}:
+            changes.setdefault("prediction", None)
         if isinstance(changes.get("options"), Mapping):
             changes["options"] = tuple(sorted(changes["options"].items()))
         return dataclasses.replace(self, **changes)

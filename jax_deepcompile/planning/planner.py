@@ -6,15 +6,16 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options, memory_options
+from jax_deepcompile.planning.depths import DeepenLoops
 from jax_deepcompile.planning.keep_activations import KeepActivations
 from jax_deepcompile.planning.overlap import OverlapMicrobatches
-from jax_deepcompile.planning.pass_manager import Environment, Opening, Pass, Trial, run_passes
+from jax_deepcompile.planning.pass_manager import AnyPass, Environment, Trial, run_passes
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
 from jax_deepcompile.planning.straight_line import PrefetchGathers, ReduceInOrder, UnshardStraightLine
 from jax_deepcompile.planning.unshard import Unshard
 
-DEFAULT_PASSES: tuple[Pass | Opening, ...] = (
+DEFAULT_PASSES: tuple[AnyPass, ...] = (
     PipelineLoops(),
     KeepActivations(),
     BucketCollectives(),
@@ -24,16 +25,17 @@ DEFAULT_PASSES: tuple[Pass | Opening, ...] = (
     OverlapMicrobatches(),
     UnshardStraightLine(),
     ReduceInOrder(),
+    DeepenLoops(),
 )
 """In order: hide communication in loops, join what is small, spend the memory that is left on computing and
 communicating less."""
 
-ONE_DEVICE_PASSES: tuple[Pass | Opening, ...] = (KeepActivations(),)
+ONE_DEVICE_PASSES: tuple[AnyPass, ...] = (KeepActivations(),)
 """Where there is nothing to communicate."""
 
 
 def make_plan(
-    program: Program, environment: Environment, fingerprint: str, passes: tuple[Pass | Opening, ...] = DEFAULT_PASSES
+    program: Program, environment: Environment, fingerprint: str, passes: tuple[AnyPass, ...] = DEFAULT_PASSES
 ) -> Trial:
     """The best plan for ``program`` on ``environment``, by simulated step time under its memory limit.
 

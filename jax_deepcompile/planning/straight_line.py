@@ -9,6 +9,7 @@ from itertools import pairwise
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import first_uses
 from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.program_memory import live_bytes_of_equations, memory_of_program
 from jax_deepcompile.costs.program_time import EquationTime, equation_times
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.prefetch import choose_prefetches, parameter_gathers
@@ -21,7 +22,7 @@ from jax_deepcompile.planning.proposals import bandwidth_bound_bytes
 
 @dataclass(frozen=True)
 class PrefetchGathers:
-    """Every straight-line gather starts just early enough to be hidden.
+    """Every straight-line gather starts just early enough to be hidden, but not before memory has room for it.
 
     Attributes:
       slacks: how early, in times of what the gather takes; one proposal each.
@@ -39,11 +40,19 @@ class PrefetchGathers:
         gathers = len(parameter_gathers(program))
         if gathers < self.fewest:
             return
+        room = room_bytes(program, now, environment)
+        less = None if room is None else [size - _UNSURE * (environment.limit_bytes or 0) for size in room]
         for slack in self.slacks:
-            prefetches = choose_prefetches(program, environment.costs, slack)
-            if prefetches:
-                decision = f"{len(prefetches)} of {gathers} gathers start {slack:g} times their duration ahead"
-                yield Proposal(now.plan.replace(prefetches=prefetches), decision)
+            early, later = (choose_prefetches(program, environment.costs, slack, each) for each in (room, less))
+            decision = f"of {gathers} gathers start {slack:g} times their duration ahead"
+            modest = Proposal(now.plan.replace(prefetches=later), f"{len(later)} {decision}, with room to spare")
+            if early:
+                plan = now.plan.replace(prefetches=early)
+                yield Proposal(plan, f"{len(early)} {decision}", otherwise=modest if later != early else None)
+
+
+_UNSURE = 0.03
+"""The share of memory by which a program may need more than the liveness of its values tells."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,8 @@ class UnshardStraightLine:
         plan = plain.replace(unsharded=kept)
         if now.plan.prefetches:
             program = apply_plan(base, environment.mesh, plan.replace(reduction_bucket_bytes=0))
-            plan = plan.replace(prefetches=choose_prefetches(program, environment.costs, self.slack))
+            room = room_bytes(program, now, environment)
+            plan = plan.replace(prefetches=choose_prefetches(program, environment.costs, self.slack, room))
         size = sum(repeat.size_bytes for repeat in repeats if repeat.position in kept)
         yield Proposal(plan, f"{len(kept)} of {len(repeats)} repeated gathers stay, {size / 2**30:.2f} GiB")
 
@@ -91,6 +101,17 @@ class ReduceInOrder:
         if buckets > 1:
             decision = f"{buckets} buckets of reductions of {size / 2**20:.0f} MiB follow one another"
             yield Proposal(now.plan.replace(reduction_bucket_bytes=size), decision)
+
+
+def room_bytes(program: Program, now: Trial, environment: Environment) -> list[float] | None:
+    """What is free while each equation of ``program`` runs; None without a limit.
+
+    What XLA takes for ``now`` beyond the liveness of its values, it is expected to take for ``program``.
+    """
+    if environment.limit_bytes is None:
+        return None
+    beyond_bytes = now.prediction.peak_bytes - memory_of_program(now.program).live_peak_bytes
+    return [environment.limit_bytes - beyond_bytes - size for size in live_bytes_of_equations(program)]
 
 
 @dataclass(frozen=True)

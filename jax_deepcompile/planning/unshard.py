@@ -105,9 +105,11 @@ def _longer_turns(
     already = kept_layers(now.plan, pairs)
     turns_once = all(len(forward.path) == 1 for forward, _ in pairs)
     if turns_once and not already:
-        spare_bytes = free_bytes + now.prediction.peak_bytes - _before_turn_bytes(now)
+        spare_bytes = free_bytes + now.prediction.peak_bytes - _at_turn_bytes(now)
         hoped = max(surely, spare_bytes // sum(gathered_bytes(forward) for forward, _ in pairs))
     least_bytes = _worthwhile_bytes(now) if turns_once else 0
+    if (hoped - surely) * per_layer < least_bytes:
+        hoped = surely
     longest = max(forward.length for forward, _ in pairs)
     proposal = None
     for layers in sorted({min(already + more, longest - 1) for more in (surely, hoped)}):
@@ -119,12 +121,12 @@ def _longer_turns(
         yield proposal
 
 
-def _before_turn_bytes(now: Trial) -> int:
-    """What is in memory where a loop ends that only gathers: a forward one, when nothing of backward is there yet."""
+def _at_turn_bytes(now: Trial) -> int:
+    """What is in memory where layers run, forward or backward: less than the peak, if that is elsewhere."""
     memory = now.simulation.memory
     live_bytes = dict(zip(memory.names, memory.live_bytes, strict=True))
-    forward = (loop for loop in now.simulation.loops if loop.trip.gathered_bytes and not loop.trip.reduced_bytes)
-    return max((live_bytes[loop.name] for loop in forward), default=now.prediction.peak_bytes)
+    loops = [live_bytes[loop.name] for loop in now.simulation.loops if loop.trip.gathered_bytes]
+    return max(loops, default=now.prediction.peak_bytes)
 
 
 def _worthwhile_bytes(now: Trial) -> float:

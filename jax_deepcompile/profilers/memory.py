@@ -8,7 +8,9 @@ from typing import Any, Protocol
 from jax.sharding import Mesh
 
 from jax_deepcompile.costs.entries import MemoryFigures, Method, Source, analytical
+from jax_deepcompile.costs.memory import memory_of
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.meshes import attached
 from jax_deepcompile.profilers.probes import NOT_ATTACHED
 from jax_deepcompile.profilers.timing import measured
@@ -40,7 +42,7 @@ def measure_memory(compiled: Executable, mesh: AnyMesh) -> MemoryFigures | None:
         host_argument_bytes=figures.host_argument_size_in_bytes,
         host_output_bytes=figures.host_output_size_in_bytes,
         host_temp_bytes=figures.host_temp_size_in_bytes,
-        live_bytes=(),
+        live_bytes=memory_of(read(compiled.as_text() or "")).live_bytes,
         source=Source(Method.COMPILED, note="XLA's buffer assignment"),
         allocator_peak_bytes=peak_bytes,
         allocator_source=peak_source,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 
-import numpy as np
-from jax.sharding import Mesh
-
-from jax_deepcompile.costs.entries import Axis, Machine, OpTime, StepTime
+from jax_deepcompile.costs.devices import machine_of
+from jax_deepcompile.costs.entries import OpTime, StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.placement import AnyMesh
@@ -46,6 +43,7 @@ def take_profile(
     program: Program,
     mesh: AnyMesh,
     *,
+    base: Program | None = None,
     limit_bytes: int | None = None,
     known: Profile | None = None,
     runs: int = 5,
@@ -63,6 +61,7 @@ def take_profile(
       compiled: the step compiled for these arguments.
       program: its local view.
       mesh: that it runs on.
+      base: its local view before it was planned; None if nobody knows.
       limit_bytes: memory of each device that the probes of collectives and copies may take; by default what the step
         takes for temporaries, which lies free between its runs.
       known: an earlier profile. If it is of this program it is the result, and nothing runs; if it is of another one
@@ -80,7 +79,8 @@ def take_profile(
         return Taken(known, args)
     ops, step_time, args = _run(step, args, compiled, program, mesh, runs)
     memory = measure_memory(compiled, mesh)
-    profile = Profile(digest, machine, ops=ops, step=step_time, memory=memory)
+    planned_from = "" if base is None else fingerprint(program_text(base), machine)
+    profile = Profile(digest, machine, ops=ops, step=step_time, memory=memory, program=planned_from)
     if known is not None and known.machine == machine:
         profile = profile.merge(known)
     else:
@@ -91,25 +91,6 @@ def take_profile(
         )
         profile = profile.merge(probed)
     return Taken(of_first_process(profile) or profile, args)
-
-
-def machine_of(mesh: AnyMesh) -> Machine:
-    """What a profile's collectives and copies belong to."""
-    versions = tuple((package, version(package)) for package in ("jax", "jaxlib"))
-    if not isinstance(mesh, Mesh):
-        sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
-        return Machine("abstract", tuple(Axis(name, size) for name, size in sizes), versions)
-    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    axes = tuple(
-        Axis(name, mesh.shape[name], _most_different(np.moveaxis(processes, position, -1)))
-        for position, name in enumerate(mesh.axis_names)
-    )
-    return Machine(mesh.devices.flat[0].device_kind, axes, versions)
-
-
-def _most_different(values: np.ndarray) -> int:
-    """How many different values a row along the last dimension has at most."""
-    return max(len(set(row)) for row in values.reshape(-1, values.shape[-1]).tolist())
 
 
 def _run(

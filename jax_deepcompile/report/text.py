@@ -165,7 +165,7 @@ def _replicated(partitioned: Partitioned) -> list[str]:
             "computed whole on every device: nothing that could be split"
             + ("" if batch else "; no argument is a batch")
         ]
-    return ["computed whole on every device:", *_cut(lines)]
+    return ["computed whole on every device:", *_cut(lines, names=True)]
 
 
 def _whole_products(partitioned: Partitioned) -> list[str]:
@@ -187,8 +187,13 @@ def _whole_products(partitioned: Partitioned) -> list[str]:
     return [f"  {text}: {share:.0%} of products outside of loops; split, it would move more" for share, text in shares]
 
 
-def _cut(lines: list[str]) -> list[str]:
-    return lines if len(lines) <= _LINES else [*lines[: _LINES - 1], f"  … and {len(lines) - _LINES + 1} more"]
+def _cut(lines: list[str], names: bool = False) -> list[str]:
+    """The first lines, and how many others there are; with the different ``names`` that those begin with."""
+    if len(lines) <= _LINES:
+        return lines
+    shown, rest = lines[: _LINES - 1], lines[_LINES - 1 :]
+    listed = f": {', '.join(dict.fromkeys(line.split()[0] for line in rest))}" if names else ""
+    return [*shown, f"  … and {len(rest)} more{listed}"]
 
 
 def _size(count: float) -> str:

@@ -392,6 +392,18 @@ def test_each_process_passes_its_own_rows(processes: int):
             print("ERROR", error)
         given = sharded.init(create)
         print("LOSS", float(deepcompile.shard(weighted, batch_argnums=(1, 2))(given, mine, weights)[1]))
+        planned = deepcompile.shard(step, memory_limit="1GiB")
+        print("LOSS", float(planned(planned.init(create), mine)[1]))
+        examples = {"x": jax.ShapeDtypeStruct((8, 16), "f4")}
+        traced = jax.eval_shape(deepcompile.shard(step), sharded.init(create), examples)
+        print("SHAPE", traced[1].shape)
+        def different(state, batch):
+            return step(state, {"x": batch["x"] * (2.0 + rank)})
+        for options in ({}, {"memory_limit": "1GiB"}):
+            try:
+                deepcompile.shard(different, **options)(sharded.init(create), mine)
+            except deepcompile.errors.PlanMismatchError as error:
+                print("ERROR", error)
         """
     )
     import socket
@@ -413,8 +425,14 @@ def test_each_process_passes_its_own_rows(processes: int):
     state, first = jax.jit(step)(create(), batch())
     _, second = jax.jit(step)(state, batch(8))
     _, third = step(create(), {"x": batch(8)["x"] * np.linspace(1, 2, 8, dtype=np.float32)[:, None]})
-    assert len(losses[0]) == 3, outputs
-    np.testing.assert_allclose(losses, [[float(first), float(second), float(third)]] * processes, rtol=1e-6)
+    _, fourth = step(create(), batch(8))
+    assert len(losses[0]) == 4, outputs
+    expected = [float(first), float(second), float(third), float(fourth)]
+    np.testing.assert_allclose(losses, [expected] * processes, rtol=1e-6)
+    assert all("SHAPE ()" in out for out, _ in outputs), outputs[0][1][-3000:]
+    assert all(
+        out.count("processes of this run do not agree on what different is (process 0: ") == 2 for out, _ in outputs
+    )
     assert all("shard(..., batch_argnums=(1, 2)) if weights is one" in out for out, _ in outputs)
     assert all("6 must be a multiple of 4, the number of this process's devices" in out for out, _ in outputs)
 

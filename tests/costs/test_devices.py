@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_deepcompile.costs import devices
-from jax_deepcompile.costs.devices import hardware_of, kind_with_network, network_of
+from jax_deepcompile.costs.devices import allocator_bytes_of, hardware_of, has_table, kind_with_network, network_of
 from jax_deepcompile.costs.hardware import CPU_HOST, H100_SXM, H200_SXM, Network
 from jax_deepcompile.costs.tables import KernelTable, fitted_hardware
 
@@ -33,6 +35,12 @@ def gpu(process: int, kind: str = "NVIDIA H100 80GB HBM3", client=DESCRIBED, **m
 )
 def test_a_kind_has_its_table(kind, hardware):
     assert hardware_of(kind) is hardware
+    assert has_table(kind)
+
+
+def test_another_gpu_is_taken_for_an_h100():
+    assert hardware_of("NVIDIA A100-SXM4-40GB") is H100_SXM
+    assert not has_table("NVIDIA A100-SXM4-40GB")
 
 
 def test_what_was_measured_on_such_a_device_goes_before_what_was_published(monkeypatch):
@@ -64,3 +72,26 @@ def test_the_kind_names_any_other_network(gpus_per_node, cards, speed_gbps):
     network = Network(gpus_per_node, nics_per_node=cards, nic_gbps=speed_gbps)
     kind = kind_with_network("NVIDIA H100 80GB HBM3", network)
     assert network_of([gpu(index // gpus_per_node, kind) for index in range(2 * gpus_per_node)]) == network
+
+
+def with_allocator(limit: int | None, platform: str = "gpu", process: int = 0):
+    stats = None if limit is None else {"bytes_limit": limit}
+    return SimpleNamespace(
+        platform=platform, process_index=process, client=SimpleNamespace(), memory_stats=lambda: stats
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (with_allocator((60 << 30) + 5), 60 << 30),
+        (with_allocator(None), None),
+        (with_allocator(60 << 30, platform="cpu"), None),
+        (with_allocator(60 << 30, process=1), None),
+        (gpu(0, platform="gpu"), None),
+    ],
+    ids=["here", "says nothing", "CPU", "another process's", "described"],
+)
+def test_what_the_allocator_has(device, expected):
+    mesh: Any = SimpleNamespace(devices=np.array([device], object))
+    assert allocator_bytes_of(mesh) == expected

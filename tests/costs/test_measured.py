@@ -11,6 +11,7 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel, Direction
+from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.entries import (
     Axis,
     CollectiveFit,
@@ -29,6 +30,7 @@ from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.simulation import Event, Simulation, Totals
+from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.planning.session import Wishes, plan_program
 from tests.passes.programs import sharded, stack_loss, stack_shapes
 
@@ -110,11 +112,45 @@ def test_a_step_is_planned_by_its_own_profile():
         loss, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(state)
         return state - 0.1 * grads, loss
 
-    state, batch = jnp.ones((256, 256)), jnp.ones((64, 256))
+    state, batch = jnp.ones((256, 256)), jnp.ones((1024, 256))
     taken = step.profile(state, batch, runs=1)
     kernels = [each for each in taken.profile.ops if not each.name.startswith(("all_gather", "reduce_scatter", "psum"))]
     measured_s = sum(each.executions * (each.seconds or 0.0) for each in kernels)
     again = step.reshard(memory_limit="1GiB", profile=taken.profile).trace(*taken.args)
     assert again.plan().prediction.compute_s == pytest.approx(measured_s, rel=0.02)
-    assert f"measured step: {taken.profile.step.seconds:.4g} s" in again.explain()
+    assert f"planned by a profile of a step of {taken.profile.step.seconds:.4g} s" in again.explain()
+    assert f"measured step: {taken.profile.step.seconds:.4g} s" in step.trace(*taken.args).explain()
+    assert "measured step" not in again.explain()
     assert "not measured, left to the tables: allocator peak" in again.explain()
+    compiled = again.lower().compile()
+    judged = deepcompile.simulate(compiled, step.mesh, taken.profile)
+    assert judged.compute_s == pytest.approx(measured_s, rel=0.02)
+    assert deepcompile.simulate(again, step.mesh, taken.profile).compute_s > 0
+    assert deepcompile.simulate(compiled, step.mesh).compute_s != pytest.approx(measured_s, rel=0.02)
+
+
+@pytest.mark.cpu_mesh
+def test_kernels_of_another_program_are_not_planned_by():
+    @deepcompile.shard(passes=())
+    def step(state, batch):
+        return state - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(state)
+
+    state = jnp.ones((64, 64))
+    profile = step.profile(state, jnp.ones((128, 64)), runs=1).profile
+    planned = step.reshard(memory_limit="1GiB", profile=profile)
+    same, larger = (planned.trace(state, jnp.ones((rows, 64))).explain() for rows in (128, 256))
+    assert "the kernels of the profile are another program's" in larger
+    assert "the kernels of the profile are another program's" not in same
+    assert profile.of_program("another").ops == ()
+    assert profile.of_program("another").collectives == profile.collectives
+
+
+@pytest.mark.cpu_mesh
+def test_a_step_is_judged_by_measured_collectives():
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
+    fits = tuple(CollectiveFit(kind, ("fsdp",), FIT, MEASURED) for kind in CollectiveKind)
+    compiled = lower(program, mesh, "cpu").compile()
+    judged = deepcompile.simulate(compiled, mesh, Profile("0", machine_of(mesh), collectives=fits))
+    assert judged.communication_s > 20 * deepcompile.simulate(compiled, mesh).communication_s
+    with pytest.raises(errors.ProfileMismatchError, match="the profile is of another device kind"):
+        deepcompile.simulate(compiled, mesh, PROFILE)

@@ -142,6 +142,37 @@ def test_a_sliced_parameter_counts_the_slice():
     assert found.bytes == 400 + 4 + 200
 
 
+def test_what_is_converted_and_then_sliced_counts_the_slices():
+    body = """
+  %p = f32[80,100]{1,0} parameter(0)
+  %c = bf16[80,100]{1,0} convert(%p)
+  %first = bf16[1,100]{1,0} slice(%c), slice={[0:1], [0:100]}
+  %last = bf16[2,100]{1,0} slice(%c), slice={[78:80], [0:100]}
+  ROOT %t = (bf16[1,100]{1,0}, bf16[2,100]{1,0}) tuple(%first, %last)
+"""
+    assert fusion(body, parameters="%x = f32[80,100]{1,0} parameter(0)") == Work(vector_flops=300.0, bytes=1200 + 600)
+
+
+def test_what_is_reduced_and_then_sliced_counts_the_whole():
+    body = """
+  %p = f32[80,100]{1,0} parameter(0)
+  %z = f32[] constant(0)
+  %s = f32[80]{0} reduce(%p, %z), dimensions={1}, to_apply=%adder
+  ROOT %first = f32[1]{0} slice(%s), slice={[0:1]}
+"""
+    assert fusion(body, ADDER, parameters="%x = f32[80,100]{1,0} parameter(0)").bytes == 32_000 + 4
+
+
+def test_what_is_spread_out_is_read_once():
+    body = """
+  %p = f32[100]{0} parameter(0)
+  %unused = f32[100]{0} parameter(1)
+  ROOT %b = f32[80,100]{1,0} broadcast(%p), dimensions={1}
+"""
+    parameters = "%x = f32[100]{0} parameter(0)\n%y = f32[100]{0} parameter(1)"
+    assert fusion(body, parameters=parameters).bytes == 400 + 32_000
+
+
 def test_a_parameter_sliced_and_read_whole_counts_once():
     body = """
   %p = f32[100]{0} parameter(0)

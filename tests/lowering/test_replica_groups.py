@@ -25,6 +25,7 @@ pytestmark = pytest.mark.pure
         ("mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
         ("mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
         ("mesh['a'=2,'b'=2], device_ids=([4]<=[2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'c'}", ((0, 2), (1, 3))),
     ],
 )
 def test_forms(text: str, groups: tuple[tuple[int, ...], ...]):

@@ -159,7 +159,7 @@ def test_one_axis_takes_one_move(source, target, moves):
     [
         ((P, P), (R, 0), ["reduce_scatter y 0", "all_reduce x"]),
         ((P, P), (R, R), ["all_reduce x,y"]),
-        ((P, P), (0, 0), ["reduce_scatter x 0", "reduce_scatter y 0"]),
+        ((P, P), (0, 0), ["reduce_scatter x,y 0"]),
         ((0, 0), (R, R), ["all_gather x,y 0"]),
         ((0, 0), (0, R), ["all_gather y 0"]),
         ((0, R), (0, 0), ["slice y 0"]),

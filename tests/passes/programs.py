@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 import jax
@@ -13,8 +14,9 @@ from jax import lax
 import jax_deepcompile as deepcompile
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
-from jax_deepcompile.lowering.emit import emit, sharding_of
-from tests.partition.steps import shapes, training_step
+from jax_deepcompile.lowering.compile import compile_options, double_buffering
+from jax_deepcompile.lowering.emit import emit, lower, sharding_of
+from tests.partition.steps import lines, shapes, training_step
 
 LAYERS, WIDTH, BATCH = 5, 16, 16
 
@@ -37,6 +39,23 @@ def stack_loss(params, batch):
     return jnp.mean(run_stack(params["stack"], batch) ** 2)
 
 
+MATRICES = {"w": (4, WIDTH, WIDTH)}
+UNDER_A_HEAD = MATRICES | {"head": (WIDTH, 3 * WIDTH)}
+
+
+def run_matrices(stack, x):
+    """Checkpointed layers of one matrix each: what becomes of them is short enough to compare as text."""
+    return lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, stack)[0]
+
+
+def matrices_loss(params, batch):
+    return jnp.mean(run_matrices(params["w"], batch) ** 2)
+
+
+def matrices_under_a_head_loss(params, batch):
+    return jnp.mean((run_matrices(params["w"], batch) @ params["head"]) ** 2)
+
+
 def in_two_iterations(loss: Callable) -> Callable:
     """Forward and backward of ``loss`` in each of two iterations, as microbatches have them; then ``stack_loss``."""
 
@@ -50,13 +69,28 @@ def in_two_iterations(loss: Callable) -> Callable:
     return whole
 
 
-def sharded(loss: Callable, params, batch=(BATCH, WIDTH), mesh: Mapping[str, int] | None = None, optimizer=None):
+def sharded(
+    loss: Callable,
+    params,
+    batch=(BATCH, WIDTH),
+    mesh: Mapping[str, int] | jax.sharding.Mesh | None = None,
+    optimizer=None,
+    microbatches: int = 1,
+):
     """The fully sharded training step of ``loss``: the program and its mesh."""
     optimizer = optimizer or optax.sgd(0.1, momentum=0.9)
     params = shapes(params)
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    step = deepcompile.shard(training_step(loss, optimizer), mesh or {"fsdp": 8})
+    step = deepcompile.shard(training_step(loss, optimizer), mesh or {"fsdp": 8}, microbatches=microbatches)
     return step.trace(state, shapes(batch)).sharded, step.mesh
+
+
+def h100s():
+    return deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+
+
+def compiled_for_h100s(program: Program, mesh) -> jax.stages.Compiled:
+    return lower(program, mesh, "cuda").compile(compiler_options=compile_options("cuda") | double_buffering())
 
 
 def idle_loop_loss(params, batch):
@@ -66,22 +100,6 @@ def idle_loop_loss(params, batch):
 
 
 IDLE = {"w": (WIDTH, WIDTH), "head": (WIDTH, WIDTH)}
-
-
-def sharded_under_a_head(width: int = 1024):
-    """The fully sharded step of six layers under a head, for eight H100s: the program and its mesh."""
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
-
-    def loss(params, x):
-        def layer(x, w):
-            return jnp.tanh(x @ w), None
-
-        return jnp.mean((lax.scan(jax.checkpoint(layer), x, params["w"])[0] @ params["head"]) ** 2)
-
-    params, optimizer = shapes({"w": (6, width, width), "head": (width, 8 * width)}), optax.sgd(0.1)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
-    return step.trace(state, shapes((64, width))).sharded, mesh
 
 
 def run(program: Program, mesh, seed: int = 0) -> list[np.ndarray]:
@@ -110,6 +128,12 @@ def count(program: Program, primitive: str, executed: bool = True) -> int:
         return total
 
     return of(program.jaxpr.jaxpr if hasattr(program.jaxpr, "jaxpr") else program.jaxpr)
+
+
+def outline(program: Program, *others: str) -> list[str]:
+    """The names of a program's collectives, products and ``others``, indented as the loops are that they run in."""
+    found = lines(program, ("all_gather", "reduce_scatter", "dot_general", *others))
+    return [re.sub(r"^( *(?:scan \d+|\S+)).*", r"\1", line) for line in found]
 
 
 def assert_same_work(planned: Program, program: Program, mesh) -> None:

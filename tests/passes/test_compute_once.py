@@ -11,10 +11,22 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.passes.compute_once import compute_once
 from jax_deepcompile.passes.hand_over import HandOver, hand_over
 from jax_deepcompile.passes.pipeline_loops import choose_schedules, pipeline_loops
-from tests.passes.programs import assert_same_work, sharded, stack_loss, stack_shapes
+from tests.passes.programs import (
+    MATRICES,
+    assert_same_work,
+    compiled_for_h100s,
+    h100s,
+    matrices_loss,
+    outline,
+    sharded,
+    stack_loss,
+    stack_shapes,
+)
+from tests.schedules import product_elements
 
 ROWS = 6
 
@@ -49,6 +61,23 @@ def test_the_layer_at_the_turn_is_computed_once():
     merged = compute_once(pipelined)
     assert names(merged).count("tanh") == names(pipelined).count("tanh") - 1
     assert_same_work(merged, program, mesh)
+
+
+def turning(params, *where):
+    """Pipelined layers whose parameters stay gathered from forward to backward: the program and its mesh."""
+    program, mesh = sharded(matrices_loss, params, *where)
+    handed = hand_over(program, mesh, [HandOver("scan.0", "scan.1", (0,))])
+    return pipeline_loops(handed, mesh, choose_schedules(handed)), mesh
+
+
+@pytest.mark.pure
+def test_before_and_after():
+    pipelined, _ = turning(MATRICES)
+    forward = ["all_gather", "scan 3", "  all_gather", "  dot_general", "  tanh", "dot_general", "tanh"]
+    backward = ["scan 3", "  dot_general", "  tanh", *["  dot_general"] * 2, "  reduce_scatter", "reduce_scatter"]
+    last_layer = ["dot_general", "dot_general"]
+    assert outline(pipelined, "tanh") == [*forward, "dot_general", "tanh", *last_layer, *backward]
+    assert outline(compute_once(pipelined), "tanh") == [*forward, *last_layer, *backward]
 
 
 @pytest.mark.pure
@@ -136,3 +165,12 @@ def test_random_bits_are_drawn_as_often_as_before():
 
     program, merged = once(function, np.ones(3, np.float32))
     assert merged is program
+
+
+@pytest.mark.h100_aot
+def test_the_layer_at_the_turn_has_one_product_forward_and_two_backward():
+    width, rows = 2048, 8
+    pipelined, mesh = turning({"w": (7, width, width)}, (8 * rows, width), h100s())
+    before, after = (compiled_for_h100s(each, mesh) for each in (pipelined, compute_once(pipelined)))
+    assert product_elements(read(after.as_text()).entry.instructions) == (rows + rows + width) * width
+    assert after.memory_analysis().temp_size_in_bytes <= before.memory_analysis().temp_size_in_bytes

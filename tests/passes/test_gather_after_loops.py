@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import optax
 import pytest
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
-from jax_deepcompile.lowering.compile import compile_options
-from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.passes.gather_after_loops import gather_after_loops
+from jax_deepcompile.passes.pipeline_loops import choose_schedules, pipeline_loops
 from tests.passes.programs import (
     IDLE,
+    UNDER_A_HEAD,
     WIDTH,
     assert_same_work,
+    compiled_for_h100s,
+    h100s,
     idle_loop_loss,
     in_two_iterations,
+    matrices_loss,
+    matrices_under_a_head_loss,
+    outline,
     run_stack,
     sharded,
-    sharded_under_a_head,
     stack_shapes,
 )
+from tests.schedules import gathers
 
 HEADED = {"stack": stack_shapes(), "head": (WIDTH, 8 * WIDTH)}
 FOOTED = {"stack": stack_shapes(), "foot": (WIDTH, WIDTH)}
@@ -66,6 +72,17 @@ def test_so_does_one_inside_of_another_loop():
 
 
 @pytest.mark.pure
+def test_before_and_after():
+    program, _ = sharded(matrices_under_a_head_loss, UNDER_A_HEAD)
+    layers = ["scan 4", "  all_gather", "  dot_general"]
+    gathered = ["all_gather", "dot_general"]
+    before, after = (outline(each, "optimization_barrier") for each in (program, gather_after_loops(program)))
+    assert before[:5] == [*layers, *gathered]
+    assert after[:6] == [*layers, "optimization_barrier", *gathered]
+    assert after[6:] == before[5:]
+
+
+@pytest.mark.pure
 def test_what_was_gathered_before_the_loop_does_not_wait():
     program, _ = sharded(footed_loss, FOOTED)
     assert gather_after_loops(program) is program
@@ -91,10 +108,16 @@ def test_nothing_waits_for_a_loop_that_does_not_communicate():
 
 
 @pytest.mark.h100_aot
-def test_the_gather_starts_after_the_loop():
-    program, mesh = sharded_under_a_head()
-    compiled = lower(gather_after_loops(program), mesh, "cuda").compile(compiler_options=compile_options("cuda"))
-    opcodes = [each.opcode for each in read(compiled.as_text() or "").entry.instructions]
-    forward = opcodes.index("while")
-    assert not any(opcode.startswith("all-gather") for opcode in opcodes[:forward])
-    assert any(opcode.startswith("all-gather") for opcode in opcodes[forward:])
+def test_what_backward_begins_with_is_gathered_after_forward():
+    """And not before it, where XLA makes one gather of it and the first layer's."""
+    width = 1024
+    program, mesh = sharded(matrices_loss, {"w": (6, width, width)}, (64, width), h100s(), optax.sgd(0.1))
+    pipelined = pipeline_loops(program, mesh, choose_schedules(program))
+
+    def between_loops(program) -> int:
+        entry = read(compiled_for_h100s(program, mesh).as_text()).entry.instructions
+        forward, backward = (place for place, each in enumerate(entry) if each.opcode == "while")
+        return gathers(entry[forward:backward])
+
+    assert between_loops(pipelined) == 0
+    assert between_loops(gather_after_loops(pipelined)) == 1

@@ -16,12 +16,27 @@ from jax_deepcompile.analysis.stacks import sliced_gathers
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
+from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.passes.hand_over import HandOver, hand_over, shared_gathers
 from jax_deepcompile.passes.pipeline_loops import choose_schedules, pipeline_loops
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.plan import Plan
 from tests.partition.steps import shapes, training_step
-from tests.passes.programs import LAYERS, count, in_two_iterations, run, run_stack, sharded, stack_loss, stack_shapes
+from tests.passes.programs import (
+    LAYERS,
+    MATRICES,
+    WIDTH,
+    count,
+    in_two_iterations,
+    matrices_loss,
+    outline,
+    run,
+    run_stack,
+    sharded,
+    stack_loss,
+    stack_shapes,
+)
+from tests.schedules import gathers, loop_bodies
 
 STACK = {"stack": stack_shapes()}
 
@@ -78,6 +93,18 @@ def test_inside_of_another_loop_values_stay_the_same():
 
 
 @pytest.mark.pure
+def test_before_and_after():
+    program, mesh = sharded(matrices_loss, MATRICES)
+    gather, product, reduce = "  all_gather", "  dot_general", "  reduce_scatter"
+    backward = [product, product, reduce, product]
+    assert outline(program) == ["scan 4", gather, product, "scan 4", gather, *backward]
+    handed = hand_over(program, mesh, [everything(program)])
+    assert outline(handed) == ["scan 4", gather, product, "scan 4", *backward]
+    _, reader = find_loops(handed.jaxpr)
+    assert (4, WIDTH, WIDTH) in [var.aval.shape for var in reader.eqn.invars]
+
+
+@pytest.mark.pure
 def test_some_of_them_is_enough():
     program, mesh = sharded(stack_loss, STACK)
     choice = everything(program)
@@ -109,7 +136,7 @@ def test_an_unknown_loop_is_an_error():
 
 
 @pytest.mark.h100_aot
-def test_one_stack_of_memory_and_no_more():
+def test_backward_gathers_less_for_one_stack_of_memory_and_no_more():
     """The stack of 6 x 1024 x 4096 floats lies once in memory, gathered along its second dimension though it is."""
     layers, width = 6, 1024
     mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
@@ -127,12 +154,16 @@ def test_one_stack_of_memory_and_no_more():
     program = step.trace(state, shapes((64, width))).sharded
     options = compile_options("cuda") | double_buffering()
 
-    def temporary_bytes(choices) -> int:
+    def compiled(choices):
         handed = hand_over(program, mesh, choices)
         planned = pipeline_loops(handed, mesh, choose_schedules(handed))
-        compiled = lower(planned, mesh, "cuda").compile(compiler_options=options)
-        return compiled.memory_analysis().temp_size_in_bytes
+        return lower(planned, mesh, "cuda").compile(compiler_options=options)
 
     choice = everything(program)
     one = HandOver(choice.forward, choice.backward, (0,))
-    assert temporary_bytes([one]) - temporary_bytes([]) < 1.25 * 4 * layers * width * 4 * width
+    before, after = compiled([]), compiled([one])
+    bodies = [loop_bodies(read(each.as_text())) for each in (before, after)]
+    forward_and_backward = [[gathers(body.instructions) for body in each] for each in bodies]
+    assert forward_and_backward == [[4, 4], [4, 2]], "two iterations in a body"
+    more = after.memory_analysis().temp_size_in_bytes - before.memory_analysis().temp_size_in_bytes
+    assert more < 1.25 * 4 * layers * width * 4 * width

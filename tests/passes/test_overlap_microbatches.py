@@ -29,7 +29,20 @@ from jax_deepcompile.planning.keep_gathered import keep_gathered
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.told_latencies import told_latencies
 from tests.partition.steps import shapes, training_step
-from tests.passes.programs import BATCH, LAYERS, WIDTH, count, layer, run, run_stack, stack_loss, stack_shapes
+from tests.passes.programs import (
+    BATCH,
+    LAYERS,
+    MATRICES,
+    WIDTH,
+    count,
+    layer,
+    matrices_loss,
+    outline,
+    run,
+    run_stack,
+    stack_loss,
+    stack_shapes,
+)
 from tests.schedules import loop_bodies, work_while_under_way
 
 STACK = {"stack": stack_shapes()}
@@ -214,6 +227,27 @@ def outer_loop(program, mesh):
 
 
 @pytest.mark.pure
+def test_before_and_after():
+    """The reductions after the loop over layers are those of the layers peeled off its ends."""
+    program, mesh = in_microbatches(matrices_loss, MATRICES)
+    plan = pipelined(program)
+
+    def of_loops(program) -> list[str]:
+        return [line for line in outline(program) if not line.endswith("dot_general")]
+
+    gather, reduce = ["all_gather"], ["reduce_scatter"]
+    forward = [*gather, "scan 3", "  all_gather"]
+    backward = [*gather * 2, "scan 2", "  all_gather", "  reduce_scatter", *reduce * 2]
+    assert of_loops(apply_kept(program, mesh, plan)) == ["scan 4", *within([*forward, *backward])]
+    both = [*gather * 4, "scan 2", *["  all_gather"] * 2, "  reduce_scatter", *reduce * 2]
+    assert of_loops(apply_plan(program, mesh, overlapped(plan))) == [*forward, "while", *within(both), *backward]
+
+
+def within(lines: list[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+@pytest.mark.pure
 def test_forward_hands_over_what_backward_reads_and_no_more():
     program, mesh = in_microbatches(with_head, HEAD)
     halves = find_halves(outer_loop(program, mesh).eqn)
@@ -317,7 +351,7 @@ def test_only_loops_around_pipelined_ones(name):
 @pytest.mark.h100_aot
 def test_both_passes_communicate_beside_compute_in_one_loop():
     """In the loop of both every collective has work between start and done; forward's inputs are there twice."""
-    width, layers, microbatches = 1024, 8, 4
+    rows, width, layers, microbatches = 2048, 1024, 8, 4
     mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
     params = shapes({"stack": {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}})
 
@@ -330,7 +364,7 @@ def test_both_passes_communicate_beside_compute_in_one_loop():
     optimizer = optax.sgd(0.1)
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
     step = deepcompile.shard(training_step(loss, optimizer), mesh, microbatches=microbatches, passes=())
-    program = step.trace(state, shapes((8 * 512 * microbatches, width))).sharded
+    program = step.trace(state, shapes((8 * rows * microbatches, width))).sharded
     options = compile_options("cuda") | double_buffering()
 
     def compiled(plan: Plan):
@@ -351,5 +385,5 @@ def test_both_passes_communicate_beside_compute_in_one_loop():
     assert {kind for kind, _ in found} == {"all-gather-start", "reduce-scatter-start"}
     assert all(work for _, work in found), found
     more = together.memory_analysis().temp_size_in_bytes - apart.memory_analysis().temp_size_in_bytes
-    inputs_bytes = layers * 512 * width * 4
+    inputs_bytes = layers * rows * width * 4
     assert more < 1.5 * inputs_bytes + 3 * layer_bytes

@@ -17,7 +17,20 @@ from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules, pipeline_loops
-from tests.passes.programs import LAYERS, WIDTH, count, layer, run, run_stack, sharded, stack_loss, stack_shapes
+from tests.passes.programs import (
+    LAYERS,
+    MATRICES,
+    WIDTH,
+    count,
+    layer,
+    matrices_loss,
+    outline,
+    run,
+    run_stack,
+    sharded,
+    stack_loss,
+    stack_shapes,
+)
 
 STACK = {"stack": stack_shapes()}
 
@@ -122,6 +135,23 @@ def test_loops_of_every_kind(case, mesh):
     schedules = choose_schedules(program)
     assert schedules
     assert_same(program, mesh, schedules)
+
+
+@pytest.mark.pure
+def test_before_and_after():
+    program, mesh = sharded(matrices_loss, MATRICES)
+    gather, product, reduce = "all_gather", "dot_general", "reduce_scatter"
+    assert outline(program) == indented("scan 4", gather, product) + indented(
+        "scan 4", gather, product, product, reduce, product
+    )
+    layer = [product] * 3
+    forward = [gather, *indented("scan 3", gather, product), product]
+    backward = [gather, gather, *layer, *indented("scan 2", gather, *layer, reduce), *layer, reduce, reduce]
+    assert outline(pipeline_loops(program, mesh, choose_schedules(program))) == [*forward, *backward]
+
+
+def indented(loop: str, *body: str) -> list[str]:
+    return [loop, *(f"  {line}" for line in body)]
 
 
 @pytest.mark.pure

@@ -16,6 +16,7 @@ from jax_deepcompile.passes.prefetch import Prefetch, choose_prefetches, paramet
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.pass_manager import Environment, attempt
 from jax_deepcompile.planning.plan import Plan
+from jax_deepcompile.planning.straight_line import room_bytes
 from tests.partition.steps import lines, shapes, training_step
 from tests.passes.programs import WIDTH, assert_same_work, layer, sharded, stack_loss, stack_shapes
 
@@ -92,6 +93,30 @@ def test_the_latest_start_that_hides(gather_s, slack, waits_for):
 def test_gathers_longer_than_all_compute_start_with_the_program():
     program, _ = forward()
     assert choose_prefetches(program, Clock(gather_s=10.0)) == ()
+
+
+GATHERED = 4 * WIDTH * WIDTH
+"""Bytes of one layer."""
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("room", "waits_for"),
+    [
+        (lambda place, dots: 9 * GATHERED, {3: 0}),
+        (lambda place, dots: 0, {1: 0, 2: 1, 3: 2}),
+        (lambda place, dots: 2 * GATHERED, {1: 0, 3: 0}),
+        (lambda place, dots: 9 * GATHERED if place > dots[1] else 0, {1: 0, 2: 1, 3: 1}),
+        (lambda place, dots: 9 * GATHERED if place <= dots[1] else 0, {2: 1, 3: 2}),
+    ],
+    ids=["enough", "none", "for two", "late", "early"],
+)
+def test_the_earliest_start_that_memory_has_room_for(room, waits_for):
+    program, _ = forward()
+    dots = products(program)
+    room_bytes = [room(place, dots) for place in range(len(open_jaxpr(program.jaxpr).eqns))]
+    expected = tuple(Prefetch(gather, dots[dot]) for gather, dot in waits_for.items())
+    assert choose_prefetches(program, Clock(gather_s=2.0), 1.0, room_bytes) == expected
 
 
 @pytest.mark.pure
@@ -178,16 +203,29 @@ def wide():
     x = jax.ShapeDtypeStruct((8 * rows, width), jnp.bfloat16)
     program = deepcompile.shard(training_step(loss, optimizer), mesh, passes=()).trace(state, x).sharded
     environment = Environment(mesh, "cuda", CostModel(), None)
-    decisions = choose_prefetches(program, environment.costs)
-    base, pinned = (attempt(program, Plan("0", prefetches=each), environment) for each in ((), decisions))
-    return decisions, base, pinned
+    return program, environment, attempt(program, Plan("0"), environment)
 
 
 @pytest.mark.h100_aot
 def test_pinned_gathers_are_waited_for_less(wide):
-    decisions, base, pinned = wide
+    program, environment, base = wide
+    decisions = choose_prefetches(program, environment.costs)
+    pinned = attempt(program, Plan("0", prefetches=decisions), environment)
     assert len(decisions) > 16
     assert pinned.prediction.exposed_s < base.prediction.exposed_s
     assert pinned.prediction.step_s < 1.01 * base.prediction.step_s
     assert pinned.simulation.gathered_bytes == base.simulation.gathered_bytes
     assert pinned.prediction.peak_bytes <= 1.05 * base.prediction.peak_bytes
+
+
+@pytest.mark.h100_aot
+def test_gathers_start_as_early_as_the_limit_allows(wide):
+    program, environment, base = wide
+    limited = dataclasses.replace(environment, limit_bytes=base.prediction.peak_bytes + (100 << 20))
+
+    def peak_bytes(environment) -> int:
+        room = room_bytes(program, base, environment)
+        decisions = choose_prefetches(program, environment.costs, slack=4.0, room_bytes=room)
+        return attempt(program, Plan("0", prefetches=decisions), environment).prediction.peak_bytes
+
+    assert peak_bytes(limited) <= 1.03 * limited.limit_bytes < peak_bytes(environment)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.verifier import verify
-from jax_deepcompile.lowering.compile import compile_options
-from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.hlo import read
+from jax_deepcompile.lowering.hlo_types import bytes_of
 from jax_deepcompile.passes.reduce_before_loops import reduce_before_loops
 from tests.passes.programs import (
     IDLE,
+    UNDER_A_HEAD,
     WIDTH,
+    compiled_for_h100s,
     count,
+    h100s,
     idle_loop_loss,
+    matrices_under_a_head_loss,
+    outline,
     run,
     run_stack,
     sharded,
-    sharded_under_a_head,
     stack_loss,
     stack_shapes,
 )
@@ -55,6 +59,17 @@ def test_values_stay_the_same():
 
 
 @pytest.mark.pure
+def test_before_and_after():
+    program, _ = sharded(matrices_under_a_head_loss, UNDER_A_HEAD)
+    barrier = "optimization_barrier"
+    forward = ["scan 4", "  all_gather", "  dot_general"]
+    head = ["all_gather", "dot_general", "dot_general", "reduce_scatter", "dot_general"]
+    backward = ["scan 4", f"  {barrier}", *forward[1:], "  dot_general", "  reduce_scatter", "  dot_general"]
+    assert outline(program, barrier) == [*forward, *head, *backward]
+    assert outline(reduce_before_loops(program), barrier) == [*forward, *head, barrier, *backward]
+
+
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("loss", "params"),
     [(stack_loss, {"stack": stack_shapes()}), (footed_loss, {"stack": stack_shapes(), "foot": (WIDTH, WIDTH)})],
@@ -73,13 +88,16 @@ def test_a_loop_that_does_not_communicate_does_not_wait():
 
 @pytest.mark.h100_aot
 def test_the_reduction_ends_before_the_loop():
-    program, mesh = sharded_under_a_head()
-    compiled = lower(reduce_before_loops(program), mesh, "cuda").compile(compiler_options=compile_options("cuda"))
-    order = list(read(compiled.as_text() or "").entry.instructions)
-    backward = max(index for index, each in enumerate(order) if each.opcode == "while")
-    reductions = [
-        index
-        for index, each in enumerate(order)
-        if each.opcode in ("reduce-scatter", "reduce-scatter-done") and index < backward
-    ]
-    assert reductions
+    width = 1024
+    params, batch = {"w": (6, width, width), "head": (width, 8 * width)}, (8192, width)
+    program, mesh = sharded(matrices_under_a_head_loss, params, batch, h100s(), optax.sgd(0.1))
+
+    def reduced_in_time(program) -> bool:
+        """Whether the gradient of the head is reduced before the last loop."""
+        entry = read(compiled_for_h100s(program, mesh).as_text()).entry.instructions
+        backward = max(place for place, each in enumerate(entry) if each.opcode == "while")
+        reductions = [each for each in entry[:backward] if each.opcode in ("reduce-scatter", "reduce-scatter-done")]
+        return any(bytes_of(each.shape) >= 4 * width * width for each in reductions)
+
+    assert not reduced_in_time(program)
+    assert reduced_in_time(reduce_before_loops(program))

@@ -19,8 +19,19 @@ from jax_deepcompile.passes.pipeline_loops import choose_schedules, pipeline_loo
 from jax_deepcompile.passes.stack_collectives import StackCollectives, stack_collectives
 from jax_deepcompile.passes.unshard import keep_over_microbatches
 from jax_deepcompile.planning.proposals import PipelineLoops
-from tests.partition.steps import shapes, training_step
-from tests.passes.programs import LAYERS, WIDTH, count, run, run_stack, sharded, stack_loss, stack_shapes
+from tests.partition.steps import GATHER, SCATTER, lines, shapes, training_step
+from tests.passes.programs import (
+    LAYERS,
+    MATRICES,
+    WIDTH,
+    count,
+    matrices_loss,
+    run,
+    run_stack,
+    sharded,
+    stack_loss,
+    stack_shapes,
+)
 
 STACK = {"stack": stack_shapes()}
 WHOLE, BY_LAYER = 1 << 30, 0
@@ -88,6 +99,21 @@ def test_values_stay_the_same_on_two_axes(mesh):
 
 
 @pytest.mark.pure
+@pytest.mark.parametrize(
+    ("at_once_bytes", "gathers"),
+    [(WHOLE, ["all_gather fsdp: f32[4,2,16] -> f32[4,16,16]"]), (BY_LAYER, ["scan 4", f"  {GATHER}"])],
+)
+def test_before_and_after(at_once_bytes, gathers):
+    program, mesh = sharded(matrices_loss, MATRICES)
+    moves = ("all_gather", "reduce_scatter", "tanh")
+    layers = ["scan 4", "  tanh f32[2,16] -> f32[2,16]"]
+    assert lines(program, moves) == [layers[0], f"  {GATHER}", layers[1]] * 2 + [f"  {SCATTER}"]
+    outside = stack_collectives(program, mesh, everything(program), at_once_bytes)
+    reduction = "reduce_scatter fsdp: f32[4,16,16] -> f32[4,2,16]"
+    assert lines(outside, moves) == [*gathers, *layers, *gathers, *layers, reduction]
+
+
+@pytest.mark.pure
 def test_one_collective_a_stack():
     program, mesh = sharded(stack_loss, STACK)
     assert (count(program, "all_gather"), count(program, "reduce_scatter")) == (2 * 3 * LAYERS, 3 * LAYERS)
@@ -135,10 +161,14 @@ def test_the_rest_of_the_loop_can_still_be_pipelined(at_once_bytes):
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("choices", [[], [StackCollectives("scan.0")], [StackCollectives("scan.7", (0,), (0,))]])
-def test_nothing_chosen_changes_nothing(choices):
+@pytest.mark.parametrize(
+    "choice",
+    [StackCollectives("scan.0"), StackCollectives("scan.7", (0,), (0,)), StackCollectives("scan.0", (9,), (9,))],
+)
+def test_nothing_chosen_changes_nothing(choice):
     program, mesh = sharded(stack_loss, STACK)
-    assert str(stack_collectives(program, mesh, choices).jaxpr) == str(program.jaxpr)
+    assert stack_collectives(program, mesh, ()) is program
+    assert stack_collectives(program, mesh, (choice,)) is program
 
 
 @pytest.mark.pure

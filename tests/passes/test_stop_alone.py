@@ -10,7 +10,10 @@ from jax import lax
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.ir.traversal import equations
+from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.passes.stop_alone import stop_alone
+from tests.passes.programs import compiled_for_h100s, h100s
+from tests.schedules import instructions
 
 MESH = deepcompile.shard(lambda state: state, {"fsdp": 8}).mesh
 BATCH, WIDTH = 32, 8
@@ -101,9 +104,15 @@ ALONE = [each_example, inside_a_loop, by_hand]
 TOGETHER = [until_all_are_done, counted, guarded_otherwise, guarded_the_wrong_way, with_a_mean]
 
 
-def program_of(solve):
+def program_of(solve, mesh=MESH):
     w, x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), jax.ShapeDtypeStruct(X.shape, jnp.float32)
-    return deepcompile.shard(training(solve), {"fsdp": 8}).trace(w, x).sharded
+    return deepcompile.shard(training(solve), mesh).trace(w, x).sharded
+
+
+@pytest.fixture
+def before(monkeypatch):
+    """Steps are partitioned without the pass."""
+    monkeypatch.setattr("jax_deepcompile.programs.stop_alone", lambda program, mesh: program)
 
 
 def asked(program) -> int:
@@ -120,30 +129,34 @@ def test_no_device_asks_the_others(solve):
 
 
 @pytest.mark.pure
-def test_the_condition_before_and_after(monkeypatch):
-    monkeypatch.setattr("jax_deepcompile.programs.stop_alone", lambda program, mesh: program)
-    before = program_of(by_hand)
-    after = stop_alone(before, MESH)
+@pytest.mark.usefixtures("before")
+def test_the_condition_before_and_after():
+    program = program_of(by_hand)
 
     def condition(program) -> list[str]:
         (loop,) = (eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == "while")
         return [eqn.primitive.name for eqn in equations(loop.params["cond_jaxpr"])]
 
-    assert condition(before) == ["reduce_sum", "gt", "reduce_or", "pmax"]
-    assert condition(after) == ["reduce_sum", "gt", "reduce_or"]
+    assert condition(program) == ["reduce_sum", "gt", "reduce_or", "pmax"]
+    assert condition(stop_alone(program, MESH)) == ["reduce_sum", "gt", "reduce_or"]
 
 
 @pytest.mark.pure
 @pytest.mark.parametrize("solve", TOGETHER)
+@pytest.mark.usefixtures("before")
 def test_others_go_on_together(solve):
-    assert asked(program_of(solve)) == 1
+    program = program_of(solve)
+    assert asked(program) == 1
+    assert stop_alone(program, MESH) is program
 
 
 @pytest.mark.pure
+@pytest.mark.usefixtures("before")
 def test_where_xla_communicates_on_its_own_they_go_on_together():
-    w, x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), jax.ShapeDtypeStruct(X.shape, jnp.float32)
-    traced = deepcompile.shard(training(by_hand), {"fsdp": 4, "tensor": 2}).trace(w, x)
-    assert asked(traced.sharded) == 1
+    mesh = deepcompile.shard(training(by_hand), {"fsdp": 4, "tensor": 2}).mesh
+    program = program_of(by_hand, mesh)
+    assert asked(program) == 1
+    assert stop_alone(program, mesh) is program
 
 
 @pytest.mark.cpu_mesh
@@ -162,3 +175,17 @@ def test_in_microbatches(solve):
     expected = jax.jit(training(solve))(w, X)
     found = deepcompile.shard(training(solve), {"fsdp": 8}, microbatches=2)(jnp.copy(w), X)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6), found, expected)
+
+
+@pytest.mark.h100_aot
+@pytest.mark.usefixtures("before")
+def test_no_collective_is_left_in_the_loop():
+    mesh = h100s()
+
+    def in_loops(program) -> int:
+        module = read(compiled_for_h100s(program, mesh).as_text())
+        reductions = [each for each in instructions(module) if each.opcode in ("all-reduce", "all-reduce-start")]
+        return sum("/while/" in each.op_name for each in reductions)
+
+    program = program_of(each_example, mesh)
+    assert [in_loops(each) for each in (program, stop_alone(program, mesh))] == [1, 0]

@@ -19,7 +19,8 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.pipeline_loops import choose_schedules
 from jax_deepcompile.planning import overlap
-from jax_deepcompile.planning.apply import apply_plan, loops_around
+from jax_deepcompile.planning.apply import apply_plan
+from jax_deepcompile.planning.contracts import loops_around
 from jax_deepcompile.planning.overlap import OverlapMicrobatches
 from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import Plan, Prediction

@@ -23,7 +23,15 @@ from tests.passes.programs import sharded, stack_loss, stack_shapes
 
 START = Plan("0")
 BETTER, WORSE, LARGER = (START.replace(options={f"xla_{name}": True}) for name in ("better", "worse", "larger"))
-TAKES = {START: (2.0, 100), BETTER: (1.0, 100), WORSE: (3.0, 50), LARGER: (0.5, 200)}
+DEAR, LITTLE = (START.replace(options={f"xla_{name}": True}) for name in ("dear", "little"))
+TAKES = {
+    START: (2.0, 100),
+    BETTER: (1.0, 100),
+    WORSE: (3.0, 50),
+    LARGER: (0.5, 200),
+    DEAR: (1.986, 190),
+    LITTLE: (1.992, 190),
+}
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,10 @@ def try_passes(monkeypatch) -> Callable[..., Trial]:
     def made_up(base, plan, environment):
         step_s, peak = TAKES[plan]
         nothing: Any = None
-        simulation: Any = SimpleNamespace(attainable_s=step_s)
-        return Trial(plan, base, nothing, nothing, simulation, Prediction(step_s, step_s, 0.0, 0.0, peak), 10)
+        memory = SimpleNamespace(peak_values=((7 << 20, "fusion.1"), (3 << 20, "copy.2"), (2 << 20, "fusion.3")))
+        simulation: Any = SimpleNamespace(attainable_s=step_s, memory=memory)
+        module: Any = SimpleNamespace(source_of=lambda name: "step.py:40" if "fusion" in name else "")
+        return Trial(plan, base, nothing, module, simulation, Prediction(step_s, step_s, 0.0, 0.0, peak), 10)
 
     def run(*passes, limit=None, start=START) -> Trial:
         return run_passes(program, Environment(mesh, "cuda", CostModel(), limit), passes, start)
@@ -88,6 +98,31 @@ def test_what_is_over_the_limit_is_left_however_fast(try_passes):
     assert decided(try_passes(Proposes((LARGER, BETTER)))) == LARGER
 
 
+FAILS = START.replace(options={"xla_fails": True})
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    "failure", [jax.errors.JaxRuntimeError("INTERNAL: no tile sizes\nat: here"), errors.InvariantError(3, "types", "x")]
+)
+def test_what_cannot_be_compiled_is_left_and_reported(monkeypatch, try_passes, failure: Exception):
+    made_up = pass_manager.attempt
+
+    def attempted(base, plan, environment):
+        if plan == FAILS:
+            raise failure
+        return made_up(base, plan, environment)
+
+    monkeypatch.setattr(pass_manager, "attempt", attempted)
+    best = try_passes(Proposes((FAILS, BETTER)))
+    assert decided(best) == BETTER
+    failed, taken = best.plan.records
+    assert (failed.taken, failed.after, taken.taken) == (False, None, True)
+    assert failed.reason == f"could not be compiled: {str(failure).splitlines()[0]}"
+    with pytest.raises(type(failure)):
+        try_passes(Proposes((BETTER,)), start=FAILS)
+
+
 @dataclass(frozen=True)
 class ProposesLess:
     """Proposes a plan, and others should it not fit."""
@@ -125,8 +160,50 @@ def test_what_fits_replaces_what_does_not_however_slow(try_passes):
 
 @pytest.mark.pure
 def test_what_does_not_fit_at_all_is_an_error(try_passes):
-    with pytest.raises(errors.MemoryExceededError, match=r"step takes .* MiB a device, .* more than the limit of"):
+    with pytest.raises(
+        errors.MemoryExceededError, match=r"step takes .* MiB a device, .* more than the limit of"
+    ) as it:
         try_passes(Proposes((WORSE, BETTER)), limit=20)
+    assert "(most of all 9.00 MiB of step.py:40, 3.00 MiB of copy.2)" in str(it.value)
+
+
+@dataclass(frozen=True)
+class Closes:
+    """Proposes the same plans when all else is decided."""
+
+    plans: tuple[Plan, ...]
+    name: str = "closing"
+
+    def close(self, base, now, environment):
+        return [Proposal(plan, f"after {now.prediction.step_s:g} s") for plan in self.plans]
+
+
+@pytest.mark.pure
+def test_closing_passes_come_last_and_are_judged_by_the_step(try_passes):
+    best = try_passes(Closes((LARGER, WORSE)), Proposes((BETTER,)))
+    assert decided(best) == LARGER
+    told = [(record.pass_name, record.decision, record.taken, record.reason) for record in best.plan.records]
+    assert told == [
+        ("fake", "try it", True, "2 s to 1 s"),
+        ("closing", "after 1 s", True, "1 s to 0.5 s"),
+        ("closing", "after 1 s", False, "no faster: 3 s against 0.5 s"),
+    ]
+    assert decided(try_passes(Closes((LARGER,)), Proposes((BETTER,)), limit=150)) == BETTER
+    assert decided(try_passes(Closes(()), Proposes((BETTER,)))) == BETTER
+
+
+@pytest.mark.pure
+def test_memory_is_spent_on_little_once_nothing_else_needs_it(try_passes):
+    """What saves 0.7 % of a step and takes 90 of the last 100 bytes waits for those who can do more with them."""
+    best = try_passes(Proposes((DEAR,)), limit=200)
+    assert decided(best) == DEAR
+    (record,) = best.plan.records
+    assert (record.taken, record.reason) == (True, "2 s to 1.986 s, in memory that nothing else needs")
+    best = try_passes(Proposes((DEAR,)), Proposes((BETTER,), name="better"), limit=200)
+    assert decided(best) == BETTER
+    assert best.plan.records[0].reason == "for 0.0 GiB hardly faster: 1.986 s against 2 s"
+    assert decided(try_passes(Proposes((DEAR,)), limit=150)) == START
+    assert decided(try_passes(Proposes((LITTLE,)), limit=200)) == START
 
 
 @pytest.mark.pure
@@ -203,8 +280,11 @@ def test_the_limit_is_held_against_what_the_compiler_says(compiled):
     assert base.argument_bytes < peak
     fits = run_passes(program, replace(environment, limit_bytes=peak), (), START)
     assert fits.prediction.peak_bytes <= peak
-    with pytest.raises(errors.MemoryExceededError, match=r"microbatches=k .*jax\.checkpoint.* or raise memory_limit"):
+    with pytest.raises(
+        errors.MemoryExceededError, match=r"microbatches=k .*jax\.checkpoint.* or raise memory_limit"
+    ) as it:
         run_passes(program, replace(environment, limit_bytes=base.argument_bytes), (), START)
+    assert "programs.py:" in str(it.value)
 
 
 @pytest.mark.h100_aot

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import jax
+import optax
 import pytest
 
+import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.cache import PlanCache, PlanCacheWarning
 from jax_deepcompile.passes.hand_over import HandOver
@@ -13,8 +16,10 @@ from jax_deepcompile.passes.keep_activations import KeptActivations
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.passes.prefetch import Prefetch
 from jax_deepcompile.passes.stack_collectives import StackCollectives
+from jax_deepcompile.planning import apply
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.plan import FORMAT, KeptGathers, Plan, Prediction, Record
+from tests.partition.steps import shapes, training_step
 from tests.passes.programs import sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
@@ -98,12 +103,48 @@ def test_a_plan_that_says_nothing_changes_nothing():
             Plan("0", kept=(KeptGathers("scan.9", (0,)),)),
             "it keeps gathers over scan.9, which the program does not have",
         ),
+        (Plan("0", kept=(KeptGathers("scan.0", (5,)),)), "it keeps gather 5 of 0 over scan.0"),
+        (Plan("0", stacks=(StackCollectives("scan.0", (3,)),)), "it takes gather 3 of 3 out of scan.0"),
+        (Plan("0", stacks=(StackCollectives("scan.0", (), (2,)),)), "it takes reduction 2 of 0 out of scan.0"),
+        (Plan("0", stacks=(StackCollectives("scan.0"),) * 2), "it takes collectives out of scan.0 twice"),
+        (Plan("0", handed_over=(HandOver("scan.0", "scan.1", (-1,)),)), "it hands over gather -1 of 3 from scan.0"),
+        (Plan("0", handed_over=(HandOver("scan.1", "scan.0", (0,)),)), "scan.0 does not follow scan.1 in the same"),
+        (Plan("0", loops=(LoopSchedule("scan.0"),) * 2), "it pipelines scan.0 twice"),
+        (Plan("0", loops=(LoopSchedule("scan.0", prefetch_layers=-1),)), "it pipelines scan.0 by -1 layers"),
+        (Plan("0", reduction_bucket_bytes=-1), "its buckets of reductions have -1 bytes"),
     ],
 )
 def test_a_plan_for_another_program_is_refused(plan, why):
     program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
     with pytest.raises(errors.PlanError, match=why):
         apply_plan(program, mesh, plan)
+
+
+def test_a_plan_is_for_partitioned_programs():
+    params, optimizer = shapes({"stack": stack_shapes()}), optax.sgd(0.1)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    step = deepcompile.shard(training_step(stack_loss, optimizer), {"fsdp": 8})
+    with pytest.raises(errors.PlanError, match="carried out on the global view of step, which has no collectives"):
+        apply_plan(step.trace(state, shapes((16, 16))).program, step.mesh, PLAN)
+
+
+def test_a_pass_that_makes_no_program_is_named(monkeypatch):
+    def verify(program):
+        raise errors.InvariantError(1, "defined once", "two of them")
+
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
+    monkeypatch.setattr(apply, "verify", verify)
+    with pytest.raises(
+        errors.InvariantError, match=r"invariant 1 does not hold after stack_collectives \(defined once\)"
+    ):
+        apply_plan(program, mesh, Plan("0", stacks=(StackCollectives("scan.0", (0,)),)))
+
+
+def test_an_edited_plan_has_no_prediction():
+    predicted = PLAN.replace(prediction=Prediction(1.0, 1.0, 0.0, 0.0, 100))
+    assert predicted.prediction is not None
+    assert predicted.replace(records=()).prediction is predicted.prediction
+    assert predicted.replace(unsharded=(1,)).prediction is None
 
 
 def test_the_cache_gives_back_what_it_was_given(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile import stages
 from jax_deepcompile.cache import PlanCacheWarning
 from jax_deepcompile.lowering.hlo import read
 from jax_deepcompile.planning import pass_manager
@@ -26,7 +27,7 @@ DEVICES, LENGTH = 32, 512
 LIMIT_BYTES = 24 << 30
 
 
-def trace(**options):
+def trace(memory_limit=LIMIT_BYTES, **options):
     mesh = deepcompile.targets.h100(nodes=4).make_mesh((DEVICES,), ("fsdp",))
     model, optimizer = llama.Llama(CONFIG), optax.adamw(3e-4)
 
@@ -43,7 +44,7 @@ def trace(**options):
 
     state = jax.eval_shape(create, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((2 * DEVICES, LENGTH + 1), jnp.int32)
-    return deepcompile.shard(step, mesh, memory_limit=LIMIT_BYTES, **options).trace(state, tokens)
+    return deepcompile.shard(step, mesh, memory_limit=memory_limit, **options).trace(state, tokens)
 
 
 def expected(plan):
@@ -111,20 +112,45 @@ def test_an_edited_plan_is_carried_out_as_it_is(planned):
     """Nothing is pipelined, nothing kept."""
     edited = planned.plan().replace(stacks=(), handed_over=(), loops=(), kept=(), latencies=())
     traced = trace(plan=edited)
-    assert traced.plan() == edited
+    assert traced.plan().replace(prediction=None) == edited
+    assert expected(traced.plan()).step_s > expected(planned.plan()).step_s
     assert "plan: given" in traced.explain()
     assert str(traced.planned.jaxpr) != str(planned.planned.jaxpr)
 
 
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_plan_of_another_run_is_carried_out_at_once(planned):
+    assert trace(plan=planned.plan()).plan() == planned.plan()
+
+
+def test_a_given_plan_that_takes_too_much_is_an_error(planned):
+    with pytest.raises(
+        deepcompile.errors.MemoryExceededError, match=r"more than the limit of 8\.00 GiB.*llama\.py:\d+"
+    ):
+        trace(plan=planned.plan(), memory_limit="8GiB").plan()
+
+
+def test_the_limit_holds_in_what_is_compiled_at_last(planned, monkeypatch):
+    """Whatever the plan says it takes."""
+    traced = trace(plan=planned.plan())
+    monkeypatch.setattr(stages, "peak_bytes", lambda memory: LIMIT_BYTES + (1 << 30))
+    with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"1\.00 GiB more than the limit of 24\.00 GiB"):
+        traced.lower().compile()
+
+
 @pytest.fixture(scope="module")
-def under_way():
-    """In the loops of a step planned with pipelined loops only: each layer-sized collective, and the work beside it."""
+def bodies():
+    """Of the loops over layers of a step planned with pipelined loops only."""
     module = read(trace(passes=(PipelineLoops(),)).lower().compile().as_text())
-    return [found for body in loop_bodies(module) for found in work_while_under_way(body)]
+    found = [work_while_under_way(body) for body in loop_bodies(module)]
+    return {frozenset(opcode for opcode, _ in body): body for body in found if body}
 
 
-@pytest.mark.parametrize("kind", ["all-gather-start", "reduce-scatter-start"])
-def test_layer_sized_collectives_in_loops_have_work_beside_them(under_way, kind):
-    work = [number for opcode, number in under_way if opcode == kind]
-    assert work
-    assert all(work), work
+FORWARD_KINDS, BACKWARD_KINDS = ("all-gather-start",), ("all-gather-start", "reduce-scatter-start")
+
+
+@pytest.mark.parametrize("kinds", [FORWARD_KINDS, BACKWARD_KINDS], ids=["forward", "backward"])
+def test_every_layer_sized_collective_of_a_loop_has_work_beside_it(bodies, kinds):
+    """Forward loops gather, backward loops gather and reduce."""
+    assert set(bodies) == {frozenset(FORWARD_KINDS), frozenset(BACKWARD_KINDS)}
+    assert all(work for _, work in bodies[frozenset(kinds)]), bodies

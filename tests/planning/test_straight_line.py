@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.costs.program_time import EquationTime
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.pass_manager import Environment, Trial
@@ -69,7 +70,7 @@ def wide_loss(params, x):
 
 @pytest.mark.pure
 def test_reductions_follow_one_another_where_something_is_waited_for():
-    program, mesh = sharded(wide_loss, {f"layer{index}": (1024, 1024) for index in range(4)}, batch=(16, 1024))
+    program, mesh = sharded(wide_loss, {f"layer{index}": (1024, 1024) for index in range(4)}, batch=(4096, 1024))
     nothing: Any = None
     now = Trial(Plan("0"), program, nothing, nothing, nothing, Prediction(1.0, 1.0, 1.0, 1.0, 0), 0)
     environment = Environment(mesh, "cuda", CostModel(), None)
@@ -94,3 +95,20 @@ def test_a_gather_hides_behind_what_is_computed_since_the_last_collective():
     assert exposed_seconds([gather, work, work, gather, work], [(3, 4)]) == [1.0]
     assert exposed_seconds([work, work, work, work, gather, work], [(4, 5)]) == [0.0]
     assert exposed_seconds([work, gather, gather, work], [(1, 3), (2, 3)]) == [2.0, 3.0]
+
+
+@pytest.mark.pure
+def test_where_memory_may_not_have_the_room_gathers_start_later_otherwise():
+    program, now, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=2.0))
+    peak_bytes = memory_of_program(program).live_peak_bytes
+    tight = replace(now, prediction=replace(now.prediction, peak_bytes=peak_bytes))
+    (roomy, _), (close, _) = (
+        list(PrefetchGathers().propose(program, tight, replace(environment, limit_bytes=limit)))
+        for limit in (1 << 30, int(1.02 * peak_bytes))
+    )
+    assert roomy.otherwise is None
+    assert close.otherwise is not None
+    started, later = (
+        {each.gather: each.after for each in plan.prefetches} for plan in (close.plan, close.otherwise.plan)
+    )
+    assert all(later[gather] >= after for gather, after in started.items())

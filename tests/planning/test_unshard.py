@@ -35,7 +35,7 @@ def proposals(
     trip: Totals,
     free_bytes: int = LIMIT,
     pipelined: bool = True,
-    forward_bytes: int | None = None,
+    loop_bytes: int | None = None,
     gathered_bytes: int = 0,
 ) -> list[Proposal]:
     """What is proposed.
@@ -44,15 +44,15 @@ def proposals(
       trip: every trip of the backward loop.
       free_bytes: at the peak.
       pipelined: whether its layers are gathered ahead.
-      forward_bytes: live where a loop begins that only gathers; None for no such loop. One matrix is handed over then.
+      loop_bytes: live in loops over layers; None for no forward loop. One matrix is handed over then.
       gathered_bytes: of the whole step.
     """
     plan = PIPELINED if pipelined else Plan("0")
     backward = Loop("while", "", LAYERS, True, 1.0, trip)
-    memory = MemoryUse(0, 0, 0, 0, (), (), ())
+    memory = MemoryUse(0, 0, 0, 0, ("while",), (LIMIT,), ())
     loops = (backward,)
-    if forward_bytes is not None:
-        memory = replace(memory, names=("ahead",), live_bytes=(forward_bytes,))
+    if loop_bytes is not None:
+        memory = replace(memory, names=("ahead", "while"), live_bytes=(loop_bytes - LAYER_BYTES, loop_bytes))
         loops = (Loop("ahead", "", LAYERS, True, 1.0, replace(trip, reduced_bytes=0)), backward)
         plan = plan.replace(handed_over=(HandOver("scan.0", "scan.1", (0,)),))
     totals = Totals(communication_s=10.0, gathered_bytes=gathered_bytes)
@@ -109,23 +109,23 @@ def layers_kept(proposal: Proposal | None) -> int:
 LAYER_BYTES = bytes_of_a_trip(next(find_loops(PROGRAM.jaxpr)))
 
 
-def test_layers_are_kept_where_they_fit_before_backward_begins():
-    """The peak is in backward, when the layers that were kept are gone."""
-    (found,) = proposals(trip(4.0), free_bytes=0, forward_bytes=LIMIT - 2 * LAYER_BYTES)
+def test_layers_are_kept_where_they_fit_beside_loops():
+    """The peak is elsewhere, when the layers that were kept are gone."""
+    (found,) = proposals(trip(4.0), free_bytes=0, loop_bytes=LIMIT - 2 * LAYER_BYTES)
     assert (layers_kept(found), found.otherwise) == (2, None)
 
 
 def test_what_fits_beside_the_peak_is_what_is_kept_otherwise():
     """One of the two matrices is handed over already: backward gathers but half of a layer."""
     room = int(1.3 * LAYER_BYTES)
-    (found,) = proposals(trip(4.0), free_bytes=room, forward_bytes=LIMIT - 3 * LAYER_BYTES)
+    (found,) = proposals(trip(4.0), free_bytes=room, loop_bytes=LIMIT - 3 * LAYER_BYTES)
     assert (layers_kept(found), layers_kept(found.otherwise)) == (3, 2)
 
 
 def test_layers_that_save_little_are_not_kept():
     room = 2 * LAYER_BYTES
-    assert proposals(trip(4.0), free_bytes=room, forward_bytes=LIMIT, gathered_bytes=100 * LAYER_BYTES)
-    assert not proposals(trip(4.0), free_bytes=room, forward_bytes=LIMIT, gathered_bytes=200 * LAYER_BYTES)
+    assert proposals(trip(4.0), free_bytes=room, loop_bytes=LIMIT, gathered_bytes=100 * LAYER_BYTES)
+    assert not proposals(trip(4.0), free_bytes=room, loop_bytes=LIMIT, gathered_bytes=200 * LAYER_BYTES)
 
 
 def test_loops_that_are_not_pipelined_hand_over_too():

@@ -31,7 +31,7 @@ def test_buffer_assignment_of_one_device():
     assert (figures.argument_bytes, figures.output_bytes, figures.alias_bytes) == (block_bytes,) * 3
     assert figures.device_bytes == block_bytes + figures.temp_bytes == memory.device_bytes(compiled_on(mesh))
     assert str(figures.source) == "compiled: XLA's buffer assignment"
-    assert figures.live_bytes == ()
+    assert block_bytes <= max(figures.live_bytes) <= figures.device_bytes + 8
 
 
 @pytest.mark.cpu_mesh

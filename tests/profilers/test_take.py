@@ -9,11 +9,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.entries import Axis, CollectiveKind, Method
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.profilers import Taken, take_profile
 from jax_deepcompile.profilers.runs import StepRuns
-from jax_deepcompile.profilers.take import machine_of
 from tests.profilers import steps
 
 pytestmark = [pytest.mark.cpu_mesh, pytest.mark.xdist_group("profile")]

@@ -22,8 +22,18 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr, scan_counts
 from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
-from jax_deepcompile.partition.layout import Decision, Layout, Nested, Propagate, RegionRule, Request, Run, Split, Step
-from jax_deepcompile.partition.rules.base import Kind
+from jax_deepcompile.partition.layout import (
+    Decision,
+    Layout,
+    Nested,
+    Propagate,
+    RegionRule,
+    Request,
+    Run,
+    Split,
+    Step,
+    sums_over_features,
+)
 from jax_deepcompile.partition.rules.control_flow import held_in_body, settle_carry, settled_batch, sums_later
 from jax_deepcompile.partition.rules.registry import REGISTRY
 
@@ -233,21 +243,8 @@ def _still_split(eqn, request: Request, decision: Decision, axes: tuple[int, ...
 
 def _sums_over_features(layout: Layout) -> bool:
     """Whether a parameter is contracted with a split dimension of an activation: then that dimension is no batch's."""
-    for step, _ in layout.walk():
-        if not isinstance(step.how, Split):
-            continue
-        rule = step.how.rule
-        summed = {
-            index for index, names in enumerate(step.how.splits) if names and rule.factors[index].kind is Kind.SUM
-        }
-        touching = [
-            fetch.batch
-            for fetch, dims in zip(step.fetches, rule.operands, strict=True)
-            if any(factor in summed for factors in dims for factor in factors)
-        ]
-        if True in touching and False in touching:
-            return True
-    return False
+    splits = ((step, step.how) for step, _ in layout.walk() if isinstance(step.how, Split))
+    return any(sums_over_features(how, [fetch.batch for fetch in step.fetches]) for step, how in splits)
 
 
 def _decide_shared(eqn, request: Request, propagate: Propagate, axes: tuple[int, ...]) -> Decision:

@@ -1,0 +1,27 @@
+"""A mesh of nodes by GPUs: parameters are gathered, and gradients scattered, within the node."""
+
+from __future__ import annotations
+
+import pytest
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.lowering import replica_groups
+from jax_deepcompile.lowering.compile import compile_options
+from jax_deepcompile.lowering.emit import lower
+from jax_deepcompile.lowering.hlo import read
+from tests.passes.programs import sharded, stack_loss, stack_shapes
+from tests.schedules import instructions
+
+pytestmark = pytest.mark.h100_aot
+
+
+def test_only_sums_of_shards_leave_the_node():
+    mesh = deepcompile.targets.h100(nodes=2).make_mesh((2, 8), ("data", "fsdp"))
+    program, _ = sharded(stack_loss, {"stack": stack_shapes()}, mesh=mesh)
+    module = read(lower(program, mesh, "cuda").compile(compiler_options=compile_options("cuda")).as_text() or "")
+    spans: dict[str, set[bool]] = {}
+    for each in instructions(module):
+        kind = each.opcode.removesuffix("-start")
+        if kind in ("all-gather", "reduce-scatter", "all-reduce"):
+            spans.setdefault(kind, set()).add(replica_groups.of(module, each).spans_nodes(8))
+    assert spans == {"all-gather": {False}, "reduce-scatter": {False}, "all-reduce": {True}}

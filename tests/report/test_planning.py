@@ -1,0 +1,78 @@
+"""What ``explain()`` says of planning."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jax_deepcompile.passes.prefetch import Prefetch
+from jax_deepcompile.planning.plan import Plan, Prediction, Record
+from jax_deepcompile.planning.session import Planned
+from jax_deepcompile.report.planning import explain_plan
+
+pytestmark = pytest.mark.pure
+
+ANYTHING: Any = None
+GIB = 1 << 30
+
+
+def explained(plan: Plan, limit_bytes: int | None = None) -> list[str]:
+    return explain_plan(Planned(ANYTHING, plan, limit_bytes, "given"))
+
+
+def test_many_gathers_that_start_early_take_one_line():
+    few, many = (tuple(Prefetch(gather, 2) for gather in range(count)) for count in (8, 9))
+    assert "\n".join(explained(Plan("0", prefetches=few))).count("starts after equation 2") == 8
+    lines = explained(Plan("0", prefetches=many))
+    assert "  9 gathers start ahead of their use" in lines
+    assert not any("starts after equation" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "line"),
+    [
+        (
+            Prediction(2.0, 1.0, 1.5, 1.0, GIB),
+            "communication bounds the step, until the network is 1.50 times as fast or",
+        ),
+        (Prediction(2.0, 1.5, 1.0, 0.5, GIB), "compute waits 0.5 s, 25.0 % of the step, for communication"),
+        (Prediction(2.0, 1.98, 1.0, 0.02, GIB), "compute bounds the step: kernels run 99.0 % of it"),
+        (Prediction(0.0, 0.0, 0.0, 0.0, 0), "compute bounds the step: kernels run 0.0 % of it"),
+    ],
+)
+def test_what_bounds_the_step(prediction: Prediction, line: str):
+    last = explained(Plan("0", prediction=prediction))[-1]
+    assert last.startswith(f"to go further: {line}")
+
+
+def record(decision: str, step_s: float, peak_bytes: int) -> Record:
+    before, after = (Prediction(seconds, 1.0, 1.0, 0.5, size) for seconds, size in ((2.0, GIB), (step_s, peak_bytes)))
+    return Record("unshard", decision, before, after, False, "takes too much", 1.0)
+
+
+def test_what_more_memory_would_save():
+    tried = (
+        record("some", 1.75, 5 * GIB),
+        record("most", 1.5, 6 * GIB),
+        record("slower", 2.5, 7 * GIB),
+        record("small", 1.0, GIB),
+        Record("unshard", "broken", tried_before := Prediction(2.0, 1.0, 1.0, 0.5, GIB), None, False, "no", 1.0),
+    )
+    lines = explained(Plan("0", prediction=tried_before, records=tried), 4 * GIB)
+    assert "to go further: 6.00 GiB a device would save about 0.5 s (most)" in lines
+    assert sum("would save" in line for line in lines) == 1
+    assert not any(
+        "would save" in line for line in explained(Plan("0", prediction=tried_before, records=tried[2:]), GIB)
+    )
+    assert not any("would save" in line for line in explained(Plan("0", prediction=tried_before, records=tried)))
+
+
+def test_what_was_taken_is_all_told_and_what_was_left_in_part():
+    tried = [record(f"try {number}", 2.5, GIB) for number in range(9)]
+    tried.append(dataclasses.replace(record("the best", 1.0, GIB), taken=True))
+    lines = explained(Plan("0", records=tuple(tried)))
+    assert sum(" [left, " in line for line in lines) == 6
+    assert any("[taken, 1.0 s]: the best" in line for line in lines)
+    assert "  3 more were left; plan.records has them" in lines
