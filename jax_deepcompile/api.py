@@ -303,6 +303,7 @@ class ShardedStep:
         refuse_deleted(args_of_run, self._name)
         placed, moved_inputs = place(args_of_run, prepared.targets, prepared.returned, prepared.taken, self._use.mesh)
         try:
+            self._programs.require_fit(prepared, placed)
             out = run(*placed)
         except (TypeError, ValueError):
             self._programs.partition(call.step, call.args, call.kwargs)

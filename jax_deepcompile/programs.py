@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jax_deepcompile import errors
@@ -18,6 +18,7 @@ from jax_deepcompile.meshes import MeshUse, attached
 from jax_deepcompile.partition.partition import Partitioned, partition_step
 from jax_deepcompile.passes.microbatch import accumulate
 from jax_deepcompile.passes.stop_alone import stop_alone
+from jax_deepcompile.planning.limits import require_fit
 from jax_deepcompile.planning.session import Planned, Wishes, plan_program, require_agreement
 from jax_deepcompile.returned import Returned
 from jax_deepcompile.roles import Roles
@@ -88,7 +89,8 @@ class Programs:
     _prepared: dict[Any, Prepared] = field(default_factory=dict)
     _partitions: dict[Any, tuple[Traced, Partitioned]] = field(default_factory=dict)
     _plans: dict[int, Planned] = field(default_factory=dict)
-    _runs: dict[int, Callable] = field(default_factory=dict)
+    _runs: dict[int, Any] = field(default_factory=dict)
+    _fitting: set[int] = field(default_factory=set)
 
     def signature(self, step: PureStep, args: tuple, kwargs: dict) -> Signature:
         """What each argument is."""
@@ -156,13 +158,29 @@ class Programs:
         """Keeps what the planned program took when it was run."""
         self._plans[id(partitioned)] = replace(self.planned(partitioned), measured=step)
 
-    def run(self, prepared: Prepared) -> Callable:
+    def run(self, prepared: Prepared) -> Any:
         """``jax.jit`` of ``(*args, kwargs) -> out``, planned."""
         if id(prepared) not in self._runs:
             self._runs[id(prepared)] = self._make_run(prepared)
         return self._runs[id(prepared)]
 
-    def _make_run(self, prepared: Prepared) -> Callable:
+    def require_fit(self, prepared: Prepared, args: tuple) -> None:
+        """Makes sure, before its first run, that what is compiled for ``args`` keeps the memory limit.
+
+        JAX keeps what this compiles for the run itself.
+
+        Raises:
+          MemoryExceededError: it does not.
+        """
+        limit_bytes = self.planned(prepared.partitioned).limit_bytes
+        inside_of_another = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
+        if limit_bytes is None or id(prepared) in self._fitting or inside_of_another:
+            return
+        compiled = self.run(prepared).lower(*args).compile()
+        require_fit(self.name, compiled.memory_analysis(), limit_bytes)
+        self._fitting.add(id(prepared))
+
+    def _make_run(self, prepared: Prepared) -> Any:
         traced, step = prepared.traced, prepared.step
         planned = self.planned(prepared.partitioned)
         if attached(self.use.mesh):

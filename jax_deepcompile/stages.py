@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from jax_deepcompile import errors
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering.compile import compile_options, peak_bytes
+from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.partition.partition import Partitioned
+from jax_deepcompile.planning.limits import require_fit
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.session import Planned
 from jax_deepcompile.report.text import explain
@@ -77,13 +77,10 @@ class LoweredStep:
         Raises:
           MemoryExceededError: it takes more than the memory limit, which the plan said it would not.
         """
-        plan, limit_bytes = self._planned.plan, self._planned.limit_bytes
-        options: dict[str, Any] = compile_options(self._platform) | plan.compiler_options() | (compiler_options or {})
+        planned = self._planned.plan.compiler_options()
+        options: dict[str, Any] = compile_options(self._platform) | planned | (compiler_options or {})
         compiled = self._lowered.compile(compiler_options=options or None)
-        memory: Any = compiled.memory_analysis()
-        if limit_bytes is not None and peak_bytes(memory) > limit_bytes:
-            arguments = memory.argument_size_in_bytes
-            raise errors.MemoryExceededError(self._name, peak_bytes(memory), limit_bytes, arguments)
+        require_fit(self._name, compiled.memory_analysis(), self._planned.limit_bytes)
         return CompiledStep(compiled)
 
 

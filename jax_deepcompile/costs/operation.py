@@ -12,8 +12,12 @@ from jax_deepcompile.lowering import opcodes, replica_groups
 from jax_deepcompile.lowering.hlo import Computation, Instruction, Module, bytes_of, leaves
 
 
-class Stream(StrEnum):
-    """What runs operations one after another."""
+class Queue(StrEnum):
+    """What runs operations one after another.
+
+    Collectives wait for each other whatever their kind: they share NICs and NVLink, and XLA:GPU issues them on one
+    stream (``AsyncStreamKind`` in xla/backends/gpu/collectives/gpu_clique_key.h); permutations have others.
+    """
 
     COMPUTE = "compute"
     NETWORK = "network"
@@ -21,9 +25,31 @@ class Stream(StrEnum):
     TO_HOST = "to host"
     FROM_HOST = "from host"
 
+
+class Stream(StrEnum):
+    """What an operation belongs to: compute, collectives of one kind, copies in one direction."""
+
+    COMPUTE = "compute"
+    ALL_GATHER = "all-gather"
+    ALL_REDUCE = "all-reduce"
+    ALL_TO_ALL = "all-to-all"
+    BROADCAST = "collective-broadcast"
+    PERMUTE = "collective-permute"
+    RAGGED_ALL_TO_ALL = "ragged-all-to-all"
+    REDUCE_SCATTER = "reduce-scatter"
+    TO_HOST = "to host"
+    FROM_HOST = "from host"
+
     @property
     def is_copy(self) -> bool:
         return self in (Stream.TO_HOST, Stream.FROM_HOST)
+
+    @property
+    def queue(self) -> Queue:
+        """Where its operations wait, for each other and for those of other streams."""
+        if self is Stream.COMPUTE or self.is_copy:
+            return Queue(self.value)
+        return Queue.PEERS if self is Stream.PERMUTE else Queue.NETWORK
 
 
 @dataclass(frozen=True)
@@ -88,9 +114,8 @@ def _collective(
     ranks = groups.ranks_per_node(costs.network.gpus_per_node)
     seconds = costs.collective_s(kind, size_bytes, groups.size, ranks)
     settings = issued.config.get("collective_backend_config") or runs.config.get("collective_backend_config") or {}
-    stream = Stream.PEERS if kind == "collective-permute" else Stream.NETWORK
     is_sync = bool(settings.get("is_sync", False))
-    return Timing(stream, seconds, kind, size_bytes, is_sync, sent_bytes(kind, size_bytes, groups.size))
+    return Timing(Stream(kind), seconds, kind, size_bytes, is_sync, sent_bytes(kind, size_bytes, groups.size))
 
 
 def _direction(instruction: Instruction, operands: list[Instruction]) -> Direction | None:

@@ -1,8 +1,8 @@
 """Plays a local program on streams, before it is compiled.
 
-The compute stream runs kernels in the order of the program. The others are those of ``simulator``: for collectives,
-for permutations, for copies in each direction. An operation on them begins as soon as its operands are there and
-its stream has done what comes before it in the program, as a scheduler with memory to spare would have it; the compute
+The compute stream runs kernels in the order of the program. The others are those of ``simulator``: for each kind of
+collective, for copies in each direction. An operation on them begins as soon as its operands are there and its
+queue has done what comes before it in the program, as a scheduler with memory to spare would have it; the compute
 stream waits for it where a kernel first reads what comes out, and that wait is exposed. What guards a value with an
 ``optimization_barrier`` delays it: it is there when all that go through the barrier are.
 
@@ -22,7 +22,7 @@ from jax_deepcompile._jax_compat import name_path, open_jaxpr, scan_counts, user
 from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.costs.combining import Thresholds
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.operation import Stream, Timing
+from jax_deepcompile.costs.operation import Queue, Stream, Timing
 from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.costs.program_time import combined_timings, timings_of
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation, Totals
@@ -60,7 +60,7 @@ class _Run:
 
     Attributes:
       now_s: when the compute stream is free.
-      free: when each of the other streams has done all it was given.
+      free: when each of the other queues has done all it was given.
       began_s: before which nothing of the current trip begins.
       trips: how often a step runs what is being played.
       is_recorded: whether events are kept.
@@ -68,7 +68,7 @@ class _Run:
     """
 
     now_s: float = 0.0
-    free: dict[Stream, Due] = field(default_factory=dict)
+    free: dict[Queue, Due] = field(default_factory=dict)
     began_s: float = 0.0
     trips: int = 1
     is_recorded: bool = True
@@ -85,10 +85,10 @@ class _Run:
         """When the compute stream is free and ``results`` are there."""
         return max([self.now_s, *_merged(results).values()])
 
-    def late(self, carried: Sequence[Due]) -> list[dict[Stream, float]]:
-        """By how much streams and carried values are behind the compute stream: equal states go on equally."""
-        ends = [*carried, {stream: due[stream] for stream, due in sorted(self.free.items())}]
-        return [{stream: round(at - self.now_s, 12) for stream, at in due.items() if at > self.now_s} for due in ends]
+    def late(self, carried: Sequence[Due]) -> list[dict[str, float]]:
+        """By how much queues and carried values are behind the compute stream: equal states go on equally."""
+        ends = [*carried, {queue: max(due.values()) for queue, due in sorted(self.free.items())}]
+        return [{where: round(at - self.now_s, 12) for where, at in due.items() if at > self.now_s} for due in ends]
 
 
 @dataclass
@@ -140,11 +140,11 @@ class _Player:
             begin_s, after = run.now_s, {}
             run.now_s = begin_s + timing.seconds
         else:
-            after = _merged([operands, run.free.get(timing.stream, {})])
+            after = _merged([operands, run.free.get(timing.stream.queue, {})])
             begin_s = max([run.began_s, *after.values()])
         due = {**after, timing.stream: begin_s + timing.seconds}
         if timing.stream is not Stream.COMPUTE:
-            run.free[timing.stream] = due
+            run.free[timing.stream.queue] = due
         run.totals = run.totals.plus(Totals.of(timing))
         if run.is_recorded:
             where = name_path(eqn), user_source(eqn), timing.kind, timing.sent_bytes
@@ -195,7 +195,7 @@ class _Player:
             run.is_recorded = False
         left = loop.trip_count - played
         run.now_s += left * trip_s
-        run.free = {stream: _delayed(due, delays, left) for stream, due in run.free.items()}
+        run.free = {queue: _delayed(due, delays, left) for queue, due in run.free.items()}
         carried = [_delayed(due, delays, left) for due in carried]
         trip_totals, run.totals = run.totals, totals.plus(run.totals, left)
         run.trips, run.began_s, run.is_recorded = outside
@@ -230,14 +230,14 @@ def _merged(dues: Sequence[Due]) -> Due:
     return merged
 
 
-def _paces(free: Mapping[Stream, Due], run: _Run, began_s: float) -> dict[Stream, float]:
-    """How far one trip has brought each stream: as far as the compute stream, but for those that fall behind."""
-    ends = {stream: max(due[stream], began_s) for stream, due in free.items()}
+def _paces(free: Mapping[Queue, Due], run: _Run, began_s: float) -> dict[Queue, float]:
+    """How far one trip has brought each queue: as far as the compute stream, but for those that fall behind."""
+    ends = {queue: max([*due.values(), began_s]) for queue, due in free.items()}
     trip_s = run.now_s - began_s
-    paces = {stream: max(trip_s, due[stream] - ends.get(stream, began_s)) for stream, due in run.free.items()}
-    return {Stream.COMPUTE: trip_s} | paces
+    paces = {queue: max(trip_s, max(due.values()) - ends.get(queue, began_s)) for queue, due in run.free.items()}
+    return {Queue.COMPUTE: trip_s} | paces
 
 
-def _delayed(due: Due, paces: Mapping[Stream, float], trips: int) -> Due:
+def _delayed(due: Due, paces: Mapping[Queue, float], trips: int) -> Due:
     """The same after so many trips more."""
-    return {stream: end_s + trips * paces.get(stream, 0.0) for stream, end_s in due.items()}
+    return {stream: end_s + trips * paces.get(stream.queue, 0.0) for stream, end_s in due.items()}

@@ -103,8 +103,7 @@ def collective_of(eqn: Any, mesh: MeshAxes, costs: CostModel, joined_bytes: int 
     seconds = costs.collective_s(kind, joined_bytes + size, group, ranks)
     if joined_bytes:
         seconds -= costs.collective_s(kind, joined_bytes, group, ranks)
-    stream = Stream.PEERS if kind == "collective-permute" else Stream.NETWORK
-    return Timing(stream, seconds, kind, size, sent_bytes=sent_bytes(kind, size, group))
+    return Timing(Stream(kind), seconds, kind, size, sent_bytes=sent_bytes(kind, size, group))
 
 
 def is_on_host(atom: Any) -> bool:

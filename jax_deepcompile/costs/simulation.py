@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.operation import Stream, Timing
@@ -15,20 +16,26 @@ class Totals:
     Attributes:
       compute_s: on the compute stream, without waiting.
       communication_s: of collectives, hidden or not.
-      exposed_communication_s: of that, what the compute stream waited for.
       copy_s: of copies between device and host, hidden or not.
-      exposed_copy_s: of that, what the compute stream waited for.
       gathered_bytes: whole results of all-gathers.
       reduced_bytes: whole operands of reduce-scatters and all-reduces.
+      exposed_s: what compute waited for each of the other streams.
     """
 
     compute_s: float = 0.0
     communication_s: float = 0.0
-    exposed_communication_s: float = 0.0
     copy_s: float = 0.0
-    exposed_copy_s: float = 0.0
     gathered_bytes: int = 0
     reduced_bytes: int = 0
+    exposed_s: Mapping[Stream, float] = field(default_factory=dict)
+
+    @property
+    def exposed_communication_s(self) -> float:
+        return sum(seconds for stream, seconds in self.exposed_s.items() if not stream.is_copy)
+
+    @property
+    def exposed_copy_s(self) -> float:
+        return sum(seconds for stream, seconds in self.exposed_s.items() if stream.is_copy)
 
     @classmethod
     def of(cls, timing: Timing) -> Totals:
@@ -37,20 +44,22 @@ class Totals:
             return cls(compute_s=timing.seconds)
         if timing.stream.is_copy:
             return cls(copy_s=timing.seconds)
-        gathered = timing.bytes if timing.kind == "all-gather" else 0
-        reduced = timing.bytes if timing.kind in ("reduce-scatter", "all-reduce") else 0
+        gathered = timing.bytes if timing.stream is Stream.ALL_GATHER else 0
+        reduced = timing.bytes if timing.stream in (Stream.REDUCE_SCATTER, Stream.ALL_REDUCE) else 0
         return cls(communication_s=timing.seconds, gathered_bytes=gathered, reduced_bytes=reduced)
 
     @classmethod
     def of_wait(cls, stream: Stream, waited_s: float) -> Totals:
-        """Of the compute stream's wait for an operation on ``stream``."""
-        if stream is Stream.COMPUTE:
-            return cls()
-        return cls(exposed_copy_s=waited_s) if stream.is_copy else cls(exposed_communication_s=waited_s)
+        """Of compute that waits for an operation on ``stream``."""
+        return cls() if stream is Stream.COMPUTE or not waited_s else cls(exposed_s={stream: waited_s})
 
     def plus(self, other: Totals, times: int = 1) -> Totals:
         """The sum of this and ``times`` the other."""
-        return Totals(**{name: mine + times * getattr(other, name) for name, mine in vars(self).items()})
+        sums = {name: mine + times * getattr(other, name) for name, mine in vars(self).items() if name != "exposed_s"}
+        exposed_s = dict(self.exposed_s)
+        for stream, seconds in other.exposed_s.items():
+            exposed_s[stream] = exposed_s.get(stream, 0.0) + times * seconds
+        return Totals(**sums, exposed_s=exposed_s)
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Event:
     """One operation on one stream.
 
     Attributes:
-      stream: where it ran.
+      stream: what it belongs to.
       name: of the instruction.
       start_s: from the beginning of the step; in a loop, in the first trip.
       end_s: likewise.
@@ -196,7 +205,11 @@ class Simulation:
     def __str__(self) -> str:
         return (
             f"step {self.step_s:.3f} s: compute {self.compute_s:.3f}, exposed communication "
-            f"{self.exposed_communication_s:.3f} of {self.communication_s:.3f}, exposed copies "
+            f"{self.exposed_communication_s:.3f} of {self.communication_s:.3f}{self._exposed_kinds()}, exposed copies "
             f"{self.exposed_copy_s:.3f} of {self.copy_s:.3f}; {self.gathered_bytes / 1e9:.1f} GB gathered, "
             f"{self.reduced_bytes / 1e9:.1f} GB reduced; {self.peak_bytes / 2**30:.1f} GiB"
         )
+
+    def _exposed_kinds(self) -> str:
+        waited = [(stream, seconds) for stream, seconds in sorted(self.totals.exposed_s.items()) if not stream.is_copy]
+        return f" ({', '.join(f'{stream} {seconds:.3f}' for stream, seconds in waited)})" if waited else ""

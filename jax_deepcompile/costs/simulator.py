@@ -1,9 +1,9 @@
 """Plays a scheduled program on streams, to tell how long a step takes and how much of its communication is exposed.
 
-The compute stream runs operations in the order of the schedule. Collectives run on one network stream (NCCL runs those
-of one communicator one after another) and permutations on another; copies between device and host have a stream for
-each direction. An asynchronous operation begins when it is issued or when its stream is free, whichever is later; its
-``done`` holds the compute stream until it has ended, and that wait is exposed. So is all of a synchronous one.
+The compute stream runs operations in the order of the schedule. Collectives of each kind, and copies in each direction
+between device and host, have a stream of their own; streams that share a queue, as all collectives but permutations do,
+wait for each other. An asynchronous operation begins when it is issued or when its queue is free, whichever is later;
+its ``done`` holds the compute stream until it has ended, and that wait is exposed. So is all of a synchronous one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.memory import memory_of
-from jax_deepcompile.costs.operation import Stream, Timing, timing_of
+from jax_deepcompile.costs.operation import Queue, Stream, Timing, timing_of
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation, Totals
 from jax_deepcompile.lowering import opcodes
 from jax_deepcompile.lowering.hlo import Computation, Instruction, Module
@@ -43,7 +43,7 @@ class _Run:
 
     Attributes:
       now_s: when the compute stream is free.
-      free_s: when the other streams are.
+      free_s: when the other queues are.
       started: when each asynchronous operation under way ends.
       carried: the same for those that a loop's previous trip, or what came before the loop, has left under way.
       waited_s: what the collectives took that it waited for, hidden or not.
@@ -51,7 +51,7 @@ class _Run:
     """
 
     now_s: float = 0.0
-    free_s: dict[Stream, float] = field(default_factory=dict)
+    free_s: dict[Queue, float] = field(default_factory=dict)
     started: dict[str, tuple[Timing, float]] = field(default_factory=dict)
     carried: dict[int, tuple[Timing, float]] = field(default_factory=dict)
     trips: int = 1
@@ -102,14 +102,14 @@ class _Player:
     def _issue(self, computation: Computation, instruction: Instruction, is_start: bool, run: _Run) -> None:
         """Runs an operation, or sets an asynchronous one under way."""
         timing = timing_of(self.module, computation, instruction, self.costs)
-        begin_s = max(run.now_s, run.free_s.get(timing.stream, 0.0))
+        begin_s = max(run.now_s, run.free_s.get(timing.stream.queue, 0.0))
         end_s = begin_s + timing.seconds
         run.totals = run.totals.plus(Totals.of(timing))
         self._record(instruction, timing, begin_s, run)
         if timing.stream is Stream.COMPUTE:
             run.now_s = end_s
         else:
-            run.free_s[timing.stream] = end_s
+            run.free_s[timing.stream.queue] = end_s
             if is_start and not timing.is_sync:
                 run.started[instruction.name] = timing, end_s
             else:
@@ -119,7 +119,7 @@ class _Player:
         """Holds the compute stream until ``end_s``."""
         run.totals = run.totals.plus(Totals.of_wait(timing.stream, max(0.0, end_s - run.now_s)))
         run.now_s = max(run.now_s, end_s)
-        if timing.stream is Stream.NETWORK:
+        if timing.stream.queue is Queue.NETWORK:
             run.waited_s += timing.seconds
 
     def _wait(self, computation: Computation, done: Instruction, run: _Run) -> None:
@@ -160,7 +160,7 @@ class _Player:
             run.waited_s += waited_s
         run.now_s = first.now_s + (trips - 1) * trip_s
         delay_s = run.now_s - steady.now_s
-        run.free_s = {stream: end_s + delay_s for stream, end_s in steady.free_s.items()}
+        run.free_s = {queue: end_s + delay_s for queue, end_s in steady.free_s.items()}
         for user in computation.users.get(loop.name, ()):
             if user.opcode == "get-tuple-element" and user.number in left:
                 timing, end_s = left[user.number]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from jax_deepcompile import errors
+from jax_deepcompile.lowering.compile import peak_bytes
 
 MemoryLimit = int | float | str | None
 """Bytes, a fraction of the device's memory (a float up to 1), text such as "72GiB", or None for the device's own."""
@@ -46,6 +48,21 @@ def limit_bytes(limit: MemoryLimit, device_bytes: int | None, allocator_bytes: i
     if limit < 1:
         raise errors.MemoryLimitError(limit)
     return int(limit)
+
+
+def require_fit(function: str, memory: Any, limit_bytes: int | None) -> None:
+    """Makes sure that a compiled program keeps its limit.
+
+    Args:
+      function: the step's name.
+      memory: ``memory_analysis()`` of the program.
+      limit_bytes: that it may take; None for any.
+
+    Raises:
+      MemoryExceededError: it takes more.
+    """
+    if limit_bytes is not None and peak_bytes(memory) > limit_bytes:
+        raise errors.MemoryExceededError(function, peak_bytes(memory), limit_bytes, memory.argument_size_in_bytes)
 
 
 def _parse(text: str) -> int:

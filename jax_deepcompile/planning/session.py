@@ -140,7 +140,7 @@ def _given(program: Program, environment: Environment, plan: Plan, mark: str) ->
 def _without_trials(program: Program, environment: Environment, wishes: Wishes) -> Planned:
     """Where no limit must hold and no schedule can be better than another."""
     if wishes.passes is not None:
-        return Planned(program, Plan(""), None, "nothing was decided: no passes were asked for")
+        return Planned(program, Plan(""), environment.limit_bytes, "nothing was decided: no passes were asked for")
     if environment.mesh.size == 1:
         return Planned(program, Plan(""), environment.limit_bytes, "nothing to decide: there is one device")
     held_bytes = int(_HELD_FRACTION * environment.costs.hardware.memory_bytes / environment.mesh.size)

@@ -7,7 +7,7 @@ waits for compute before it can go on. There each collective is said to take its
 
 from __future__ import annotations
 
-from jax_deepcompile.costs.operation import Stream
+from jax_deepcompile.costs.operation import Queue
 from jax_deepcompile.costs.simulation import Event, Simulation
 from jax_deepcompile.lowering.latencies import Latency
 
@@ -24,7 +24,7 @@ def told_latencies(simulation: Simulation, at_a_time: int = 1, scale: float = 1.
 
     def told_s(event: Event) -> float:
         lasts_s = event.end_s - event.start_s
-        if event.stream is not Stream.NETWORK:
+        if event.stream.queue is not Queue.NETWORK:
             return lasts_s
         return lasts_s * scale * (shares.get(event.loop, 1.0) if at_a_time == 1 else _SHARING)
 

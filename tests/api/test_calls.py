@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.ir.program import Role
+from jax_deepcompile.planning import limits
 from tests.api.steps import assert_equal, batch, create, step
 
 pytestmark = pytest.mark.cpu_mesh
@@ -340,6 +341,32 @@ def test_a_call_finds_what_was_compiled_from_shapes(caplog):
     with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
         sharded(state, jax.tree.map(np.asarray, batch()))
     assert not [record for record in caplog.messages if "XLA compilation" in record and "step" in record]
+
+
+def test_a_limit_holds_for_what_runs_and_nothing_is_lost(monkeypatch, expected):
+    limited = deepcompile.shard(step, memory_limit="1GiB")
+    state = limited.init(create)
+    limited.plan(state, batch())
+    with monkeypatch.context() as patched:
+        patched.setattr(limits, "peak_bytes", lambda memory: 2 << 30)
+        with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"1\.00 GiB more than the limit of 1\.00 GiB"):
+            limited(state, batch())
+    assert_equal(limited(state, batch()), expected)
+
+
+def test_a_limited_step_is_compiled_once_to_run(caplog):
+    limited = deepcompile.shard(step, memory_limit="1GiB")
+    state = limited.init(create)
+    limited.plan(state, batch())
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        state, _ = limited(state, batch())
+        limited(state, batch())
+    assert len([record for record in caplog.messages if "Finished XLA compilation of jit(step)" in record]) == 1
+
+
+def test_a_limited_step_in_a_function_of_jax(expected):
+    limited = deepcompile.shard(step, memory_limit="1GiB")
+    assert_equal(jax.jit(limited)(create(), batch()), expected)
 
 
 def test_a_primitive_without_a_rule_is_computed_whole_and_named():

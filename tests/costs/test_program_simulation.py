@@ -18,7 +18,7 @@ from jax import lax
 import jax_deepcompile as deepcompile
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.costs.combining import Thresholds
-from jax_deepcompile.costs.operation import Stream
+from jax_deepcompile.costs.operation import Queue, Stream
 from jax_deepcompile.costs.program_simulation import simulate_program
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Port, Program, Role, View
@@ -85,7 +85,7 @@ def test_a_gather_that_nothing_hides():
     assert figures(run) == pytest.approx((0.95, 0.2, 0.75, 0.75))
     assert (run.gathered_bytes, run.reduced_bytes, run.sent_bytes) == (100_000, 0, 75_000)
     assert [(event.stream, event.name, event.kind) for event in run.timeline] == [
-        (Stream.NETWORK, "all_gather.0", "all-gather"),
+        (Stream.ALL_GATHER, "all_gather.0", "all-gather"),
         (Stream.COMPUTE, "rev.1", "rev"),
     ]
     assert all("test_program_simulation.py:" in event.source for event in run.timeline)
@@ -343,16 +343,16 @@ def looped(chosen, trips: int):
 
 def check_bounds(run):
     busy = [
-        sum(event.trips * (event.end_s - event.start_s) for event in run.timeline if event.stream is stream)
-        for stream in Stream
+        sum(event.trips * (event.end_s - event.start_s) for event in run.timeline if event.stream.queue is queue)
+        for queue in Queue
     ]
     assert sum(busy) == pytest.approx(run.compute_s + run.communication_s + run.copy_s)
     assert max(busy) <= run.step_s * (1 + 1e-9) + 1e-9
     assert run.step_s <= sum(busy) * (1 + 1e-9) + 1e-9
     exposed_s = run.exposed_communication_s + run.exposed_copy_s
     assert run.step_s == pytest.approx(run.compute_s + exposed_s)
-    for stream in Stream:
-        events = [event for event in run.timeline if event.stream is stream]
+    for queue in Queue:
+        events = [event for event in run.timeline if event.stream.queue is queue]
         assert all(one.end_s <= other.start_s + 1e-9 for one, other in pairwise(events))
 
 

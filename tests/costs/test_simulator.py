@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jax_deepcompile import errors
-from jax_deepcompile.costs.operation import Stream
+from jax_deepcompile.costs.operation import Queue, Stream
 from jax_deepcompile.costs.simulator import simulate
-from jax_deepcompile.lowering import hlo
+from jax_deepcompile.lowering import hlo, opcodes
 from tests.costs.snippets import ADDER, COSTS, GROUPS, module
 
 pytestmark = pytest.mark.pure
@@ -34,7 +34,7 @@ def test_a_gather_half_hidden():
     run = simulate(module(f"{GATHER}{START}\n{WORK}\n{DONE}"), COSTS)
     assert (run.step_s, run.exposed_communication_s) == pytest.approx((0.75, 0.25))
     assert [(event.stream, event.name, event.start_s) for event in run.timeline] == [
-        (Stream.NETWORK, "start", 0.0),
+        (Stream.ALL_GATHER, "start", 0.0),
         (Stream.COMPUTE, "copy", 0.0),
     ]
 
@@ -55,6 +55,19 @@ def test_collectives_follow_one_another_on_one_stream():
     second = "%b = ((f32[6250]{0}), (f32[25000]{0})) all-gather-start(%w), replica_groups=[1,4]<=[4], dimensions={0}"
     run = simulate(module(f"{GATHER}{START}\n{second}\n{DONE}\n%d = f32[25000]{{0}} all-gather-done(%b)"), COSTS)
     assert (run.step_s, run.exposed_communication_s) == pytest.approx((1.5, 1.5))
+
+
+def test_waits_are_told_apart_by_kind():
+    """A reduce-scatter of 0.75 s waits for the gather before it, beside 0.5 s of work; then nothing hides it."""
+    scatter = f"%reduced = f32[6250]{{0}} reduce-scatter(%done), {GROUPS}, dimensions={{0}}, to_apply=%adder"
+    run = simulate(module(f"{GATHER}{START}\n{WORK}\n{DONE}\n{scatter}", ADDER), COSTS)
+    assert run.totals.exposed_s == pytest.approx({Stream.ALL_GATHER: 0.25, Stream.REDUCE_SCATTER: 0.75})
+    assert run.exposed_communication_s == pytest.approx(1.0)
+    assert "exposed communication 1.000 of 1.500 (all-gather 0.250, reduce-scatter 0.750)" in str(run)
+
+
+def test_every_collective_has_a_stream():
+    assert {stream.value for stream in Stream if stream.queue in (Queue.NETWORK, Queue.PEERS)} == opcodes.COLLECTIVES
 
 
 def test_a_wrapped_reduce_scatter_is_a_reduce_scatter():

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.h100_aot
 LAYERS, WIDTH, ROWS = 4, 2048, 8192
 
 
-def traced(checkpointed: bool):
+def traced(checkpointed: bool, rows: int = ROWS):
     def layer(x, w):
         return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None
 
@@ -27,7 +27,7 @@ def traced(checkpointed: bool):
     optimizer = optax.sgd(0.1)
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
     mesh = deepcompile.targets.h100(gpus_per_node=1).make_mesh((1,), ("fsdp",))
-    return deepcompile.shard(training_step(loss, optimizer), mesh).trace(state, shapes((ROWS, WIDTH)))
+    return deepcompile.shard(training_step(loss, optimizer), mesh).trace(state, shapes((rows, WIDTH)))
 
 
 def test_checkpointed_layers_are_planned():
@@ -40,3 +40,10 @@ def test_others_are_left_as_they_are():
     step = traced(checkpointed=False)
     assert not step.plan().activations
     assert "nothing to decide: there is one device" in step.explain()
+
+
+def test_what_a_gpu_cannot_hold_is_an_error_by_default():
+    """A million rows of four layers' activations are 200 GB."""
+    lowered = traced(checkpointed=False, rows=1 << 20).lower()
+    with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"more than the limit of 72\.78 GiB"):
+        lowered.compile()

@@ -239,7 +239,7 @@ def test_openings_are_tried_before_all_else(try_passes):
 @pytest.mark.parametrize("better", ["two at a time", "a little less"])
 def test_where_a_schedule_misses_what_is_attainable_others_are_tried(monkeypatch, better):
     program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
-    gather = SimpleNamespace(name="all-gather-start", start_s=0.0, end_s=1e-3, stream=Stream.NETWORK, loop="")
+    gather = SimpleNamespace(name="all-gather-start", start_s=0.0, end_s=1e-3, stream=Stream.ALL_GATHER, loop="")
     kernel = SimpleNamespace(name="fusion", start_s=0.0, end_s=2e-3, stream=Stream.COMPUTE)
 
     def made_up(plan, step_s):

@@ -12,10 +12,9 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile import stages
 from jax_deepcompile.cache import PlanCacheWarning
 from jax_deepcompile.lowering.hlo import read
-from jax_deepcompile.planning import pass_manager
+from jax_deepcompile.planning import limits, pass_manager
 from jax_deepcompile.planning.proposals import PipelineLoops
 from models import llama
 from tests.schedules import loop_bodies, work_while_under_way
@@ -133,7 +132,7 @@ def test_a_given_plan_that_takes_too_much_is_an_error(planned):
 def test_the_limit_holds_in_what_is_compiled_at_last(planned, monkeypatch):
     """Whatever the plan says it takes."""
     traced = trace(plan=planned.plan())
-    monkeypatch.setattr(stages, "peak_bytes", lambda memory: LIMIT_BYTES + (1 << 30))
+    monkeypatch.setattr(limits, "peak_bytes", lambda memory: LIMIT_BYTES + (1 << 30))
     with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"1\.00 GiB more than the limit of 24\.00 GiB"):
         traced.lower().compile()
 

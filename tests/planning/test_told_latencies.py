@@ -29,8 +29,8 @@ def simulated(compute_s: float, communication_s: float, innermost: bool = True) 
     each_s = communication_s / 2
     events = (
         Event(Stream.COMPUTE, "fusion", 0.0, compute_s, loop="while"),
-        Event(Stream.NETWORK, "gather", 0.0, each_s, loop="while"),
-        Event(Stream.NETWORK, "outside", 1.0, 1.0 + each_s),
+        Event(Stream.ALL_GATHER, "gather", 0.0, each_s, loop="while"),
+        Event(Stream.REDUCE_SCATTER, "outside", 1.0, 1.0 + each_s),
     )
     return Simulation(10.0, Totals(), (loop,), events, NOTHING)
 
