@@ -103,5 +103,5 @@ def test_deeper_loops_hide_as_much_and_take_little_more(compiled):
     work = [found for body in loop_bodies(two.module) for found in work_while_under_way(body)]
     assert {opcode for opcode, _ in work} == {"all-gather-start", "reduce-scatter-start"}
     assert all(number for _, number in work), work
-    assert one.prediction.peak_bytes < two.prediction.peak_bytes < 1.25 * one.prediction.peak_bytes
+    assert one.prediction.peak_bytes < two.prediction.peak_bytes < 1.35 * one.prediction.peak_bytes
     assert two.simulation.gathered_bytes == pytest.approx(one.simulation.gathered_bytes)
