@@ -122,10 +122,9 @@ def eval_local(jaxpr, values: Sequence) -> list:
 
 def bind(eqn, values: Sequence) -> list:
     """Traces one equation on ``values``; it keeps its position in the user's code."""
-    alone = new_jaxpr(_operands(eqn), eqn.outvars, [eqn])
-    given = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if not isinstance(atom, jex.Literal)}
     with provenance(eqn):
-        return eval_local(alone, list(given.values()))
+        made = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(made) if eqn.primitive.multiple_results else [made]
 
 
 def new_jaxpr(inputs: Sequence, outputs: Sequence, eqns: Sequence) -> jex.Jaxpr:
@@ -133,10 +132,6 @@ def new_jaxpr(inputs: Sequence, outputs: Sequence, eqns: Sequence) -> jex.Jaxpr:
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     names = _core.DebugInfo("jax_deepcompile", "rewritten", tuple("" for _ in inputs), tuple("" for _ in outputs))
     return jex.Jaxpr((), list(inputs), list(outputs), list(eqns), effects, names)
-
-
-def _operands(eqn) -> list[jex.Var]:
-    return list(dict.fromkeys(atom for atom in eqn.invars if not isinstance(atom, jex.Literal)))
 
 
 def has_side_effects(eqn) -> bool:

@@ -7,6 +7,7 @@ or None. Nothing is guessed: an unknown key, a missing one or a value of another
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 from enum import StrEnum
@@ -70,7 +71,7 @@ def _read(kind: Any, data: Any, path: str) -> Any:
 
 
 def _read_fields(kind: Any, data: Any, path: str) -> Any:
-    hints = {field.name: hint for field, hint in zip(dataclasses.fields(kind), _field_types(kind), strict=True)}
+    hints = _field_types(kind)
     if not isinstance(data, dict):
         _refuse(path, f"an object with {', '.join(hints)}", data)
     for name in data:
@@ -86,9 +87,10 @@ def _read_fields(kind: Any, data: Any, path: str) -> Any:
         raise ValueError(f"{path or kind.__name__}: {error}") from error
 
 
-def _field_types(kind: Any) -> list[Any]:
+@functools.cache
+def _field_types(kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind)
-    return [hints[field.name] for field in dataclasses.fields(kind)]
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _read_tuple(kinds: tuple, data: Any, path: str) -> tuple:

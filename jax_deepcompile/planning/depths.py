@@ -11,6 +11,7 @@ from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.planning.apply import apply_loops
 from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
 from jax_deepcompile.planning.plan import Plan
+from jax_deepcompile.planning.straight_line import chosen_anew
 from jax_deepcompile.planning.unshard import gathered_bytes
 
 
@@ -31,10 +32,12 @@ class DeepenLoops:
             return
         ahead, size = self._deeper(now.plan, _gather_earlier), _gathered_bytes(base, now.plan, environment)
         if ahead is not None and _has_room(now, environment, size):
-            yield Proposal(ahead, f"backward loops gather another layer ahead, {size / 2**30:.2f} GiB")
+            plan = chosen_anew(base, ahead, now, environment)
+            yield Proposal(plan, f"backward loops gather another layer ahead, {size / 2**30:.2f} GiB")
         behind = self._deeper(now.plan, _reduce_later)
         if behind is not None and _waits_in_loops_s(now) > WORTH_TRYING * now.prediction.step_s:
-            yield Proposal(behind, "backward loops reduce another layer behind")
+            plan = chosen_anew(base, behind, now, environment)
+            yield Proposal(plan, "backward loops reduce another layer behind")
 
     def _deeper(self, plan: Plan, deeper: Callable[[LoopSchedule], LoopSchedule]) -> Plan | None:
         """``plan`` with its backward loops, those that reduce, made ``deeper``; None if that changes nothing."""

@@ -80,6 +80,10 @@ class Record:
     wall_s: float
 
 
+_OF_LOOPS = frozenset({"stacks", "handed_over", "activations", "loops", "kept", "overlapped"})
+_POSITIONS_AFTER = {"unsharded": _OF_LOOPS, "prefetches": _OF_LOOPS | {"unsharded"}}
+
+
 @dataclass(frozen=True)
 class Plan:
     """The decisions for one program on one mesh.
@@ -119,7 +123,14 @@ class Plan:
     records: tuple[Record, ...] = ()
 
     def replace(self, **changes) -> Plan:
-        """A copy with some decisions changed, whose prediction nobody knows; ``options`` may be given as a mapping."""
+        """A copy with some decisions changed, whose prediction nobody knows; ``options`` may be given as a mapping.
+
+        ``unsharded`` and ``prefetches`` are positions in the program that the decisions before them make: where one of
+        those changes they are dropped, unless they are given too.
+        """
+        for positions, before in _POSITIONS_AFTER.items():
+            if not before.isdisjoint(changes):
+                changes.setdefault(positions, ())
         if not changes.keys() <= {"fingerprint", "prediction", "records"}:
             changes.setdefault("prediction", None)
         if isinstance(changes.get("options"), Mapping):

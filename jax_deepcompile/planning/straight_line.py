@@ -1,4 +1,4 @@
-"""What the passes on straight-line code propose: programs with their layers unrolled."""
+"""What the passes on straight-line code propose: for layers that are unrolled, beside those in loops or all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from jax_deepcompile.passes.prefetch import choose_prefetches, parameter_gathers
 from jax_deepcompile.passes.reduce_in_order import reduction_buckets
 from jax_deepcompile.passes.unshard import regathers
 from jax_deepcompile.planning.apply import apply_plan
-from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
+from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import bandwidth_bound_bytes
 
 
@@ -34,9 +35,9 @@ class PrefetchGathers:
     name: str = "prefetch"
 
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        if now.plan.loops:
+        if not _waits(base, now):
             return
-        program = apply_plan(base, environment.mesh, now.plan.replace(prefetches=(), reduction_bucket_bytes=0))
+        program = _without_starts(base, now.plan, environment)
         gathers = len(parameter_gathers(program))
         if gathers < self.fewest:
             return
@@ -63,23 +64,15 @@ class UnshardStraightLine:
     name: str = "unshard_straight_line"
 
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        if environment.limit_bytes is None or now.plan.loops:
+        if environment.limit_bytes is None or not _waits(base, now):
             return
-        plain = now.plan.replace(prefetches=(), unsharded=())
-        program = apply_plan(base, environment.mesh, plain.replace(reduction_bucket_bytes=0))
-        repeats = candidates(program, environment.costs)
-        free_bytes = environment.limit_bytes - now.prediction.peak_bytes
-        free_bytes += sum(repeat.size_bytes for repeat in repeats if repeat.position in now.plan.unsharded)
-        kept = choose_unsharded(repeats, free_bytes)
-        if not kept:
+        plan, repeats = _keeping(base, now.plan, now, environment)
+        if not plan.unsharded:
             return
-        plan = plain.replace(unsharded=kept)
         if now.plan.prefetches:
-            program = apply_plan(base, environment.mesh, plan.replace(reduction_bucket_bytes=0))
-            room = room_bytes(program, now, environment)
-            plan = plan.replace(prefetches=choose_prefetches(program, environment.costs, self.slack, room))
-        size = sum(repeat.size_bytes for repeat in repeats if repeat.position in kept)
-        yield Proposal(plan, f"{len(kept)} of {len(repeats)} repeated gathers stay, {size / 2**30:.2f} GiB")
+            plan = _starting(base, plan, now, environment, self.slack)
+        size = sum(repeat.size_bytes for repeat in repeats if repeat.position in plan.unsharded)
+        yield Proposal(plan, f"{len(plan.unsharded)} of {len(repeats)} repeated gathers stay, {size / 2**30:.2f} GiB")
 
 
 @dataclass(frozen=True)
@@ -94,13 +87,56 @@ class ReduceInOrder:
     name: str = "reduce_in_order"
 
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        if now.plan.loops or not now.waits:
+        if not _waits(base, now):
             return
         size = bandwidth_bound_bytes(base, environment, self.latency_share)
         buckets = len(reduction_buckets(apply_plan(base, environment.mesh, now.plan), size))
         if buckets > 1:
             decision = f"{buckets} buckets of reductions of {size / 2**20:.0f} MiB follow one another"
             yield Proposal(now.plan.replace(reduction_bucket_bytes=size), decision)
+
+
+def chosen_anew(base: Program, plan: Plan, now: Trial, environment: Environment, slack: float = 1.25) -> Plan:
+    """``plan``, whose loops are not ``now``'s, with straight-line gathers that stay and start early as there."""
+    if now.plan.unsharded and environment.limit_bytes is not None:
+        plan, _ = _keeping(base, plan, now, environment)
+    return _starting(base, plan, now, environment, slack) if now.plan.prefetches else plan
+
+
+def _waits(base: Program, now: Trial) -> bool:
+    """Whether layers outside of loops are waited for long enough for another compilation.
+
+    Loops have passes of their own, and these take care of embeddings and heads.
+    """
+    if now.plan.loops and len(parameter_gathers(base)) < _LAYERS:
+        return False
+    in_loops = [loop for loop in now.simulation.loops if loop.is_innermost] if now.plan.loops else []
+    in_loops_s = sum(loop.executions * loop.trip_count * loop.trip.exposed_communication_s for loop in in_loops)
+    return now.prediction.exposed_s - in_loops_s >= WORTH_TRYING * now.prediction.step_s
+
+
+_LAYERS = 8
+"""So many gathers are of more than embeddings and heads."""
+
+
+def _without_starts(base: Program, plan: Plan, environment: Environment) -> Program:
+    """``base`` as all makes it that ``plan`` says but for the order of straight-line collectives."""
+    return apply_plan(base, environment.mesh, plan.replace(prefetches=(), reduction_bucket_bytes=0))
+
+
+def _keeping(base: Program, plan: Plan, now: Trial, environment: Environment) -> tuple[Plan, tuple[Repeat, ...]]:
+    """``plan`` with the repeated gathers kept that are worth most in the memory ``now`` leaves, and all there are."""
+    repeats = candidates(_without_starts(base, plan.replace(unsharded=()), environment), environment.costs)
+    free_bytes = (environment.limit_bytes or 0) - now.prediction.peak_bytes
+    free_bytes += sum(repeat.size_bytes for repeat in repeats if repeat.position in now.plan.unsharded)
+    return plan.replace(unsharded=choose_unsharded(repeats, free_bytes)), repeats
+
+
+def _starting(base: Program, plan: Plan, now: Trial, environment: Environment, slack: float) -> Plan:
+    """``plan`` with straight-line gathers that start early enough."""
+    program = _without_starts(base, plan, environment)
+    room = room_bytes(program, now, environment)
+    return plan.replace(prefetches=choose_prefetches(program, environment.costs, slack, room))
 
 
 def room_bytes(program: Program, now: Trial, environment: Environment) -> list[float] | None:

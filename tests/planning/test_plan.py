@@ -147,6 +147,14 @@ def test_an_edited_plan_has_no_prediction():
     assert predicted.replace(unsharded=(1,)).prediction is None
 
 
+def test_positions_are_of_the_program_that_the_decisions_before_them_make():
+    assert PLAN.replace(loops=()) == PLAN.replace(loops=(), unsharded=(), prefetches=())
+    assert PLAN.replace(unsharded=()) == PLAN.replace(unsharded=(), prefetches=())
+    assert PLAN.replace(loops=(), prefetches=PLAN.prefetches).prefetches == PLAN.prefetches
+    for change in ({"prefetches": ()}, {"latencies": ()}, {"reduction_bucket_bytes": 0}):
+        assert PLAN.replace(**change).unsharded == PLAN.unsharded
+
+
 def test_the_cache_gives_back_what_it_was_given(tmp_path):
     cache = PlanCache(tmp_path)
     assert cache.load(PLAN.fingerprint) is None
