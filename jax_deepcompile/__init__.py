@@ -20,6 +20,7 @@ from jax_deepcompile.planning.overlap import OverlapMicrobatches
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
 from jax_deepcompile.planning.straight_line import PrefetchGathers, ReduceInOrder, UnshardStraightLine
 from jax_deepcompile.planning.unshard import Unshard
+from jax_deepcompile.planning.unshard_microbatches import UnshardMicrobatches
 
 register_rule = REGISTRY.register
 """Decorates ``rule(eqn) -> OpRule`` as the partitioning rule of the primitives named; see ``partition.rules.base``."""
@@ -34,6 +35,7 @@ __all__ = [
     "ReduceInOrder",
     "ShardedStep",
     "Unshard",
+    "UnshardMicrobatches",
     "UnshardStraightLine",
     "errors",
     "register_rule",

@@ -19,24 +19,28 @@ Guarantees: values are bitwise the same; nothing is reduced more or less often.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
+
+from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, new_barrier, open_jaxpr
 from jax_deepcompile.analysis.dataflow import needs, variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.traversal import with_regions
 
 
-def reduction_buckets(program: Program, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+def reduction_buckets(jaxpr: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Where the equations are that reduce over devices and scatter, loops aside, in the order gradients are ready.
 
     Args:
-      program: in the local view.
+      jaxpr: local.
       bucket_bytes: those that follow one another are together until they have so many bytes.
     """
-    eqns = open_jaxpr(program.jaxpr).eqns
+    eqns = open_jaxpr(jaxpr).eqns
     needed = needs(eqns, is_anchor)
     places = [place for place, eqn in enumerate(eqns) if eqn.primitive.name == "reduce_scatter"]
     buckets: list[tuple[int, ...]] = []
@@ -49,12 +53,29 @@ def reduction_buckets(program: Program, bucket_bytes: int) -> tuple[tuple[int, .
     return (*buckets, bucket) if bucket else tuple(buckets)
 
 
-def reduce_in_order(program: Program, bucket_bytes: int) -> Program:
-    """``program`` whose reductions wait for those in the bucket before; the same object if there is one bucket."""
-    buckets = reduction_buckets(program, bucket_bytes)
+def reduce_in_order(program: Program, bucket_bytes: int, in_loops: bool = False) -> Program:
+    """``program`` whose reductions wait for those in the bucket before; the same object if there is one bucket.
+
+    Args:
+      program: in the local view.
+      bucket_bytes: of a bucket, at least.
+      in_loops: whether those in the bodies of loops do, too.
+    """
+    ordered = _ordered(program.jaxpr, bucket_bytes, in_loops)
+    return program if ordered is program.jaxpr else program.replace(jaxpr=ordered)
+
+
+def _ordered(closed: jex.ClosedJaxpr, bucket_bytes: int, in_loops: bool) -> jex.ClosedJaxpr:
+    jaxpr = open_jaxpr(closed)
+    if in_loops:
+        inside = partial(_ordered, bucket_bytes=bucket_bytes, in_loops=True)
+        bodies = [with_regions(eqn, inside) if eqn.primitive.name == "scan" else eqn for eqn in jaxpr.eqns]
+        if any(new is not old for new, old in zip(bodies, jaxpr.eqns, strict=True)):
+            jaxpr = jaxpr.replace(eqns=bodies)
+            closed = jex.ClosedJaxpr(jaxpr, closed_consts(closed))
+    buckets = reduction_buckets(jaxpr, bucket_bytes)
     if len(buckets) < 2:
-        return program
-    jaxpr = open_jaxpr(program.jaxpr)
+        return closed
     awaited = {place: before[-1] for before, bucket in pairwise(buckets) for place in bucket}
     eqns: list = []
     for place in _in_order(jaxpr.eqns, awaited):
@@ -65,7 +86,7 @@ def reduce_in_order(program: Program, bucket_bytes: int) -> Program:
             eqns.append(barrier)
             eqn = eqn.replace(invars=barrier.outvars[:1])
         eqns.append(eqn)
-    return program.replace(jaxpr=type(program.jaxpr)(jaxpr.replace(eqns=eqns), closed_consts(program.jaxpr)))
+    return jex.ClosedJaxpr(jaxpr.replace(eqns=eqns), closed_consts(closed))
 
 
 def _in_order(eqns: Sequence[Any], awaited: Mapping[int, int]) -> Iterator[int]:

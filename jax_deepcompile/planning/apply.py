@@ -112,7 +112,10 @@ def _unshard(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
 
 
 def _reduce_in_order(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
-    return reduce_in_order(program, plan.reduction_bucket_bytes) if plan.reduction_bucket_bytes else program
+    """Loops that are pipelined have an order of their own."""
+    if not plan.reduction_bucket_bytes:
+        return program
+    return reduce_in_order(program, plan.reduction_bucket_bytes, in_loops=not plan.loops)
 
 
 _OF_GATHERS = (

@@ -183,7 +183,7 @@ def _decisions(plan: Plan) -> list[str]:
         f"first {loop.first_layers} and last {loop.last_layers} layers apart"
         for loop in plan.loops
     ]
-    lines += [f"loop {kept.loop}: gathers {', '.join(map(str, kept.gathers))} once" for kept in plan.kept]
+    lines += [f"loop {kept.loop}: gathers {_ranges(kept.gathers)} once" for kept in plan.kept]
     lines += [f"loop {loop}: forward of the next microbatch beside backward" for loop in plan.overlapped]
     if plan.unsharded:
         lines.append(f"repeated gathers {_ranges(plan.unsharded)}: reuse the first")

@@ -14,6 +14,7 @@ from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
 from jax_deepcompile.planning.straight_line import PrefetchGathers, ReduceInOrder, UnshardStraightLine
 from jax_deepcompile.planning.unshard import Unshard
+from jax_deepcompile.planning.unshard_microbatches import UnshardMicrobatches
 
 DEFAULT_PASSES: tuple[AnyPass, ...] = (
     PipelineLoops(),
@@ -22,6 +23,7 @@ DEFAULT_PASSES: tuple[AnyPass, ...] = (
     Unshard(),
     KeepActivations(),
     OverlapMicrobatches(),
+    UnshardMicrobatches(),
     PrefetchGathers(),
     UnshardStraightLine(),
     ReduceInOrder(),

@@ -13,7 +13,7 @@ from jax_deepcompile.costs.program_memory import live_bytes_of_equations, memory
 from jax_deepcompile.costs.program_time import EquationTime, equation_times
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.prefetch import choose_prefetches, parameter_gathers
-from jax_deepcompile.passes.reduce_in_order import reduction_buckets
+from jax_deepcompile.passes.reduce_in_order import reduce_in_order
 from jax_deepcompile.passes.unshard import regathers
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
@@ -77,7 +77,7 @@ class UnshardStraightLine:
 
 @dataclass(frozen=True)
 class ReduceInOrder:
-    """Straight-line reductions follow one another in the order in which gradients are ready.
+    """Reductions outside of layer loops follow one another in the order in which gradients are ready.
 
     Attributes:
       latency_share: of the time of reductions that go together.
@@ -90,10 +90,10 @@ class ReduceInOrder:
         if not _waits(base, now):
             return
         size = bandwidth_bound_bytes(base, environment, self.latency_share)
-        buckets = len(reduction_buckets(apply_plan(base, environment.mesh, now.plan), size))
-        if buckets > 1:
-            decision = f"{buckets} buckets of reductions of {size / 2**20:.0f} MiB follow one another"
-            yield Proposal(now.plan.replace(reduction_bucket_bytes=size), decision)
+        program = apply_plan(base, environment.mesh, now.plan)
+        if reduce_in_order(program, size, in_loops=not now.plan.loops) is not program:
+            plan = now.plan.replace(reduction_bucket_bytes=size)
+            yield Proposal(plan, f"reductions follow one another, {size / 2**20:.0f} MiB at a time")
 
 
 def chosen_anew(base: Program, plan: Plan, now: Trial, environment: Environment, slack: float = 1.25) -> Plan:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import jax_deepcompile as deepcompile
 from experiments.bench.steps import UnrolledLlama
 from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.passes.reduce_in_order import reduce_in_order, reduction_buckets
@@ -24,6 +25,7 @@ from models import llama
 from tests.partition.steps import lines, shapes, training_step
 from tests.passes.programs import WIDTH, assert_same_work, sharded, stack_loss, stack_shapes
 from tests.passes.test_prefetch import CHAIN, LAYERS, UNROLLED, chain_loss, unrolled_loss
+from tests.passes.test_unshard import accumulating
 
 MATRIX_BYTES = WIDTH * WIDTH * 4
 
@@ -47,7 +49,7 @@ def chain():
 @given(st.integers(1, 6 * MATRIX_BYTES))
 @settings(max_examples=20, deadline=None)
 def test_buckets_hold_every_reduction_once_in_order(chain, bucket_bytes):
-    buckets = reduction_buckets(chain, bucket_bytes)
+    buckets = reduction_buckets(chain.jaxpr, bucket_bytes)
     assert [place for bucket in buckets for place in bucket] == reductions(chain)
     assert all(len(bucket) * MATRIX_BYTES >= bucket_bytes for bucket in buckets[:-1])
     assert all((len(bucket) - 1) * MATRIX_BYTES < bucket_bytes for bucket in buckets)
@@ -63,7 +65,7 @@ def test_the_order_is_that_of_the_gradients_not_of_the_program():
 
     program = deepcompile.shard(step, {"fsdp": 8}).trace(shapes(CHAIN), shapes((16, WIDTH))).sharded
     eqns = open_jaxpr(program.jaxpr).eqns
-    firsts = [eqns[place].invars[0] for bucket in reduction_buckets(program, 1) for place in bucket]
+    firsts = [eqns[place].invars[0] for bucket in reduction_buckets(program.jaxpr, 1) for place in bucket]
     made = [next(at for at, eqn in enumerate(eqns) if var in eqn.outvars) for var in firsts]
     assert len(made) == LAYERS
     assert made == sorted(made)
@@ -93,7 +95,7 @@ def test_one_reduction_waits_for_nobody():
 @pytest.mark.pure
 def test_reductions_in_loops_are_left():
     program, _ = sharded(stack_loss, {"stack": stack_shapes()})
-    assert reduction_buckets(program, 1) == ()
+    assert reduction_buckets(program.jaxpr, 1) == ()
     assert reduce_in_order(program, 1) is program
 
 
@@ -106,6 +108,21 @@ def test_values_and_counts_stay_the_same(loss, params, matrices):
     program, mesh = sharded(loss, params)
     planned = reduce_in_order(program, matrices * MATRIX_BYTES)
     assert planned is not program
+    assert_same_work(planned, program, mesh)
+
+
+@pytest.mark.cpu_mesh
+def test_microbatches_reduce_in_order_where_they_are_asked_to():
+    program, mesh = accumulating(chain_loss, CHAIN)
+    assert reduce_in_order(program, MATRIX_BYTES) is program
+    assert reduce_in_order(program, 100 * MATRIX_BYTES, in_loops=True) is program
+    planned = reduce_in_order(program, MATRIX_BYTES, in_loops=True)
+    (before,), (after,) = (find_loops(each.jaxpr) for each in (program, planned))
+    waits = [
+        sum(eqn.primitive.name == "optimization_barrier" for eqn in open_jaxpr(loop.eqn.params["jaxpr"]).eqns)
+        for loop in (before, after)
+    ]
+    assert waits[1] - waits[0] == LAYERS - 1
     assert_same_work(planned, program, mesh)
 
 
