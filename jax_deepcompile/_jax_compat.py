@@ -111,6 +111,11 @@ def threefry_is_partitionable() -> bool:
     return jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
 
 
+def is_tracing() -> bool:
+    """Whether JAX is tracing a function here and now."""
+    return not _core.trace_state_clean()
+
+
 def is_drop_var(var) -> bool:
     return isinstance(var, _core.DropVar)
 

@@ -25,7 +25,7 @@ from jax_deepcompile.planning.pass_manager import AnyPass
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.session import Wishes
 from jax_deepcompile.profilers.take import Taken, take_profile
-from jax_deepcompile.programs import Prepared, Programs
+from jax_deepcompile.programs import OtherShapes, Prepared, Programs
 from jax_deepcompile.report.text import explain
 from jax_deepcompile.roles import Roles
 from jax_deepcompile.stages import LoweredStep, TracedStep
@@ -197,7 +197,7 @@ class ShardedStep:
             refuse_deleted(args, self._name)
             try:
                 return self._fast(*args, {})
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OtherShapes):
                 self._fast = None
         return self._call(args, kwargs)
 

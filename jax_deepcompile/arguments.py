@@ -38,7 +38,7 @@ def place(
     kept = {id(leaf) for index, leaf in enumerate(leaves) if index not in taken}
     placed, moved = [], False
     for index, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
-        new = _placed(leaf, target, mesh)
+        new = _placed(leaf, target, mesh, index in returned)
         moved |= new is not leaf and index not in returned
         if index in taken:
             again = new is leaf and id(leaf) in kept and isinstance(leaf, jax.Array)
@@ -130,14 +130,15 @@ def _is_concrete(leaf: Any) -> TypeGuard[jax.Array]:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
-def _placed(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh) -> Any:
+def _placed(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, is_state: bool) -> Any:
+    """State is put where the next call will have it, and what is compiled for one serves the other."""
     if isinstance(leaf, Tracer):
         return leaf
     if isinstance(leaf, jax.Array):
         if target is None:
             on_mesh = len(leaf.sharding.device_set) == mesh.size
             return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
-        fits = not leaf.committed or leaf.sharding.is_equivalent_to(target, leaf.ndim)
+        fits = (not leaf.committed and not is_state) or leaf.sharding.is_equivalent_to(target, leaf.ndim)
         return leaf if fits else jax.device_put(leaf, target)
     return leaf
 

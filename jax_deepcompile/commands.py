@@ -106,11 +106,15 @@ def compare(request: StepRequest) -> str:
         "fully sharded": lambda: bare.lower(*args).compile(),
         "planned": lambda: ours.lower(*args).compile(),
     }
-    rows = []
+    rows, left = [], []
     for name, compiled in systems.items():
-        made = compiled()
-        rows.append((name, simulate(made, mesh), peak_bytes(made.memory_analysis())))
-    return _table(rows)
+        try:
+            made = compiled()
+        except errors.MemoryExceededError as error:
+            left.append(f"{name}: {error}")
+        else:
+            rows.append((name, simulate(made, mesh), peak_bytes(made.memory_analysis())))
+    return "\n".join([_table(rows), *left])
 
 
 def _sharded(request: StepRequest, **options: Any) -> tuple[ShardedStep, tuple]:

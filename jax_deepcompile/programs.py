@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import is_tracing
 from jax_deepcompile.binding import PureCall, PureStep
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.ir.program import Role
@@ -25,14 +25,21 @@ from jax_deepcompile.roles import Roles
 from jax_deepcompile.signature import Signature
 from jax_deepcompile.tracing import Traced, abstract_key, trace_function, trace_step
 
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+class OtherShapes(Exception):
+    """What was planned and compiled for the shapes of one call was called with others."""
+
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything known of one structure of arguments.
+    """Everything known of arguments of one structure and of these shapes.
 
     Attributes:
       step: the pure step.
-      traced, partitioned: for the shapes it was made for.
+      shapes: of the leaves of ``(*args, kwargs)``.
+      traced, partitioned: for these.
       targets: where every leaf of ``(*args, kwargs)`` goes; None where it may stay.
       outputs: and every leaf of the result.
       roles: the role of every leaf.
@@ -42,6 +49,7 @@ class Prepared:
     """
 
     step: PureStep
+    shapes: Shapes
     traced: Traced
     partitioned: Partitioned
     targets: tuple[NamedSharding | None, ...]
@@ -124,14 +132,21 @@ class Programs:
         return self._partitions[key]
 
     def prepare(self, call: PureCall) -> Prepared:
-        """What calls with arguments of this structure have in common."""
-        signature = self.signature(call.step, call.args, call.kwargs)
-        key = (jax.tree.structure((call.args, call.kwargs)), call.step.structure, call.step.arguments, signature)
+        """What calls with arguments of this structure and these shapes have in common."""
+        signature, shapes = self.signature(call.step, call.args, call.kwargs), _shapes((*call.args, call.kwargs))
+        key = (
+            jax.tree.structure((call.args, call.kwargs)),
+            call.step.structure,
+            call.step.arguments,
+            signature,
+            shapes,
+        )
         if key not in self._prepared:
             traced, partitioned = self.partition(call.step, call.args, call.kwargs)
             program = partitioned.program
             self._prepared[key] = Prepared(
                 call.step,
+                shapes,
                 traced,
                 partitioned,
                 targets=tuple(self._sharding(port, program) for port in program.inputs),
@@ -159,7 +174,7 @@ class Programs:
         self._plans[id(partitioned)] = replace(self.planned(partitioned), measured=step)
 
     def run(self, prepared: Prepared) -> Any:
-        """``jax.jit`` of ``(*args, kwargs) -> out``, planned."""
+        """``jax.jit`` of ``(*args, kwargs) -> out``, planned; it raises OtherShapes for arguments of other shapes."""
         if id(prepared) not in self._runs:
             self._runs[id(prepared)] = self._make_run(prepared)
         return self._runs[id(prepared)]
@@ -173,11 +188,9 @@ class Programs:
           MemoryExceededError: it does not.
         """
         limit_bytes = self.planned(prepared.partitioned).limit_bytes
-        inside_of_another = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
-        if limit_bytes is None or id(prepared) in self._fitting or inside_of_another:
+        if limit_bytes is None or id(prepared) in self._fitting or is_tracing():
             return
-        compiled = self.run(prepared).lower(*args).compile()
-        require_fit(self.name, compiled.memory_analysis(), limit_bytes)
+        require_fit(self.name, self.run(prepared).lower(*args).compile(), limit_bytes)
         self._fitting.add(id(prepared))
 
     def _make_run(self, prepared: Prepared) -> Any:
@@ -187,6 +200,8 @@ class Programs:
             require_agreement(self.name, planned, self.use.mesh)
 
         def staged(*args):
+            if _shapes(args) != prepared.shapes:
+                raise OtherShapes
             _, part = self.partition(step, args[:-1], args[-1])
             outs = emit(self.planned(part).program, self.use.mesh)(*jax.tree.leaves((args[:-1], args[-1])))
             return jax.tree.unflatten(traced.program.out_tree, outs)
@@ -207,3 +222,7 @@ class Programs:
         """None, XLA's to choose, for state that may be divided over automatic axes too."""
         automatic = len(self.use.mesh.axis_names) > len(self.use.axes.names)
         return None if automatic and port.role.is_state else sharding_of(port, program, self.use.mesh)
+
+
+def _shapes(tree: Any) -> Shapes:
+    return tuple(getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree))

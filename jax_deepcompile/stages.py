@@ -80,7 +80,7 @@ class LoweredStep:
         planned = self._planned.plan.compiler_options()
         options: dict[str, Any] = compile_options(self._platform) | planned | (compiler_options or {})
         compiled = self._lowered.compile(compiler_options=options or None)
-        require_fit(self._name, compiled.memory_analysis(), self._planned.limit_bytes)
+        require_fit(self._name, compiled, self._planned.limit_bytes)
         return CompiledStep(compiled)
 
 

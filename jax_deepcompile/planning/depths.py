@@ -32,7 +32,7 @@ class DeepenLoops:
             return
         ahead, size = self._deeper(now.plan, _gather_earlier), _gathered_bytes(base, now.plan, environment)
         if ahead is not None and _has_room(now, environment, size):
-            plan = chosen_anew(base, ahead, now, environment)
+            plan = chosen_anew(base, ahead, now, _with_less(environment, size))
             yield Proposal(plan, f"backward loops gather another layer ahead, {size / 2**30:.2f} GiB")
         behind = self._deeper(now.plan, _reduce_later)
         if behind is not None and _waits_in_loops_s(now) > WORTH_TRYING * now.prediction.step_s:
@@ -61,6 +61,12 @@ def _gathered_bytes(base: Program, plan: Plan, environment: Environment) -> int:
     backward = {schedule.loop for schedule in plan.loops if schedule.delay_layers}
     program = apply_loops(base, environment.mesh, plan.replace(loops=()))
     return sum(gathered_bytes(loop) for loop in find_loops(program.jaxpr) if loop.name in backward)
+
+
+def _with_less(environment: Environment, taken_bytes: int) -> Environment:
+    """``environment`` without memory that something else takes."""
+    limit = environment.limit_bytes
+    return environment if limit is None else replace(environment, limit_bytes=limit - taken_bytes)
 
 
 def _has_room(now: Trial, environment: Environment, needed_bytes: int) -> bool:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jax
+
 from jax_deepcompile import errors
+from jax_deepcompile.costs.memory import MemoryUse, memory_of
 from jax_deepcompile.lowering.compile import peak_bytes
+from jax_deepcompile.lowering.hlo import Module, read
 
 MemoryLimit = int | float | str | None
 """Bytes, a fraction of the device's memory (a float up to 1), text such as "72GiB", or None for the device's own."""
@@ -26,7 +30,7 @@ def limit_bytes(limit: MemoryLimit, device_bytes: int | None, allocator_bytes: i
 
     Args:
       limit: what the user asked for.
-      device_bytes: the device's memory, None where it has no own (virtual CPU devices).
+      device_bytes: the device's memory, None where it has no own (virtual CPU devices) or nobody knows.
       allocator_bytes: of it, what programs of this process may take; None where nobody knows.
 
     Raises:
@@ -34,7 +38,7 @@ def limit_bytes(limit: MemoryLimit, device_bytes: int | None, allocator_bytes: i
     """
     if limit is None:
         if device_bytes is None:
-            return None
+            return allocator_bytes
         own_bytes = int(device_bytes * (1 - RESERVE_FRACTION))
         return own_bytes if allocator_bytes is None else min(own_bytes, allocator_bytes)
     if isinstance(limit, bool):
@@ -50,19 +54,28 @@ def limit_bytes(limit: MemoryLimit, device_bytes: int | None, allocator_bytes: i
     return int(limit)
 
 
-def require_fit(function: str, memory: Any, limit_bytes: int | None) -> None:
+def require_fit(function: str, compiled: jax.stages.Compiled, limit_bytes: int | None) -> None:
     """Makes sure that a compiled program keeps its limit.
 
     Args:
       function: the step's name.
-      memory: ``memory_analysis()`` of the program.
+      compiled: the program.
       limit_bytes: that it may take; None for any.
 
     Raises:
       MemoryExceededError: it takes more.
     """
-    if limit_bytes is not None and peak_bytes(memory) > limit_bytes:
-        raise errors.MemoryExceededError(function, peak_bytes(memory), limit_bytes, memory.argument_size_in_bytes)
+    memory: Any = compiled.memory_analysis()
+    if limit_bytes is None or memory is None or peak_bytes(memory) <= limit_bytes:
+        return
+    module = read(compiled.as_text() or "")
+    arguments, largest = memory.argument_size_in_bytes, largest_temporaries(module, memory_of(module))
+    raise errors.MemoryExceededError(function, peak_bytes(memory), limit_bytes, arguments, largest)
+
+
+def largest_temporaries(module: Module, memory: MemoryUse) -> list[tuple[int, str]]:
+    """What is largest at the peak of a compiled program: bytes, and the user's line where that is known."""
+    return [(size, module.source_of(name) or name) for size, name in memory.peak_values]
 
 
 def _parse(text: str) -> int:

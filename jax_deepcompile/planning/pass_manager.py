@@ -29,6 +29,7 @@ from jax_deepcompile.lowering.compile import (
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.hlo import Module, read
 from jax_deepcompile.planning.apply import apply_plan
+from jax_deepcompile.planning.limits import largest_temporaries
 from jax_deepcompile.planning.plan import Plan, Prediction, Record
 from jax_deepcompile.planning.told_latencies import told_latencies
 
@@ -229,8 +230,7 @@ def carried_out(base: Program, plan: Plan, environment: Environment) -> Trial:
 def _fitting(trial: Trial, environment: Environment, records: Sequence[Record]) -> Trial:
     """``trial``, its plan with its prediction and how it came about."""
     if environment.limit_bytes is not None and not _fits(trial, environment):
-        memory = trial.simulation.memory
-        largest = [(size, trial.module.source_of(name) or name) for size, name in memory.peak_values]
+        largest = largest_temporaries(trial.module, trial.simulation.memory)
         raise errors.MemoryExceededError(
             trial.program.name, trial.prediction.peak_bytes, environment.limit_bytes, trial.argument_bytes, largest
         )
@@ -282,7 +282,7 @@ class _Tried:
         began = time.perf_counter()
         try:
             trial, failure = attempted(), None
-        except (jax.errors.JaxRuntimeError, errors.InvariantError) as error:
+        except (jax.errors.JaxRuntimeError, errors.InvariantError, errors.PlanError) as error:
             trial, failure = None, error
         return cls(decision, trial, time.perf_counter() - began, failure)
 
@@ -411,10 +411,15 @@ def _scheduled_by(plan: Plan, decision: str, trial: Trial, environment: Environm
 
 
 def _closed(base: Program, closing: Closing, now: Trial, environment: Environment) -> tuple[Trial, list[Record]]:
+    try:
+        proposals = list(closing.close(base, now, environment))
+    except (errors.InvariantError, errors.PlanError) as error:
+        failed = f"could not be proposed: {_first_line(error)}"
+        return now, [Record(closing.name, "another schedule", now.prediction, None, False, failed, 0.0)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         tried = [
             pool.submit(_Tried.of, each.decision, partial(_attempt_scheduled, base, each.plan, environment))
-            for each in closing.close(base, now, environment)
+            for each in proposals
         ]
     return _best_tried(closing.name, now, [each.result() for each in tried], _step_s, environment, is_last=True)
 

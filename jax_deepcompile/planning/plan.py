@@ -129,7 +129,7 @@ class Plan:
         those changes they are dropped, unless they are given too.
         """
         for positions, before in _POSITIONS_AFTER.items():
-            if not before.isdisjoint(changes):
+            if any(changes.get(name, getattr(self, name)) != getattr(self, name) for name in before):
                 changes.setdefault(positions, ())
         if not changes.keys() <= {"fingerprint", "prediction", "records"}:
             changes.setdefault("prediction", None)

@@ -156,7 +156,8 @@ _HELD_FRACTION = 0.25
 
 def _environment(mesh: Mesh, platform: str, wishes: Wishes) -> Environment:
     costs = costs_of(mesh, wishes.profile)
-    own_bytes, allocator_bytes = _memory_bytes(costs.hardware), allocator_bytes_of(mesh)
+    allocator_bytes = allocator_bytes_of(mesh)
+    own_bytes = _memory_bytes(costs.hardware) if has_table(mesh.devices.flat[0].device_kind) else None
     return Environment(mesh, platform, costs, limit_bytes(wishes.memory_limit, own_bytes, allocator_bytes))
 
 

@@ -66,7 +66,8 @@ class UnshardStraightLine:
     def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
         if environment.limit_bytes is None or not _waits(base, now):
             return
-        plan, repeats = _keeping(base, now.plan, now, environment)
+        repeats = _repeats(base, now.plan, environment)
+        plan = now.plan.replace(unsharded=choose_unsharded(repeats, _free_bytes(repeats, now, environment)))
         if not plan.unsharded:
             return
         if now.plan.prefetches:
@@ -99,14 +100,15 @@ class ReduceInOrder:
 def chosen_anew(base: Program, plan: Plan, now: Trial, environment: Environment, slack: float = 1.25) -> Plan:
     """``plan``, whose loops are not ``now``'s, with straight-line gathers that stay and start early as there."""
     if now.plan.unsharded and environment.limit_bytes is not None:
-        plan, _ = _keeping(base, plan, now, environment)
+        free_bytes = _free_bytes(_repeats(base, now.plan, environment), now, environment)
+        plan = plan.replace(unsharded=choose_unsharded(_repeats(base, plan, environment), free_bytes))
     return _starting(base, plan, now, environment, slack) if now.plan.prefetches else plan
 
 
 def _waits(base: Program, now: Trial) -> bool:
     """Whether layers outside of loops are waited for long enough for another compilation.
 
-    Loops have passes of their own, and these take care of embeddings and heads.
+    The passes on loops see to embeddings and heads beside them.
     """
     if now.plan.loops and len(parameter_gathers(base)) < _LAYERS:
         return False
@@ -124,12 +126,15 @@ def _without_starts(base: Program, plan: Plan, environment: Environment) -> Prog
     return apply_plan(base, environment.mesh, plan.replace(prefetches=(), reduction_bucket_bytes=0))
 
 
-def _keeping(base: Program, plan: Plan, now: Trial, environment: Environment) -> tuple[Plan, tuple[Repeat, ...]]:
-    """``plan`` with the repeated gathers kept that are worth most in the memory ``now`` leaves, and all there are."""
-    repeats = candidates(_without_starts(base, plan.replace(unsharded=()), environment), environment.costs)
-    free_bytes = (environment.limit_bytes or 0) - now.prediction.peak_bytes
-    free_bytes += sum(repeat.size_bytes for repeat in repeats if repeat.position in now.plan.unsharded)
-    return plan.replace(unsharded=choose_unsharded(repeats, free_bytes)), repeats
+def _repeats(base: Program, plan: Plan, environment: Environment) -> tuple[Repeat, ...]:
+    """What could be kept from forward to backward where all else is as ``plan`` says."""
+    return candidates(_without_starts(base, plan.replace(unsharded=()), environment), environment.costs)
+
+
+def _free_bytes(repeats: tuple[Repeat, ...], now: Trial, environment: Environment) -> int:
+    """What is left for ``repeats`` of ``now``'s program, with what is kept of them now."""
+    kept_bytes = sum(repeat.size_bytes for repeat in repeats if repeat.position in now.plan.unsharded)
+    return (environment.limit_bytes or 0) - now.prediction.peak_bytes + kept_bytes
 
 
 def _starting(base: Program, plan: Plan, now: Trial, environment: Environment, slack: float) -> Plan:
