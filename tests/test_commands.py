@@ -128,6 +128,14 @@ def test_compare_judges_jit_and_ours_side_by_side(file, capsys):
     assert rows[0].split()[2] == "1.00"
 
 
+def test_compare_says_what_does_not_fit_and_goes_on(file, capsys):
+    assert cli.main(["compare", f"{file}:make", "--gpu", "h100", "--memory-limit", "1KiB"]) == 0
+    _, row, *left = capsys.readouterr().out.splitlines()
+    assert row.split()[0] == "jit"
+    assert [line.split(":")[0] for line in left] == ["fully sharded", "planned"]
+    assert all("more than the limit" in line for line in left)
+
+
 @pytest.mark.pure
 def test_a_request_for_devices_of_this_process_has_no_mesh():
     assert StepRequest("x:y").mesh is None

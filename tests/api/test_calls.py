@@ -369,6 +369,40 @@ def test_a_limited_step_in_a_function_of_jax(expected):
     assert_equal(jax.jit(limited)(create(), batch()), expected)
 
 
+@pytest.mark.parametrize("sizes", [(1 << 19, 16, 16), (16, 1 << 19, 16), (16, 16, 1 << 19)])
+def test_each_batch_size_fits_or_not(sizes):
+    """64 MiB of examples, 4 MiB a device and more do not; state goes on after that."""
+    limited = deepcompile.shard(step, memory_limit="2MiB")
+    state = limited.init(create)
+    for size in sizes:
+        if size > 16:
+            with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"more than the limit of 2\.00 MiB"):
+                limited(state, batch(size))
+        else:
+            state, _ = limited(state, batch(size))
+    assert int(state["count"]) == 2
+
+
+def test_a_limit_holds_for_later_shapes(monkeypatch):
+    limited = deepcompile.shard(step, memory_limit="1GiB")
+    state, _ = limited(limited.init(create), batch(16))
+    state, _ = limited(state, batch(16))
+    monkeypatch.setattr(limits, "peak_bytes", lambda memory: 2 << 30)
+    state, _ = limited(state, batch(16))
+    with pytest.raises(deepcompile.errors.MemoryExceededError):
+        limited(state, batch(32))
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_limit": "1GiB"}])
+def test_state_from_anywhere_is_compiled_for_once(caplog, options):
+    sharded, state = deepcompile.shard(step, **options), create()
+    sharded.plan(state, batch())
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        for _ in range(3):
+            state, _ = sharded(state, batch())
+    assert len([record for record in caplog.messages if "Finished XLA compilation of jit(step)" in record]) == 1
+
+
 def test_a_primitive_without_a_rule_is_computed_whole_and_named():
     from jax.extend.core import Primitive
     from jax.interpreters import mlir

@@ -48,3 +48,8 @@ def test_other_limits_are_refused(limit):
 def test_a_fraction_of_an_unknown_memory_is_refused():
     with pytest.raises(errors.MemoryLimitError, match=r"memory_limit=0.9"):
         limit_bytes(0.9, None)
+
+
+def test_of_a_device_that_nobody_knows_the_allocators_memory_is_the_limit():
+    assert limit_bytes(None, None, 130 << 30) == 130 << 30
+    assert limit_bytes(None, None, None) is None

@@ -98,12 +98,33 @@ def test_what_is_over_the_limit_is_left_however_fast(try_passes):
     assert decided(try_passes(Proposes((LARGER, BETTER)))) == LARGER
 
 
+@pytest.mark.pure
+def test_what_cannot_even_be_proposed_is_left_and_reported(try_passes):
+    class Closes:
+        name = "deepens"
+
+        def close(self, base, now, environment):
+            yield Proposal(BETTER, "better")
+            raise errors.PlanError("the plan", "no iterations are left in scan.0")
+
+    best = try_passes(Closes())
+    assert decided(best) == START
+    (record,) = best.plan.records
+    assert (record.taken, record.after) == (False, None)
+    assert record.reason.startswith("could not be proposed: the plan cannot be used: no iterations are left in scan.0")
+
+
 FAILS = START.replace(options={"xla_fails": True})
 
 
 @pytest.mark.pure
 @pytest.mark.parametrize(
-    "failure", [jax.errors.JaxRuntimeError("INTERNAL: no tile sizes\nat: here"), errors.InvariantError(3, "types", "x")]
+    "failure",
+    [
+        jax.errors.JaxRuntimeError("INTERNAL: no tile sizes\nat: here"),
+        errors.InvariantError(3, "types", "x"),
+        errors.PlanError("the plan", "no iterations are left in scan.0"),
+    ],
 )
 def test_what_cannot_be_compiled_is_left_and_reported(monkeypatch, try_passes, failure: Exception):
     made_up = pass_manager.attempt
