@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jax_deepcompile.analysis.gathers import hoistable_gathers, size_bytes
@@ -57,9 +57,14 @@ def _over_microbatches(base: Program, now: Trial, environment: Environment, free
     forward = [loop for loop in repeated if not loop.trip.reduced_bytes]
     backward = [loop for loop in repeated if loop.trip.reduced_bytes]
     waiting_bytes = max(_waiting_bytes(forward), _waiting_bytes(backward))
-    for stacks in _most_and_enough(repeated_stacks(base, now.plan.stacks), free_bytes, waiting_bytes):
+
+    def keeping(stacks: Sequence[Stack]) -> Plan:
         plan = now.plan.replace(stacks=with_gathers(now.plan.stacks, stacks))
-        yield Proposal(keep_over_loops(base, plan, environment), every_layer(stacks))
+        return keep_over_loops(base, plan, environment)
+
+    stacks = repeated_stacks(base, now.plan.stacks)
+    for chosen in _most_and_enough(stacks, free_bytes, waiting_bytes):
+        yield _or_less(keeping, stacks, chosen)
 
 
 def _at_the_turn(
@@ -69,9 +74,14 @@ def _at_the_turn(
     waiting_bytes = _waiting_bytes(loop for loop in _layer_loops(now) if loop.trip.reduced_bytes)
     if not waiting_bytes:
         return
-    turning = _most_and_enough(turning_stacks(base, environment, now.plan, pairs), free_bytes, waiting_bytes)
-    for stacks in turning:
-        yield Proposal(now.plan.replace(handed_over=handing_over(stacks)), every_layer(stacks))
+
+    def keeping(stacks: Sequence[Stack]) -> Plan:
+        return now.plan.replace(handed_over=handing_over(stacks))
+
+    stacks = turning_stacks(base, environment, now.plan, pairs)
+    turning = _most_and_enough(stacks, free_bytes, waiting_bytes)
+    for chosen in turning:
+        yield _or_less(keeping, stacks, chosen)
     if now.plan.loops and not turning:
         yield from _longer_turns(base, now, environment, pairs, free_bytes)
 
@@ -84,6 +94,16 @@ def _most_and_enough(stacks: Sequence[Stack], free_bytes: int, waiting_bytes: in
     enough = enough_bytes(stacks, min(waiting_bytes, free_bytes))
     choices = dict.fromkeys(map(tuple, (most_bytes(stacks, free_bytes), enough)))
     return [some for some in choices if some and total_bytes(some) <= free_bytes]
+
+
+def _or_less(keeping: Callable[[Sequence[Stack]], Plan], stacks: Sequence[Stack], chosen: Sequence[Stack]) -> Proposal:
+    """``chosen`` of ``stacks`` kept; where buffers lie so badly that they do not fit, those that take a little less."""
+    less = most_bytes(stacks, int(_SURELY * total_bytes(chosen)))
+    otherwise = Proposal(keeping(less), every_layer(less)) if less else None
+    return Proposal(keeping(chosen), every_layer(chosen), otherwise)
+
+
+_SURELY = 0.95
 
 
 def _longer_turns(
