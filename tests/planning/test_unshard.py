@@ -98,6 +98,14 @@ def test_nothing_is_kept_that_does_not_fit():
         assert handed(each) < 3
 
 
+def test_what_takes_a_little_less_is_tried_where_all_does_not_fit():
+    most = max(proposals(trip(4.0)), key=handed)
+    assert most.otherwise is not None
+    assert 0 < handed(most.otherwise) < handed(most)
+    (alone,) = proposals(trip(4.0), free_bytes=MATRIX_BYTES // 2)
+    assert alone.otherwise is None
+
+
 def test_without_memory_nothing_is_proposed():
     assert proposals(trip(4.0), free_bytes=0) == []
 
