@@ -66,6 +66,11 @@ def provenance(eqn) -> Iterator[None]:
         yield
 
 
+def line_of(eqn) -> contextlib.AbstractContextManager:
+    """New equations traced inside are of the user's line that made ``eqn``."""
+    return _source_info.user_context(eqn.source_info.traceback, name_stack=_source_info.current_name_stack())
+
+
 def trace_context(eqn) -> tuple:
     """What the results of ``eqn`` depend on besides its parameters and operands."""
     return eqn.ctx.compute_type, eqn.ctx.threefry_partitionable

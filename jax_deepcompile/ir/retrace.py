@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import bind, closed_consts, eval_local, open_jaxpr, provenance, scan_counts
+from jax_deepcompile._jax_compat import bind, closed_consts, eval_local, line_of, open_jaxpr, provenance, scan_counts
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs
@@ -110,7 +110,8 @@ def read(atom: Any, known: Mapping[Any, Any]) -> Any:
 
 def _recompute(eqn, operands: list, replacements: Mapping[int, Replacement]) -> Sequence:
     if id(eqn) in replacements:
-        return replacements[id(eqn)](eqn, operands)
+        with line_of(eqn):
+            return replacements[id(eqn)](eqn, operands)
     if not any(id(inner) in replacements for body in nested_jaxprs(eqn) for inner in equations(body)):
         return bind(eqn, operands)
     with provenance(eqn):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -75,7 +77,15 @@ def require_fit(function: str, compiled: jax.stages.Compiled, limit_bytes: int |
 
 def largest_temporaries(module: Module, memory: MemoryUse) -> list[tuple[int, str]]:
     """What is largest at the peak of a compiled program: bytes, and the user's line where that is known."""
-    return [(size, module.source_of(name) or name) for size, name in memory.peak_values]
+    return [(size, _whose(module.source_of(name)) or name) for size, name in memory.peak_values]
+
+
+def _whose(line: str) -> str:
+    """``line`` if it is the user's: this package makes what loops carry from one layer to the next."""
+    return "what loops carry and stack" if line.startswith(f"{_PACKAGE}{os.sep}") else line
+
+
+_PACKAGE = Path(__file__).parents[1]
 
 
 def _parse(text: str) -> int:

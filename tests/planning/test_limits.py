@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from jax_deepcompile import errors
+from jax_deepcompile.planning import limits
 from jax_deepcompile.planning.limits import RESERVE_FRACTION, limit_bytes
 
 pytestmark = pytest.mark.pure
@@ -53,3 +58,16 @@ def test_a_fraction_of_an_unknown_memory_is_refused():
 def test_of_a_device_that_nobody_knows_the_allocators_memory_is_the_limit():
     assert limit_bytes(None, None, 130 << 30) == 130 << 30
     assert limit_bytes(None, None, None) is None
+
+
+def test_temporaries_are_named_by_lines_of_the_user():
+    own = f"{Path(limits.__file__).parents[1] / 'lowering' / 'emit.py'}:61"
+    lines = {"loop": own, "product": "/home/me/model.py:7", "copy": ""}
+    values = ((30, "loop"), (20, "product"), (10, "copy"))
+    module: Any = SimpleNamespace(source_of=lines.get)
+    memory: Any = SimpleNamespace(peak_values=values)
+    assert limits.largest_temporaries(module, memory) == [
+        (30, "what loops carry and stack"),
+        (20, "/home/me/model.py:7"),
+        (10, "copy"),
+    ]
