@@ -12,11 +12,13 @@ Put ``@jax_deepcompile.shard`` on a single-device Flax train step and it trains 
 
 from jax_deepcompile import errors, targets
 from jax_deepcompile.api import ShardedStep, shard
+from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.judge import simulate
 from jax_deepcompile.partition.rules.registry import REGISTRY
 from jax_deepcompile.planning.depths import DeepenLoops
 from jax_deepcompile.planning.keep_activations import KeepActivations
 from jax_deepcompile.planning.overlap import OverlapMicrobatches
+from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
 from jax_deepcompile.planning.straight_line import PrefetchGathers, ReduceInOrder, UnshardStraightLine
 from jax_deepcompile.planning.unshard import Unshard
@@ -31,7 +33,9 @@ __all__ = [
     "KeepActivations",
     "OverlapMicrobatches",
     "PipelineLoops",
+    "Plan",
     "PrefetchGathers",
+    "Profile",
     "ReduceInOrder",
     "ShardedStep",
     "Unshard",

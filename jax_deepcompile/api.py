@@ -97,7 +97,7 @@ def shard(
       A ``ShardedStep``, or a decorator that makes one.
 
     Raises:
-      ArgnumsError, MeshAxisError, MeshTooLargeError, MicrobatchCountError, PmappedStepError: see
+      ArgnumsError, MeshAxisError, MeshTooLargeError, MicrobatchCountError, OptionTypeError, PmappedStepError: see
         ``jax_deepcompile.errors``.
     """
     if isinstance(fun, (Mesh, AbstractMesh, Mapping)):
@@ -126,6 +126,9 @@ def _make_step(fun: Callable, asked: Mapping[str, Any]) -> ShardedStep:
         raise errors.PmappedStepError(function_name(fun))
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise errors.MicrobatchCountError(microbatches)
+    for name, wanted in (("plan", Plan), ("profile", Profile)):
+        if asked[name] is not None and not isinstance(asked[name], wanted):
+            raise errors.OptionTypeError(name, wanted.__name__, asked[name])
     wishes = Wishes(
         asked["memory_limit"],
         None if passes is None else tuple(passes),

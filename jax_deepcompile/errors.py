@@ -282,6 +282,14 @@ class NotTracedError(DeepCompileError, RuntimeError):
         )
 
 
+class OptionTypeError(DeepCompileError, TypeError):
+    def __init__(self, name: str, wanted: str, given: object) -> None:
+        super().__init__(
+            f"shard({name}=...) takes a deepcompile.{wanted} and was given a {type(given).__name__}. "
+            f"deepcompile.{wanted}.from_json(text) reads what to_json() wrote."
+        )
+
+
 class MemoryLimitError(DeepCompileError, ValueError):
     def __init__(self, limit: object) -> None:
         super().__init__(

@@ -243,3 +243,10 @@ def test_explaining_what_was_never_traced():
 def test_every_error_is_a_deepcompile_error():
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     assert all(issubclass(kind, errors.DeepCompileError) for kind in kinds)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("plan", "Plan"), ("profile", "Profile")])
+def test_a_plan_or_profile_as_text(name, kind):
+    with pytest.raises(errors.OptionTypeError, match=rf"shard\({name}=.* deepcompile\.{kind}\.from_json\(text\) reads"):
+        deepcompile.shard(step, **{name: "{}"})
+    assert getattr(deepcompile, kind).from_json
