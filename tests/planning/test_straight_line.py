@@ -141,8 +141,8 @@ def test_what_surrounds_loops_is_no_matter_of_straight_lines(proposer):
 
 @pytest.mark.h100_aot
 def test_layers_beside_a_loop_are_waited_for_less():
-    """Eight layers of 50 MB in a loop, as many beside it, on 32 H100s whose memory holds them all."""
-    width, layers = 2048, 8
+    """Four layers of 50 MB in a loop, as many beside it, on 32 H100s whose memory holds them all."""
+    width, layers = 2048, 4
     shape = {"up": (width, 4 * width), "down": (4 * width, width), "bias": (4 * width,)}
     params = {f"layer{index}": shape for index in range(layers)}
     params["stack"] = {name: (layers, *dims) for name, dims in shape.items()}
