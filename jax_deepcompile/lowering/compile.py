@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
+
+from jax_deepcompile.ir.placement import AnyMesh
 
 Options = dict[str, bool | int | str]
 
 
-def compile_options(platform: str) -> Options:
+def compile_options(platform: str, mesh: AnyMesh | None = None) -> Options:
     """Options for compiling for ``platform``.
 
     Without a GPU nothing can be autotuned, and every dot would become a Triton fusion with a degenerate tile; cuBLAS
-    calls are what a tuned compilation chooses for the large ones.
+    calls are what a tuned compilation chooses for the large ones. And nothing is run: kernels may come from earlier
+    compilations of this process, which planning repeats with most of its kernels unchanged.
+
+    Args:
+      platform: ``cpu`` or ``cuda``.
+      mesh: of the GPUs whose kernels are kept; for none they are not.
     """
-    if platform == "cuda" and not _gpu_attached():
-        return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-    return {}
+    if platform != "cuda" or _gpu_attached():
+        return {}
+    options: Options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+    if not isinstance(mesh, Mesh):
+        return options
+    return options | {_KERNELS: str(_kept_kernels(mesh.devices.flat[0].device_kind))}
 
 
 def peak_bytes(memory: Any) -> int:
@@ -88,6 +103,20 @@ def combiner_options(gather_bytes: int, reduce_bytes: int) -> Options:
         "xla_gpu_all_gather_combine_threshold_bytes": gather_bytes,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": reduce_bytes,
     }
+
+
+_KERNELS = "xla_gpu_kernel_cache_file"
+
+
+def _kept_kernels(device_kind: str) -> Path:
+    """The file of the kernels that this process compiled for such GPUs. XLA replaces it whole: threads may share it."""
+    return Path(_kernel_folder().name) / hashlib.sha256(device_kind.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _kernel_folder() -> tempfile.TemporaryDirectory:
+    """Removed when this process ends."""
+    return tempfile.TemporaryDirectory(prefix="deepcompile_kernels_")
 
 
 def _gpu_attached() -> bool:

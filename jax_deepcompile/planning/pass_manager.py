@@ -445,8 +445,8 @@ def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
 
 
 def _compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environment: Environment) -> Trial:
-    platform = environment.platform
-    options: dict[str, Any] = compile_options(platform) | alone_options(platform) | plan.compiler_options()
+    platform, mesh = environment.platform, environment.mesh
+    options: dict[str, Any] = compile_options(platform, mesh) | alone_options(platform) | plan.compiler_options()
     compiled = lowered.compile(compiler_options=options or None)
     memory: Any = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
