@@ -12,6 +12,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.accumulate_in_loops import accumulate_in_loops
 from jax_deepcompile.passes.compute_once import compute_once
+from jax_deepcompile.passes.delay_reductions import delay_reductions
 from jax_deepcompile.passes.gather_after_loops import gather_after_loops
 from jax_deepcompile.passes.hand_over import hand_over
 from jax_deepcompile.passes.keep_activations import keep_activations
@@ -55,7 +56,7 @@ def apply_plan(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
 
 
 def apply_kept(program: Program, mesh: AnyMesh, plan: Plan) -> Program:
-    """``program`` with what ``plan`` says of its layer loops, and of what loops around them keep gathered."""
+    """``program`` with what ``plan`` says of its layer loops, and of what loops around them keep and delay."""
     return _rewritten(program, mesh, plan, (*_OF_GATHERS, *_OF_LOOPS, *_AROUND_LOOPS))
 
 
@@ -149,6 +150,11 @@ _OF_LOOPS = (
 _AROUND_LOOPS = (
     Rewrite("keep_over_microbatches", _keep, contracts.kept_are_repeated),
     Rewrite("gather_after_loops", _in_pipelined_loops(lambda program, mesh: gather_after_loops(program))),
+    Rewrite(
+        "delay_reductions",
+        lambda program, mesh, plan: delay_reductions(program, mesh, plan.delayed),
+        contracts.delayed_are_added,
+    ),
 )
 _OF_STRAIGHT_LINES = (
     Rewrite("overlap_microbatches", _overlap, contracts.overlapped_are_around),

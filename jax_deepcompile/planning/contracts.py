@@ -11,6 +11,7 @@ from jax_deepcompile.analysis.gathers import hoistable_gathers
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.ir.program import Program, View
+from jax_deepcompile.passes.delay_reductions import find_terms
 from jax_deepcompile.passes.hand_over import shared_gathers
 from jax_deepcompile.passes.prefetch import parameter_gathers
 from jax_deepcompile.passes.unshard import regathers
@@ -74,6 +75,18 @@ def kept_are_repeated(program: Program, plan: Plan) -> None:
     for choice in plan.kept:
         repeated = hoistable_gathers(loops[choice.loop].eqn)
         _within(choice.gathers, len(repeated), f"keeps gather {{}} of {{}} over {choice.loop}")
+
+
+def delayed_are_added(program: Program, plan: Plan) -> None:
+    """Each loop of ``plan.delayed`` reduces, and only adds to the sums that the plan speaks of, in every iteration."""
+    names = [choice.loop for choice in plan.delayed]
+    loops = _named(program, names)
+    _once(names, "delays reductions of")
+    for choice in plan.delayed:
+        found = find_terms(loops[choice.loop].eqn)
+        for position in choice.sums:
+            if position not in found:
+                raise _refused(f"it delays what {choice.loop} adds to sum {position}, where nothing can wait")
 
 
 def overlapped_are_around(program: Program, plan: Plan) -> None:

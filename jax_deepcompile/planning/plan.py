@@ -14,13 +14,14 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs import frozen_json
 from jax_deepcompile.lowering.compile import Options
 from jax_deepcompile.lowering.latencies import Latency, latency_options
+from jax_deepcompile.passes.delay_reductions import DelayedReductions
 from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.passes.keep_activations import KeptActivations
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.passes.prefetch import Prefetch
 from jax_deepcompile.passes.stack_collectives import StackCollectives
 
-FORMAT = 6
+FORMAT = 7
 """Of the JSON; a plan of another format is replanned."""
 
 
@@ -80,8 +81,9 @@ class Record:
     wall_s: float
 
 
-_OF_LOOPS = frozenset({"stacks", "handed_over", "activations", "loops", "kept", "overlapped"})
-_POSITIONS_AFTER = {"unsharded": _OF_LOOPS, "prefetches": _OF_LOOPS | {"unsharded"}}
+_IN_LOOPS = frozenset({"stacks", "handed_over", "activations", "loops", "kept"})
+_OF_LOOPS = _IN_LOOPS | {"delayed", "overlapped"}
+_POSITIONS_AFTER = {"delayed": _IN_LOOPS, "unsharded": _OF_LOOPS, "prefetches": _OF_LOOPS | {"unsharded"}}
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Plan:
       activations: what is kept where it would be computed again: by backward loops, outside of loops, in an iteration.
       loops: how layer loops are pipelined.
       kept: what stays gathered over a loop.
+      delayed: what loops reduce an iteration later.
       overlapped: loops over microbatches that run the next one's forward pass beside this one's backward pass.
       unsharded: positions, among the straight-line gathers that repeat an earlier one, of those that reuse it.
       prefetches: when straight-line gathers start, in the program that all of the above makes.
@@ -113,6 +116,7 @@ class Plan:
     activations: tuple[KeptActivations, ...] = ()
     loops: tuple[LoopSchedule, ...] = ()
     kept: tuple[KeptGathers, ...] = ()
+    delayed: tuple[DelayedReductions, ...] = ()
     overlapped: tuple[str, ...] = ()
     unsharded: tuple[int, ...] = ()
     prefetches: tuple[Prefetch, ...] = ()
@@ -125,8 +129,8 @@ class Plan:
     def replace(self, **changes) -> Plan:
         """A copy with some decisions changed, whose prediction nobody knows; ``options`` may be given as a mapping.
 
-        ``unsharded`` and ``prefetches`` are positions in the program that the decisions before them make: where one of
-        those changes they are dropped, unless they are given too.
+        ``delayed``, ``unsharded`` and ``prefetches`` are positions in the program that the decisions before them make:
+        where one of those changes they are dropped, unless they are given too.
         """
         for positions, before in _POSITIONS_AFTER.items():
             if any(changes.get(name, getattr(self, name)) != getattr(self, name) for name in before):
@@ -184,6 +188,7 @@ def _decisions(plan: Plan) -> list[str]:
         for loop in plan.loops
     ]
     lines += [f"loop {kept.loop}: gathers {_ranges(kept.gathers)} once" for kept in plan.kept]
+    lines += [f"loop {each.loop}: sums {_ranges(each.sums)} reduced in the next iteration" for each in plan.delayed]
     lines += [f"loop {loop}: forward of the next microbatch beside backward" for loop in plan.overlapped]
     if plan.unsharded:
         lines.append(f"repeated gathers {_ranges(plan.unsharded)}: reuse the first")

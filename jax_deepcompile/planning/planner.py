@@ -6,6 +6,7 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options, memory_options
+from jax_deepcompile.planning.delay_reductions import DelayReductions
 from jax_deepcompile.planning.depths import DeepenLoops
 from jax_deepcompile.planning.keep_activations import KeepActivations
 from jax_deepcompile.planning.overlap import OverlapMicrobatches
@@ -24,6 +25,7 @@ DEFAULT_PASSES: tuple[AnyPass, ...] = (
     KeepActivations(),
     OverlapMicrobatches(),
     UnshardMicrobatches(),
+    DelayReductions(),
     PrefetchGathers(),
     UnshardStraightLine(),
     ReduceInOrder(),

@@ -1,0 +1,184 @@
+"""Reductions at the end of an iteration that run in the next one.
+
+Gradients of a microbatch's first layers are ready last: reducing them is waited for, with nothing left of the iteration
+to hide under. Where the result is only added to what the loop carries, the next iteration can do both.
+
+Before, in a loop that carries the sum ``s``::
+
+    p = dot(x, y); s = s + reduce_scatter(p)
+
+After, where it carries ``q`` too, which is zero at first::
+
+    s = s + reduce_scatter(q); p = dot(x, y); q = p
+
+and after the loop once more ``s = s + reduce_scatter(q)``.
+
+Guarantees: sums are added up in the same order, to the same values; each such reduction is done once more, of zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
+from jax_deepcompile.analysis.dataflow import free_variables, needed_for, slim_barriers, variables
+from jax_deepcompile.analysis.loops import Loop
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.retrace import Compute, rescan, split_operands
+from jax_deepcompile.passes.replace_loops import replace_loops
+
+
+@dataclass(frozen=True)
+class DelayedReductions:
+    """What one loop reduces an iteration later.
+
+    Attributes:
+      loop: the loop's name.
+      sums: positions, in what it carries, of the sums whose last terms are reduced then.
+    """
+
+    loop: str
+    sums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Term:
+    """What an iteration adds to a sum that it carries.
+
+    Attributes:
+      position: of the sum in the carry.
+      eqns: reduce it, and add it; all are zero, or change nothing, where what they read is zero.
+      pending: what they read besides the sum.
+    """
+
+    position: int
+    eqns: tuple
+    pending: tuple
+
+    @property
+    def reductions(self) -> list:
+        return [eqn for eqn in self.eqns if eqn.primitive.name == "reduce_scatter"]
+
+
+_ADDITIONS = frozenset({"add", "add_any"})
+
+_ZERO_OF_ZERO = _ADDITIONS | {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "expand_dims",
+    "neg",
+    "psum",
+    "reduce_scatter",
+    "reduce_sum",
+    "reshape",
+    "squeeze",
+    "sub",
+    "transpose",
+}
+
+
+def find_terms(eqn) -> dict[int, Term]:
+    """By position in the carry of a ``scan``, the terms that are reduced and then only added to what it carries."""
+    body = open_jaxpr(eqn.params["jaxpr"])
+    num_consts, num_carry = scan_counts(eqn)
+    makers = {var: each for each in body.eqns for var in each.outvars}
+    readers = Counter(atom for each in body.eqns for atom in set(variables(each.invars)))
+    readers.update(variables(body.outvars))
+    found = {}
+    for position, out in enumerate(body.outvars[:num_carry]):
+        before, addition = body.invars[num_consts + position], makers.get(out)
+        if addition is None or addition.primitive.name not in _ADDITIONS or readers[before] != 1 or readers[out] != 1:
+            continue
+        if [atom is before for atom in addition.invars].count(True) != 1:
+            continue
+        eqns = _moved(addition, before, makers, readers)
+        if any(each.primitive.name == "reduce_scatter" for each in eqns):
+            ordered = tuple(each for each in body.eqns if any(each is moved for moved in eqns))
+            pending = tuple(var for var in free_variables(ordered, [out]) if var is not before)
+            found[position] = Term(position, ordered, pending)
+    return found
+
+
+def _moved(addition, before, makers: dict, readers: Counter) -> list:
+    """``addition`` and all before it, up to the first reductions, that nobody else reads."""
+    moved, waiting = [addition], [atom for atom in variables(addition.invars) if atom is not before]
+    while waiting:
+        var = waiting.pop()
+        eqn = makers.get(var)
+        alone = eqn is not None and len(eqn.outvars) == 1 and readers[var] == 1 and _keeps_zero(eqn)
+        if eqn is not None and alone and not any(eqn is other for other in moved):
+            moved.append(eqn)
+            if eqn.primitive.name != "reduce_scatter":
+                waiting += variables(eqn.invars)
+    return moved
+
+
+def _keeps_zero(eqn) -> bool:
+    if eqn.primitive.name in ("mul", "div"):
+        return isinstance(eqn.invars[1], jex.Literal) and _is_factor(eqn.invars[1].val)
+    return eqn.primitive.name in _ZERO_OF_ZERO and not any(isinstance(atom, jex.Literal) for atom in eqn.invars)
+
+
+def _is_factor(value: Any) -> bool:
+    return jnp.ndim(value) == 0 and math.isfinite(value) and value != 0
+
+
+def delay_reductions(program: Program, mesh: AnyMesh, delayed: Sequence[DelayedReductions]) -> Program:
+    """``program`` whose loops reduce an iteration later what ``delayed`` names.
+
+    Args:
+      program: in the local view.
+      mesh: its mesh.
+      delayed: at most one for each loop.
+    """
+    wanted = {each.loop: each.sums for each in delayed if each.sums}
+    return replace_loops(program, mesh, {name: lambda loop: _delaying(loop, wanted[loop.name]) for name in wanted})
+
+
+def _delaying(loop: Loop, positions: Sequence[int]) -> Compute:
+    found = find_terms(loop.eqn)
+    terms = [found[position] for position in positions]
+
+    def run(eqn, operands: list) -> list:
+        body = open_jaxpr(eqn.params["jaxpr"])
+        num_consts, num_carry = scan_counts(eqn)
+        carry_vars = body.invars[num_consts : num_consts + num_carry]
+        pending = list(dict.fromkeys(var for term in terms for var in term.pending))
+        moved = [each for term in terms for each in term.eqns]
+        outputs = [
+            carry_vars[position] if position in positions else out for position, out in enumerate(body.outvars)
+        ]
+        rest = [each for each in body.eqns if not any(each is other for other in moved)]
+        rest = slim_barriers(needed_for(rest, [*outputs, *pending]), [*outputs, *pending])
+        inner = new_jaxpr([*body.constvars, *body.invars], [*outputs, *pending], rest)
+        sums = [body.outvars[position] for position in positions]
+        adding = new_jaxpr([*(carry_vars[position] for position in positions), *pending], sums, moved)
+        own_consts, carry, stacks = split_operands(eqn, operands)
+        consts = [*closed_consts(eqn.params["jaxpr"]), *own_consts]
+
+        def add(carry: list, left: list) -> list:
+            added = eval_local(adding, [*(carry[position] for position in positions), *left])
+            given = dict(zip(positions, added, strict=True))
+            return [given.get(position, value) for position, value in enumerate(carry)]
+
+        def step(carried: list, slices: list) -> list:
+            carry = add(carried[:num_carry], carried[num_carry:])
+            made = eval_local(inner, [*consts, *carry, *slices])
+            now = len(body.outvars)
+            return [*made[:num_carry], *made[now:], *made[num_carry:now]]
+
+        begin = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in pending]
+        results = rescan(eqn, step, [*carry, *begin], stacks)
+        after = num_carry + len(pending)
+        return [*add(results[:num_carry], results[num_carry:after]), *results[after:]]
+
+    return run
