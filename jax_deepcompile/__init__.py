@@ -15,6 +15,7 @@ from jax_deepcompile.api import ShardedStep, shard
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.judge import simulate
 from jax_deepcompile.partition.rules.registry import REGISTRY
+from jax_deepcompile.planning.delay_reductions import DelayReductions
 from jax_deepcompile.planning.depths import DeepenLoops
 from jax_deepcompile.planning.keep_activations import KeepActivations
 from jax_deepcompile.planning.overlap import OverlapMicrobatches
@@ -30,6 +31,7 @@ register_rule = REGISTRY.register
 __all__ = [
     "BucketCollectives",
     "DeepenLoops",
+    "DelayReductions",
     "KeepActivations",
     "OverlapMicrobatches",
     "PipelineLoops",

@@ -83,6 +83,7 @@ MEASURES = {"gpu_suite": {"costs", "lowering", "profilers"}}
 PUBLIC = {
     "BucketCollectives",
     "DeepenLoops",
+    "DelayReductions",
     "KeepActivations",
     "OverlapMicrobatches",
     "PipelineLoops",

@@ -95,7 +95,8 @@ def find_terms(eqn) -> dict[int, Term]:
     readers.update(variables(body.outvars))
     found = {}
     for position, out in enumerate(body.outvars[:num_carry]):
-        before, addition = body.invars[num_consts + position], makers.get(out)
+        before = body.invars[num_consts + position]
+        addition = None if isinstance(out, jex.Literal) else makers.get(out)
         if addition is None or addition.primitive.name not in _ADDITIONS or readers[before] != 1 or readers[out] != 1:
             continue
         if [atom is before for atom in addition.invars].count(True) != 1:
@@ -147,38 +148,47 @@ def delay_reductions(program: Program, mesh: AnyMesh, delayed: Sequence[DelayedR
 def _delaying(loop: Loop, positions: Sequence[int]) -> Compute:
     found = find_terms(loop.eqn)
     terms = [found[position] for position in positions]
+    pending = _read(terms)
+    adding, rest = _pieces(loop.eqn, terms)
+
+    def add(carry: list, left: list) -> list:
+        added = eval_local(adding, [*(carry[position] for position in positions), *left])
+        given = dict(zip(positions, added, strict=True))
+        return [given.get(position, value) for position, value in enumerate(carry)]
 
     def run(eqn, operands: list) -> list:
-        body = open_jaxpr(eqn.params["jaxpr"])
-        num_consts, num_carry = scan_counts(eqn)
-        carry_vars = body.invars[num_consts : num_consts + num_carry]
-        pending = list(dict.fromkeys(var for term in terms for var in term.pending))
-        moved = [each for term in terms for each in term.eqns]
-        outputs = [
-            carry_vars[position] if position in positions else out for position, out in enumerate(body.outvars)
-        ]
-        rest = [each for each in body.eqns if not any(each is other for other in moved)]
-        rest = slim_barriers(needed_for(rest, [*outputs, *pending]), [*outputs, *pending])
-        inner = new_jaxpr([*body.constvars, *body.invars], [*outputs, *pending], rest)
-        sums = [body.outvars[position] for position in positions]
-        adding = new_jaxpr([*(carry_vars[position] for position in positions), *pending], sums, moved)
         own_consts, carry, stacks = split_operands(eqn, operands)
-        consts = [*closed_consts(eqn.params["jaxpr"]), *own_consts]
-
-        def add(carry: list, left: list) -> list:
-            added = eval_local(adding, [*(carry[position] for position in positions), *left])
-            given = dict(zip(positions, added, strict=True))
-            return [given.get(position, value) for position, value in enumerate(carry)]
+        consts, own = [*closed_consts(eqn.params["jaxpr"]), *own_consts], len(carry)
 
         def step(carried: list, slices: list) -> list:
-            carry = add(carried[:num_carry], carried[num_carry:])
-            made = eval_local(inner, [*consts, *carry, *slices])
-            now = len(body.outvars)
-            return [*made[:num_carry], *made[now:], *made[num_carry:now]]
+            return eval_local(rest, [*consts, *add(carried[:own], carried[own:]), *slices])
 
         begin = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in pending]
         results = rescan(eqn, step, [*carry, *begin], stacks)
-        after = num_carry + len(pending)
-        return [*add(results[:num_carry], results[num_carry:after]), *results[after:]]
+        after = own + len(begin)
+        return [*add(results[:own], results[own:after]), *results[after:]]
 
     return run
+
+
+def _read(terms: Sequence[Term]) -> list:
+    """What ``terms`` read besides their sums, each once."""
+    return list(dict.fromkeys(var for term in terms for var in term.pending))
+
+
+def _pieces(eqn, terms: Sequence[Term]) -> tuple[jex.Jaxpr, jex.Jaxpr]:
+    """What adds ``terms`` to sums, of both; and the rest of the body, whose carry ends with what ``terms`` read."""
+    body = open_jaxpr(eqn.params["jaxpr"])
+    num_consts, num_carry = scan_counts(eqn)
+    carried, moved = body.invars[num_consts : num_consts + num_carry], [each for term in terms for each in term.eqns]
+    pending, positions = _read(terms), [term.position for term in terms]
+    adding = new_jaxpr(
+        [*(carried[position] for position in positions), *pending],
+        [body.outvars[position] for position in positions],
+        moved,
+    )
+    kept = [carried[place] if place in positions else out for place, out in enumerate(body.outvars[:num_carry])]
+    outputs = [*kept, *pending, *body.outvars[num_carry:]]
+    eqns = [each for each in body.eqns if not any(each is other for other in moved)]
+    rest = slim_barriers(needed_for(eqns, outputs), outputs)
+    return adding, new_jaxpr([*body.constvars, *body.invars], outputs, rest)

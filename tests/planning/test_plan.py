@@ -11,6 +11,7 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.cache import PlanCache, PlanCacheWarning
+from jax_deepcompile.passes.delay_reductions import DelayedReductions
 from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.passes.keep_activations import KeptActivations
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
@@ -32,6 +33,7 @@ PLAN = Plan(
     activations=(KeptActivations("scan.0", "scan.1", (0, 1, 2, 5)), KeptActivations("", "", (4, 5))),
     loops=(LoopSchedule("scan.0", 1, 0, 0, 3), LoopSchedule("scan.1", 1, 1, 3, 1)),
     kept=(KeptGathers("scan.2", (0, 4)),),
+    delayed=(DelayedReductions("scan.2", (1, 2, 3)),),
     overlapped=("scan.2",),
     unsharded=(1,),
     prefetches=(Prefetch(3, 40),),
@@ -73,6 +75,8 @@ def test_a_plan_can_be_edited_by_hand():
     in_order = "reductions follow one another, 128 MiB at a time"
     assert f"- {in_order}" in PLAN.diff(PLAN.replace(reduction_bucket_bytes=0)).splitlines()
     assert "- gather 3: starts after equation 40" in PLAN.diff(PLAN.replace(prefetches=())).splitlines()
+    delayed = "loop scan.2: sums 1 to 3 reduced in the next iteration"
+    assert f"- {delayed}" in PLAN.diff(PLAN.replace(delayed=())).splitlines()
     assert PLAN.diff(PLAN) == ""
 
 
@@ -111,6 +115,9 @@ def test_a_plan_that_says_nothing_changes_nothing():
         (Plan("0", handed_over=(HandOver("scan.1", "scan.0", (0,)),)), "scan.0 does not follow scan.1 in the same"),
         (Plan("0", loops=(LoopSchedule("scan.0"),) * 2), "it pipelines scan.0 twice"),
         (Plan("0", loops=(LoopSchedule("scan.0", prefetch_layers=-1),)), "it pipelines scan.0 by -1 layers"),
+        (Plan("0", delayed=(DelayedReductions("scan.9", (0,)),)), "it speaks of scan.9, which the program does not"),
+        (Plan("0", delayed=(DelayedReductions("scan.1", ()),) * 2), "it delays reductions of scan.1 twice"),
+        (Plan("0", delayed=(DelayedReductions("scan.1", (0,)),)), "it delays what scan.1 adds to sum 0, where nothing"),
         (Plan("0", reduction_bucket_bytes=-1), "its buckets of reductions have -1 bytes"),
     ],
 )
@@ -148,7 +155,8 @@ def test_an_edited_plan_has_no_prediction():
 
 
 def test_positions_are_of_the_program_that_the_decisions_before_them_make():
-    assert PLAN.replace(loops=()) == PLAN.replace(loops=(), unsharded=(), prefetches=())
+    assert PLAN.replace(loops=()) == PLAN.replace(loops=(), delayed=(), unsharded=(), prefetches=())
+    assert PLAN.replace(delayed=()) == PLAN.replace(delayed=(), unsharded=(), prefetches=())
     assert PLAN.replace(unsharded=()) == PLAN.replace(unsharded=(), prefetches=())
     assert PLAN.replace(loops=(), prefetches=PLAN.prefetches).prefetches == PLAN.prefetches
     for change in ({"prefetches": ()}, {"latencies": ()}, {"reduction_bucket_bytes": 0}):
