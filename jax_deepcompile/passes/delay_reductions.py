@@ -96,10 +96,10 @@ def find_terms(eqn) -> dict[int, Term]:
     found = {}
     for position, out in enumerate(body.outvars[:num_carry]):
         before = body.invars[num_consts + position]
-        addition = None if isinstance(out, jex.Literal) else makers.get(out)
-        if addition is None or addition.primitive.name not in _ADDITIONS or readers[before] != 1 or readers[out] != 1:
+        if isinstance(out, jex.Literal) or (readers[before], readers[out]) != (1, 1):
             continue
-        if [atom is before for atom in addition.invars].count(True) != 1:
+        addition = makers.get(out)
+        if addition is None or not _adds_to(before, addition):
             continue
         eqns = _moved(addition, before, makers, readers)
         if any(each.primitive.name == "reduce_scatter" for each in eqns):
@@ -107,6 +107,10 @@ def find_terms(eqn) -> dict[int, Term]:
             pending = tuple(var for var in free_variables(ordered, [out]) if var is not before)
             found[position] = Term(position, ordered, pending)
     return found
+
+
+def _adds_to(var, eqn) -> bool:
+    return eqn.primitive.name in _ADDITIONS and [atom is var for atom in eqn.invars].count(True) == 1
 
 
 def _moved(addition, before, makers: dict, readers: Counter) -> list:
