@@ -14,9 +14,11 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.passes.delay_reductions import DelayedReductions, find_terms
 from jax_deepcompile.passes.keep_activations import KeptActivations
-from jax_deepcompile.planning.apply import apply_gathers
+from jax_deepcompile.planning.apply import apply_gathers, apply_kept
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.turns import find_turns
 from models import llama
@@ -91,6 +93,19 @@ def test_so_it_does_with_every_activation_kept(create, microbatches):
     assert turns
     every = tuple(KeptActivations(*turn.loops, tuple(range(len(turn.activations)))) for turn in turns)
     assert_trains_alike(step, state, plan.replace(activations=every), microbatches)
+
+
+@pytest.mark.parametrize("create", [scanned, Layers, CheckpointedLayers])
+def test_so_it_does_with_every_sum_reduced_in_the_next_microbatch(create):
+    step, state = training(create())
+    h100s = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+    passes = (deepcompile.PipelineLoops(),)
+    traced = deepcompile.shard(step, h100s, microbatches=2, passes=passes).trace(state, TOKENS)
+    plan = traced.plan()
+    found = {loop.name: find_terms(loop.eqn) for loop in find_loops(apply_kept(traced.sharded, h100s, plan).jaxpr)}
+    delayed = tuple(DelayedReductions(name, tuple(terms)) for name, terms in found.items() if terms)
+    assert delayed
+    assert_trains_alike(step, state, plan.replace(delayed=delayed), 2)
 
 
 def assert_trains_alike(step: Callable, state: TrainState, plan: Plan, microbatches: int) -> None:
