@@ -43,7 +43,9 @@ class DeepenLoops:
         """``plan`` with its backward loops, those that reduce, made ``deeper``; None if that changes nothing."""
         loops = tuple(deeper(each) if each.delay_layers else each for each in plan.loops)
         layers = [max(each.prefetch_layers, each.delay_layers) for each in loops]
-        return plan.replace(loops=loops) if loops != plan.loops and max(layers) <= self.most_layers else None
+        if loops == plan.loops or max(layers) > self.most_layers:
+            return None
+        return plan.replace(loops=loops, delayed=plan.delayed)  # loops around carry what they did
 
 
 def _gather_earlier(schedule: LoopSchedule) -> LoopSchedule:

@@ -13,6 +13,7 @@ from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.simulation import Loop, Totals
 from jax_deepcompile.lowering.compile import double_buffering
+from jax_deepcompile.passes.delay_reductions import DelayedReductions
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.depths import DeepenLoops
@@ -74,6 +75,12 @@ def test_nothing_is_proposed_for_nothing(situation):
 def test_loops_that_gather_nothing_ahead_are_left():
     plan = PLAN.replace(loops=(LoopSchedule("scan.0", 0, 1, 1, 0),))
     assert proposals(plan) == []
+
+
+@pytest.mark.pure
+def test_what_microbatches_reduce_later_stays_so():
+    delayed = (DelayedReductions("scan.2", (0,)),)
+    assert [proposal.plan.delayed for proposal in proposals(PLAN.replace(delayed=delayed), trip_s=1.2)] == [delayed] * 2
 
 
 @pytest.mark.cpu_mesh
