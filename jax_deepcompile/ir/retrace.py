@@ -132,14 +132,15 @@ def split_operands(eqn, operands: list) -> tuple[list, list, list]:
     return operands[:num_consts], operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
 
 
-def rescan(eqn, body: Callable[[list, list], list], carry: list, stacks: list) -> list:
-    """A scan of another body, as long as ``eqn`` and with its carry.
+def rescan(eqn, body: Callable[[list, list], list], carry: list, stacks: list, length: int | None = None) -> list:
+    """A scan of another body, with the carry of that.
 
     Args:
       eqn: a scan.
       body: ``(carry, slices) -> (*carry, *outputs)``.
       carry: at the start.
       stacks: what ``slices`` are of.
+      length: how many iterations; by default as many as ``eqn`` has.
     """
     num_carry = len(carry)
 
@@ -147,8 +148,8 @@ def rescan(eqn, body: Callable[[list, list], list], carry: list, stacks: list) -
         results = body(list(carry), list(slices))
         return results[:num_carry], results[num_carry:]
 
-    shape = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carry, stacked = lax.scan(step, carry, stacks, **shape)
+    shape = {name: eqn.params[name] for name in ("reverse", "unroll")}
+    carry, stacked = lax.scan(step, carry, stacks, eqn.params["length"] if length is None else length, **shape)
     return [*carry, *stacked]
 
 

@@ -11,20 +11,23 @@ After, where it carries ``q`` too, which is zero at first::
 
     s = s + reduce_scatter(q); p = dot(x, y); q = p
 
-and after the loop once more ``s = s + reduce_scatter(q)``.
+and after the loop once more ``s = s + reduce_scatter(q)``. The first iteration, which has nothing to reduce for one
+before it, may run apart, before the loop: what is gathered once for all has its compute to hide under.
 
-Guarantees: sums are added up in the same order, to the same values; each such reduction is done once more, of zeros.
+Guarantees: sums are added up in the same order, to the same values; unless the first iteration is apart, each such
+reduction is done once more, of zeros.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
@@ -43,10 +46,12 @@ class DelayedReductions:
     Attributes:
       loop: the loop's name.
       sums: positions, in what it carries, of the sums whose last terms are reduced then.
+      first_apart: whether the first iteration runs before the loop.
     """
 
     loop: str
     sums: tuple[int, ...]
+    first_apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,12 +150,13 @@ def delay_reductions(program: Program, mesh: AnyMesh, delayed: Sequence[DelayedR
       mesh: its mesh.
       delayed: at most one for each loop.
     """
-    wanted = {each.loop: each.sums for each in delayed if each.sums}
-    return replace_loops(program, mesh, {name: lambda loop: _delaying(loop, wanted[loop.name]) for name in wanted})
+    wanted = {each.loop: each for each in delayed if each.sums or each.first_apart}
+    return replace_loops(program, mesh, {name: lambda loop: delaying(loop, wanted[loop.name]) for name in wanted})
 
 
-def _delaying(loop: Loop, positions: Sequence[int]) -> Compute:
-    found = find_terms(loop.eqn)
+def delaying(loop: Loop, how: DelayedReductions) -> Compute:
+    """The way to run ``loop`` as ``how`` says."""
+    found, positions = find_terms(loop.eqn), how.sums
     terms = [found[position] for position in positions]
     pending = _read(terms)
     adding, rest = _pieces(loop.eqn, terms)
@@ -164,15 +170,36 @@ def _delaying(loop: Loop, positions: Sequence[int]) -> Compute:
         own_consts, carry, stacks = split_operands(eqn, operands)
         consts, own = [*closed_consts(eqn.params["jaxpr"]), *own_consts], len(carry)
 
-        def step(carried: list, slices: list) -> list:
-            return eval_local(rest, [*consts, *add(carried[:own], carried[own:]), *slices])
+        def iteration(carry: list, slices: list) -> list:
+            return eval_local(rest, [*consts, *carry, *slices])
 
-        begin = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in pending]
-        results = rescan(eqn, step, [*carry, *begin], stacks)
-        after = own + len(begin)
+        def step(carried: list, slices: list) -> list:
+            return iteration(add(carried[:own], carried[own:]), slices)
+
+        if how.first_apart and loop.length:
+            results = _first_apart(eqn, iteration, step, carry, stacks)
+        else:
+            begin = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in pending]
+            results = rescan(eqn, step, [*carry, *begin], stacks)
+        after = own + len(pending)
         return [*add(results[:own], results[own:after]), *results[after:]]
 
     return run
+
+
+def _first_apart(eqn, first: Callable, step: Callable, carry: list, stacks: list) -> list:
+    """As ``rescan`` with ``step``, but ``first`` makes of ``carry`` what it carries on."""
+    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    place, begin = (length - 1, 0) if reverse else (0, 1)
+    made = first(carry, [lax.index_in_dim(stack, place, keepdims=False) for stack in stacks])
+    carried = len(made) - (len(eqn.outvars) - len(carry))
+    others = [lax.slice_in_dim(stack, begin, begin + length - 1) for stack in stacks]
+    results = rescan(eqn, step, made[:carried], others, length - 1)
+    outputs = [
+        jnp.concatenate([stack, own[None]] if reverse else [own[None], stack])
+        for own, stack in zip(made[carried:], results[carried:], strict=True)
+    ]
+    return [*results[:carried], *outputs]
 
 
 def _read(terms: Sequence[Term]) -> list:

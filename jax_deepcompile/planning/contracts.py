@@ -82,11 +82,15 @@ def delayed_are_added(program: Program, plan: Plan) -> None:
     names = [choice.loop for choice in plan.delayed]
     loops = _named(program, names)
     _once(names, "delays reductions of")
+    all_loops = [loop.name for loop in find_loops(program.jaxpr)]
     for choice in plan.delayed:
         found = find_terms(loops[choice.loop].eqn)
         for position in choice.sums:
             if position not in found:
                 raise _refused(f"it delays what {choice.loop} adds to sum {position}, where nothing can wait")
+        inside = [name for name in all_loops if name.startswith(f"{choice.loop}/")]
+        if choice.first_apart and inside:
+            raise _refused(f"it runs the first iteration of {choice.loop} apart, which has {inside[0]} in it")
 
 
 def overlapped_are_around(program: Program, plan: Plan) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import needs
+from jax_deepcompile.analysis.gathers import first_uses
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.costs.cost_model import CostModel
@@ -15,13 +16,16 @@ from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.delay_reductions import DelayedReductions, find_terms
+from jax_deepcompile.passes.prefetch import parameter_gathers
 from jax_deepcompile.planning.apply import apply_kept
-from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
 
 
 @dataclass(frozen=True)
 class DelayReductions:
     """Loops over microbatches reduce in the next iteration what is ready too late in its own.
+
+    And their first iteration runs apart where much is gathered before it, once for all.
 
     Attributes:
       margins: how much later than expected reductions may be done for an iteration not to wait, as shares of the
@@ -43,9 +47,40 @@ class DelayReductions:
         ]
         for chosen in dict.fromkeys(choices):
             if chosen:
-                count = sum(len(each.sums) for each in chosen)
-                decision = f"{count} sums over microbatches take their last term in the next one"
-                yield Proposal(now.plan.replace(delayed=chosen), decision)
+                yield Proposal(now.plan.replace(delayed=chosen), _in_words(chosen))
+        least_s = WORTH_TRYING * now.prediction.step_s
+        apart = [loop.name for loop in loops if _gathered_before_s(program, loop, environment.costs) > least_s]
+        if apart:
+            chosen = with_first_apart(choices[-1] if choices else (), apart)
+            yield Proposal(now.plan.replace(delayed=chosen), _in_words(chosen))
+
+
+def with_first_apart(choices: Sequence[DelayedReductions], loops: Sequence[str]) -> tuple[DelayedReductions, ...]:
+    """``choices`` and, for those of ``loops`` without one, empty ones; in all ``loops`` the first iteration apart."""
+    names = [choice.loop for choice in choices]
+    others = [DelayedReductions(name, (), True) for name in loops if name not in names]
+    return (*(replace(choice, first_apart=choice.loop in loops) for choice in choices), *others)
+
+
+def _in_words(choices: Sequence[DelayedReductions]) -> str:
+    count, apart = sum(len(each.sums) for each in choices), sum(each.first_apart for each in choices)
+    sums = f"{count} sums over microbatches take their last term in the next one"
+    return sums + f"; the first one of {apart} loops apart" * bool(apart)
+
+
+def _gathered_before_s(program: Program, loop: Loop, costs: CostModel) -> float:
+    """What is gathered for all iterations of ``loop``, which nothing but its first one could hide.
+
+    For loops outside of others, without any in them: their code is there twice then.
+    """
+    body = open_jaxpr(loop.eqn.params["jaxpr"])
+    if len(loop.path) > 1 or any(find_loops(body)):
+        return 0.0
+    jaxpr, gathers = open_jaxpr(program.jaxpr), parameter_gathers(program)
+    place = next(index for index, eqn in enumerate(jaxpr.eqns) if eqn is loop.eqn)
+    times, uses = equation_times(jaxpr, program.mesh, costs), first_uses(jaxpr, [each.result for each in gathers])
+    before = [times[gather.position] for gather, use in zip(gathers, uses, strict=True) if use == place]
+    return sum(time.network_s for time in before)
 
 
 @dataclass(frozen=True)

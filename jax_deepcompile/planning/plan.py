@@ -188,7 +188,7 @@ def _decisions(plan: Plan) -> list[str]:
         for loop in plan.loops
     ]
     lines += [f"loop {kept.loop}: gathers {_ranges(kept.gathers)} once" for kept in plan.kept]
-    lines += [f"loop {each.loop}: sums {_ranges(each.sums)} reduced in the next iteration" for each in plan.delayed]
+    lines += [f"loop {each.loop}: {_delayed(each)}" for each in plan.delayed]
     lines += [f"loop {loop}: forward of the next microbatch beside backward" for loop in plan.overlapped]
     if plan.unsharded:
         lines.append(f"repeated gathers {_ranges(plan.unsharded)}: reuse the first")
@@ -203,6 +203,11 @@ def _where(kept: KeptActivations) -> str:
     if kept.forward != kept.backward:
         return f"loops {kept.forward} and {kept.backward}"
     return f"loop {kept.forward}" if kept.forward else "outside of loops"
+
+
+def _delayed(choice: DelayedReductions) -> str:
+    sums = [f"sums {_ranges(choice.sums)} reduced in the next iteration"] * bool(choice.sums)
+    return ", ".join([*sums, *["first iteration apart"] * choice.first_apart])
 
 
 def _ranges(positions: Sequence[int]) -> str:

@@ -104,7 +104,8 @@ def test_so_it_does_with_every_sum_reduced_in_the_next_microbatch(create):
     plan = traced.plan().replace(loops=choose_schedules(traced.sharded))
     assert bool(plan.loops) == (create is scanned)
     found = {loop.name: find_terms(loop.eqn) for loop in find_loops(apply_kept(traced.sharded, h100s, plan).jaxpr)}
-    delayed = tuple(DelayedReductions(name, tuple(terms)) for name, terms in found.items() if terms)
+    apart = create is Layers
+    delayed = tuple(DelayedReductions(name, tuple(terms), apart) for name, terms in found.items() if terms)
     assert delayed
     assert_trains_alike(step, state, plan.replace(delayed=delayed), 2)
 

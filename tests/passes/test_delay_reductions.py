@@ -17,7 +17,7 @@ from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.ir import retrace
 from jax_deepcompile.ir.verifier import verify
-from jax_deepcompile.passes.delay_reductions import DelayedReductions, _delaying, delay_reductions, find_terms
+from jax_deepcompile.passes.delay_reductions import DelayedReductions, delay_reductions, delaying, find_terms
 from jax_deepcompile.passes.reduce_in_order import reduce_in_order
 from tests.passes.programs import count, stack_loss, stack_shapes
 from tests.passes.test_unshard import UNROLLED, accumulating, assert_same, unrolled_loss
@@ -55,11 +55,13 @@ def test_any_of_them_may_wait_to_the_same_bits(unrolled, data):
     program, mesh = unrolled
     loop = only_loop(program)
     sums = tuple(sorted(data.draw(st.sets(st.sampled_from(sorted(find_terms(loop.eqn))), min_size=1))))
-    delayed = delay_reductions(program, mesh, [DelayedReductions(loop.name, sums)])
+    first_apart = data.draw(st.booleans())
+    delayed = delay_reductions(program, mesh, [DelayedReductions(loop.name, sums, first_apart)])
     verify(delayed)
     assert_same(program, delayed, mesh)
     # Those of the last iteration follow the loop.
-    assert count(delayed, "reduce_scatter") == count(program, "reduce_scatter") + len(sums)
+    more = 0 if first_apart else len(sums)
+    assert count(delayed, "reduce_scatter") == count(program, "reduce_scatter") + more
 
 
 @pytest.mark.pure
@@ -71,6 +73,18 @@ def test_the_loop_begins_with_what_the_one_before_left(unrolled):
     names = [eqn.primitive.name for eqn in body_of(after).eqns]
     assert names.index("reduce_scatter") < names.index("dot_general")
     assert scan_counts(after.eqn)[1] == scan_counts(loop.eqn)[1] + 1
+
+
+@pytest.mark.pure
+def test_the_first_iteration_apart_stands_before_the_loop(unrolled):
+    program, mesh = unrolled
+    loop = only_loop(program)
+    after = delay_reductions(program, mesh, [DelayedReductions(loop.name, (), first_apart=True)])
+    names = [eqn.primitive.name for eqn in open_jaxpr(after.jaxpr).eqns]
+    products = [eqn.primitive.name for eqn in body_of(loop).eqns].count("dot_general")
+    assert names[: names.index("scan")].count("dot_general") == products
+    assert only_loop(after).length == loop.length - 1
+    assert scan_counts(only_loop(after).eqn)[1] == scan_counts(loop.eqn)[1]
 
 
 @pytest.mark.cpu_mesh
@@ -93,8 +107,8 @@ def test_without_a_decision_the_program_is_what_it_was(unrolled, sums):
 
 @pytest.mark.cpu_mesh
 @settings(max_examples=10, deadline=None)
-@given(length=st.integers(0, 4), reverse=st.booleans(), sums=st.sets(st.integers(0, 2), min_size=1))
-def test_loops_of_any_length_and_direction(length, reverse, sums):
+@given(length=st.integers(0, 4), reverse=st.booleans(), sums=st.sets(st.integers(0, 2)), first_apart=st.booleans())
+def test_loops_of_any_length_and_direction(length, reverse, sums, first_apart):
     """Three sums, two of which reduce the same value, another carry, a constant and a stacked output."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
 
@@ -123,7 +137,7 @@ def test_loops_of_any_length_and_direction(length, reverse, sums):
     def delayed(*args):
         closed = jax.make_jaxpr(local)(*args)
         (loop,) = find_loops(closed)
-        compute = _delaying(loop, sorted(sums))
+        compute = delaying(loop, DelayedReductions(loop.name, tuple(sorted(sums)), first_apart))
         known = dict(zip(closed.jaxpr.invars, args, strict=True))
         known |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values = retrace.compute(closed.jaxpr.eqns, known, {id(loop.eqn): compute})

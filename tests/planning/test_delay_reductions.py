@@ -12,12 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.analysis.gathers import hoistable_gathers
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.passes.delay_reductions import DelayedReductions, find_terms
 from jax_deepcompile.planning.apply import apply_plan
-from jax_deepcompile.planning.delay_reductions import DelayReductions, Reductions, choose_sums, reductions_of
+from jax_deepcompile.planning.delay_reductions import (
+    DelayReductions,
+    Reductions,
+    choose_sums,
+    reductions_of,
+    with_first_apart,
+)
 from jax_deepcompile.planning.pass_manager import Environment, Trial
-from jax_deepcompile.planning.plan import Plan, Prediction
+from jax_deepcompile.planning.plan import KeptGathers, Plan, Prediction
 from tests.partition.steps import shapes, training_step
 from tests.passes.programs import layer, sharded
 from tests.passes.test_prefetch import Clock
@@ -81,6 +88,27 @@ def test_all_that_a_microbatch_reduces_is_counted(unrolled):
     assert all(0 < ready_s <= found.compute_s for _, ready_s, _ in found.terms)
     first_layer_last = max(found.terms, key=lambda term: term[1])
     assert first_layer_last[1] == pytest.approx(found.compute_s)
+
+
+@pytest.mark.cpu_mesh
+def test_what_is_gathered_for_all_has_the_first_microbatch_to_hide_under(unrolled):
+    program, mesh = unrolled
+    (loop,) = find_loops(program.jaxpr)
+    kept = (KeptGathers(loop.name, tuple(range(len(hoistable_gathers(loop.eqn))))),)
+    apart = proposals(program, mesh, Plan("0", kept=kept))[-1].plan
+    assert [each.first_apart for each in apart.delayed] == [True]
+    assert_same(program, apply_plan(program, mesh, apart), mesh)
+    assert not any(each.first_apart for proposal in proposals(program, mesh) for each in proposal.plan.delayed)
+
+
+@pytest.mark.pure
+def test_loops_apart_need_no_sums():
+    one, other = DelayedReductions("scan.0", (1,)), DelayedReductions("scan.1", (2,))
+    assert with_first_apart((one, other), ["scan.1", "scan.2"]) == (
+        one,
+        DelayedReductions("scan.1", (2,), True),
+        DelayedReductions("scan.2", (), True),
+    )
 
 
 SECONDS = st.floats(0.01, 10.0)

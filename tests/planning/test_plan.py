@@ -22,6 +22,7 @@ from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.plan import FORMAT, KeptGathers, Plan, Prediction, Record
 from tests.partition.steps import shapes, training_step
 from tests.passes.programs import sharded, stack_loss, stack_shapes
+from tests.passes.test_unshard import accumulating
 
 pytestmark = pytest.mark.pure
 
@@ -33,7 +34,7 @@ PLAN = Plan(
     activations=(KeptActivations("scan.0", "scan.1", (0, 1, 2, 5)), KeptActivations("", "", (4, 5))),
     loops=(LoopSchedule("scan.0", 1, 0, 0, 3), LoopSchedule("scan.1", 1, 1, 3, 1)),
     kept=(KeptGathers("scan.2", (0, 4)),),
-    delayed=(DelayedReductions("scan.2", (1, 2, 3)),),
+    delayed=(DelayedReductions("scan.2", (1, 2, 3), first_apart=True),),
     overlapped=("scan.2",),
     unsharded=(1,),
     prefetches=(Prefetch(3, 40),),
@@ -75,7 +76,7 @@ def test_a_plan_can_be_edited_by_hand():
     in_order = "reductions follow one another, 128 MiB at a time"
     assert f"- {in_order}" in PLAN.diff(PLAN.replace(reduction_bucket_bytes=0)).splitlines()
     assert "- gather 3: starts after equation 40" in PLAN.diff(PLAN.replace(prefetches=())).splitlines()
-    delayed = "loop scan.2: sums 1 to 3 reduced in the next iteration"
+    delayed = "loop scan.2: sums 1 to 3 reduced in the next iteration, first iteration apart"
     assert f"- {delayed}" in PLAN.diff(PLAN.replace(delayed=())).splitlines()
     assert PLAN.diff(PLAN) == ""
 
@@ -192,3 +193,10 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "plans").write_text("a file where the folder should be")
     with pytest.warns(PlanCacheWarning, match="the plan was not kept"):
         PlanCache(tmp_path).store(PLAN)
+
+
+def test_a_first_iteration_with_loops_in_it_is_not_apart():
+    program, mesh = accumulating(stack_loss, {"stack": stack_shapes()})
+    plan = Plan("0", delayed=(DelayedReductions("scan.0", (), first_apart=True),))
+    with pytest.raises(errors.PlanError, match=r"first iteration of scan\.0 apart, which has scan\.0/scan\.0 in it"):
+        apply_plan(program, mesh, plan)
