@@ -127,9 +127,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "unrolled": Benchmark(
         "Eight layers of Llama-3-8B, written one by one and not rematerialised",
         tuple(
-            Workload("llama3_8b_8_unrolled", sequence, cluster=Cluster(nodes=nodes))
+            Workload("llama3_8b_8_unrolled", sequence, 1, count, Cluster(nodes=nodes))
             for nodes in (1, 4)
-            for sequence in (512, 1024, 2048)
+            for sequence, count in ((512, 1), (1024, 1), (2048, 1), (1024, 4))
         ),
         (JIT, JIT_FLAGS, JIT_CONSTRAINED, FULLY_SHARDED, ALL),
     ),
