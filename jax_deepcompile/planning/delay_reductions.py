@@ -25,7 +25,7 @@ from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Pro
 class DelayReductions:
     """Loops over microbatches reduce in the next iteration what is ready too late in its own.
 
-    And their first iteration runs apart where much is gathered before it, once for all.
+    And their first iteration runs apart where the plan keeps much gathered for all of them.
 
     Attributes:
       margins: how much later than expected reductions may be done for an iteration not to wait, as shares of the
@@ -48,8 +48,12 @@ class DelayReductions:
         for chosen in dict.fromkeys(choices):
             if chosen:
                 yield Proposal(now.plan.replace(delayed=chosen), _in_words(chosen))
-        least_s = WORTH_TRYING * now.prediction.step_s
-        apart = [loop.name for loop in loops if _gathered_before_s(program, loop, environment.costs) > least_s]
+        kept, least_s = {choice.loop for choice in now.plan.kept}, WORTH_TRYING * now.prediction.step_s
+        apart = [
+            loop.name
+            for loop in loops
+            if loop.name in kept and _gathered_before_s(program, loop, environment.costs) > least_s
+        ]
         if apart:
             chosen = with_first_apart(choices[-1] if choices else (), apart)
             yield Proposal(now.plan.replace(delayed=chosen), _in_words(chosen))
