@@ -234,7 +234,7 @@ class ShardedStep:
             partitioned,
             lambda: programs.planned(partitioned),
             lambda: programs.run(prepared).trace(*shapes),
-            self._use,
+            self._use.platform,
         )
 
     def lower(self, *args, **kwargs) -> LoweredStep:

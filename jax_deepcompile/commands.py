@@ -100,7 +100,7 @@ def compare(request: StepRequest) -> str:
     if not isinstance(mesh, Mesh):
         raise errors.StepSpecError(request.spec, "its mesh is abstract: there is no hardware to judge it on")
     platform = mesh.devices.flat[0].platform
-    options: dict[str, Any] = compile_options("cuda" if platform == "gpu" else platform, mesh)
+    options: dict[str, Any] = compile_options("cuda" if platform == "gpu" else platform)
     systems = {
         "jit": lambda: bare.lower_gspmd(*args).compile(compiler_options=options or None),
         "fully sharded": lambda: bare.lower(*args).compile(),

@@ -10,7 +10,6 @@ import jax
 
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
-from jax_deepcompile.meshes import MeshUse
 from jax_deepcompile.partition.partition import Partitioned
 from jax_deepcompile.planning.limits import require_fit
 from jax_deepcompile.planning.plan import Plan
@@ -31,7 +30,7 @@ class TracedStep:
     partitioned: Partitioned
     _plan: Callable[[], Planned]
     _trace: Callable[[], jax.stages.Traced]
-    _use: MeshUse
+    _platform: str
 
     @property
     def sharded(self) -> Program:
@@ -52,8 +51,8 @@ class TracedStep:
 
     def lower(self) -> LoweredStep:
         """Plans, and lowers to StableHLO for the platform of the mesh."""
-        lowered = self._trace().lower(lowering_platforms=(self._use.platform,))
-        return LoweredStep(lowered, self._use, self.program.name, self._plan())
+        lowered = self._trace().lower(lowering_platforms=(self._platform,))
+        return LoweredStep(lowered, self._platform, self.program.name, self._plan())
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class LoweredStep:
     """A step in StableHLO."""
 
     _lowered: jax.stages.Lowered
-    _use: MeshUse
+    _platform: str
     _name: str
     _planned: Planned
 
@@ -78,11 +77,8 @@ class LoweredStep:
         Raises:
           MemoryExceededError: it takes more than the memory limit, which the plan said it would not.
         """
-        options: dict[str, Any] = {
-            **compile_options(self._use.platform, self._use.mesh),
-            **self._planned.plan.compiler_options(),
-            **(compiler_options or {}),
-        }
+        planned = self._planned.plan.compiler_options()
+        options: dict[str, Any] = compile_options(self._platform) | planned | (compiler_options or {})
         compiled = self._lowered.compile(compiler_options=options or None)
         require_fit(self._name, compiled, self._planned.limit_bytes)
         return CompiledStep(compiled)

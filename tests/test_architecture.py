@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "costs": BASE | {"ir", "analysis", "lowering"},
     "profilers": BASE | {"ir", "meshes", "lowering", "costs"},
     "report": BASE | {"ir", "analysis", "partition", "planning", "costs"},
-    "stages": BASE | {"ir", "meshes", "partition", "planning", "lowering", "report"},
+    "stages": BASE | {"ir", "partition", "planning", "lowering", "report"},
     "arguments": {"ir", "errors"},
     "roles": {"arguments", "binding", "errors", "returned", "signature"},
     "programs": BASE

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
-
-from jax_deepcompile.ir.placement import AnyMesh
 
 Options = dict[str, bool | int | str]
 
 
-def compile_options(platform: str, mesh: AnyMesh | None = None) -> Options:
+def compile_options(platform: str) -> Options:
     """Options for compiling for ``platform``.
 
     Without a GPU nothing can be autotuned, and every dot would become a Triton fusion with a degenerate tile; cuBLAS
-    calls are what a tuned compilation chooses for the large ones. And nothing is run: kernels may come from earlier
-    compilations of this process, which planning repeats with most of its kernels unchanged.
-
-    Args:
-      platform: ``cpu`` or ``cuda``.
-      mesh: of the GPUs whose kernels are kept; for none they are not.
+    calls are what a tuned compilation chooses for the large ones.
     """
-    if platform != "cuda" or _gpu_attached():
-        return {}
-    options: Options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-    if not isinstance(mesh, Mesh):
-        return options
-    return options | {_KERNELS: str(_kept_kernels(mesh.devices.flat[0].device_kind))}
+    if platform == "cuda" and not _gpu_attached():
+        return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+    return {}
 
 
 def peak_bytes(memory: Any) -> int:
@@ -45,6 +31,20 @@ def peak_bytes(memory: Any) -> int:
 def alone_options(platform: str) -> Options:
     """Options for a compilation that one process of several does by itself: it waits for no other's autotuning."""
     return {"xla_gpu_shard_autotuning": False} if platform == "cuda" and jax.process_count() > 1 else {}
+
+
+def kernel_options(platform: str, kernels: Path | None) -> Options:
+    """Options for compilations that are looked at and thrown away, one much like the other.
+
+    Args:
+      platform: ``cpu`` or ``cuda``.
+      kernels: a file in a folder of the caller's, where XLA finds kernels that it compiled before, and leaves others:
+        for GPUs of one kind and the same other options, which is not checked. None for all kernels to be compiled.
+    """
+    config: Any = jax.config
+    if platform != "cuda" or kernels is None or _gpu_attached() or config.jax_compilation_cache_dir is not None:
+        return {}
+    return {"xla_gpu_kernel_cache_file": str(kernels)}
 
 
 def double_buffering() -> Options:
@@ -103,20 +103,6 @@ def combiner_options(gather_bytes: int, reduce_bytes: int) -> Options:
         "xla_gpu_all_gather_combine_threshold_bytes": gather_bytes,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": reduce_bytes,
     }
-
-
-_KERNELS = "xla_gpu_kernel_cache_file"
-
-
-def _kept_kernels(device_kind: str) -> Path:
-    """The file of the kernels that this process compiled for such GPUs. XLA replaces it whole: threads may share it."""
-    return Path(_kernel_folder().name) / hashlib.sha256(device_kind.encode()).hexdigest()[:16]
-
-
-@functools.cache
-def _kernel_folder() -> tempfile.TemporaryDirectory:
-    """Removed when this process ends."""
-    return tempfile.TemporaryDirectory(prefix="deepcompile_kernels_")
 
 
 def _gpu_attached() -> bool:

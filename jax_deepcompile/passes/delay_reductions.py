@@ -14,24 +14,24 @@ After, where it carries ``q`` too, which is zero at first::
 and after the loop once more ``s = s + reduce_scatter(q)``. The first iteration, which has nothing to reduce for one
 before it, may run apart, before the loop: what is gathered once for all has its compute to hide under.
 
-Guarantees: sums are added up in the same order, to the same values; unless the first iteration is apart, each such
-reduction is done once more, of zeros.
+Guarantees: sums are added up in the same order, to the same values up to the sign of zero; unless the first iteration
+is apart, each such reduction is done once more, of zeros. Apart, what the loop slices and stacks is copied.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import free_variables, needed_for, slim_barriers, variables
+from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, variables
 from jax_deepcompile.analysis.loops import Loop
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
@@ -95,51 +95,60 @@ def find_terms(eqn) -> dict[int, Term]:
     """By position in the carry of a ``scan``, the terms that are reduced and then only added to what it carries."""
     body = open_jaxpr(eqn.params["jaxpr"])
     num_consts, num_carry = scan_counts(eqn)
-    makers = {var: each for each in body.eqns for var in each.outvars}
+    places = {var: place for place, each in enumerate(body.eqns) for var in each.outvars}
     readers = Counter(atom for each in body.eqns for atom in set(variables(each.invars)))
     readers.update(variables(body.outvars))
     found = {}
     for position, out in enumerate(body.outvars[:num_carry]):
         before = body.invars[num_consts + position]
-        if isinstance(out, jex.Literal) or (readers[before], readers[out]) != (1, 1):
+        if isinstance(out, jex.Literal) or (readers[before], readers[out]) != (1, 1) or out not in places:
             continue
-        addition = makers.get(out)
-        if addition is None or not _adds_to(before, addition):
-            continue
-        eqns = _moved(addition, before, makers, readers)
-        if any(each.primitive.name == "reduce_scatter" for each in eqns):
-            ordered = tuple(each for each in body.eqns if any(each is moved for moved in eqns))
-            pending = tuple(var for var in free_variables(ordered, [out]) if var is not before)
-            found[position] = Term(position, ordered, pending)
+        if _adds_to(before, body.eqns[places[out]]):
+            eqns = _moved(body.eqns, places[out], before, places, readers)
+            if len(eqns) > 1:
+                pending = tuple(var for var in free_variables(eqns, [out]) if var is not before)
+                found[position] = Term(position, eqns, pending)
     return found
 
 
 def _adds_to(var, eqn) -> bool:
-    return eqn.primitive.name in _ADDITIONS and [atom is var for atom in eqn.invars].count(True) == 1
+    """Whether ``eqn`` adds something else to ``var``, or takes it off."""
+    if [atom is var for atom in eqn.invars].count(True) != 1:
+        return False
+    return eqn.primitive.name in _ADDITIONS or (eqn.primitive.name == "sub" and eqn.invars[0] is var)
 
 
-def _moved(addition, before, makers: dict, readers: Counter) -> list:
-    """``addition`` and all before it, up to the first reductions, that nobody else reads."""
-    moved, waiting = [addition], [atom for atom in variables(addition.invars) if atom is not before]
+def _moved(eqns: Sequence, last: int, before: Any, places: dict, readers: Counter) -> tuple:
+    """The addition at ``last``, and before it the reductions, and what follows them, that nobody else reads."""
+    moved, waiting = {last}, [atom for atom in variables(eqns[last].invars) if atom is not before]
     while waiting:
         var = waiting.pop()
-        eqn = makers.get(var)
-        alone = eqn is not None and len(eqn.outvars) == 1 and readers[var] == 1 and _keeps_zero(eqn)
-        if eqn is not None and alone and not any(eqn is other for other in moved):
-            moved.append(eqn)
-            if eqn.primitive.name != "reduce_scatter":
-                waiting += variables(eqn.invars)
-    return moved
+        eqn = eqns[places[var]] if var in places else None
+        if eqn is None or readers[var] != 1 or len(eqn.outvars) != 1 or not _keeps_zero(eqn):
+            continue
+        moved.add(places[var])
+        if eqn.primitive.name != "reduce_scatter":
+            waiting += variables(eqn.invars)
+    ordered = [eqns[place] for place in sorted(moved)]
+    reduced = {var for eqn in ordered if eqn.primitive.name == "reduce_scatter" for var in eqn.outvars}
+    reached = reached_from(ordered, reduced)
+    return tuple(eqn for place, eqn in zip(sorted(moved), ordered, strict=True) if place == last or _made(eqn, reached))
+
+
+def _made(eqn, variables: Collection) -> bool:
+    return any(var in variables for var in eqn.outvars)
 
 
 def _keeps_zero(eqn) -> bool:
+    literals = [place for place, atom in enumerate(eqn.invars) if isinstance(atom, jex.Literal)]
     if eqn.primitive.name in ("mul", "div"):
-        return isinstance(eqn.invars[1], jex.Literal) and _is_factor(eqn.invars[1].val)
-    return eqn.primitive.name in _ZERO_OF_ZERO and not any(isinstance(atom, jex.Literal) for atom in eqn.invars)
+        sides = ([0], [1]) if eqn.primitive.name == "mul" else ([1],)
+        return literals in sides and _is_factor(eqn.invars[literals[0]].val)
+    return eqn.primitive.name in _ZERO_OF_ZERO and not literals
 
 
 def _is_factor(value: Any) -> bool:
-    return jnp.ndim(value) == 0 and math.isfinite(value) and value != 0
+    return np.ndim(value) == 0 and bool(np.isfinite(value)) and value != 0
 
 
 def delay_reductions(program: Program, mesh: AnyMesh, delayed: Sequence[DelayedReductions]) -> Program:
@@ -192,6 +201,7 @@ def _first_apart(eqn, first: Callable, step: Callable, carry: list, stacks: list
     length, reverse = eqn.params["length"], eqn.params["reverse"]
     place, begin = (length - 1, 0) if reverse else (0, 1)
     made = first(carry, [lax.index_in_dim(stack, place, keepdims=False) for stack in stacks])
+    made = list(map(jnp.asarray, made))  # constants of the body are no arrays yet
     carried = len(made) - (len(eqn.outvars) - len(carry))
     others = [lax.slice_in_dim(stack, begin, begin + length - 1) for stack in stacks]
     results = rescan(eqn, step, made[:carried], others, length - 1)
@@ -220,6 +230,7 @@ def _pieces(eqn, terms: Sequence[Term]) -> tuple[jex.Jaxpr, jex.Jaxpr]:
     )
     kept = [carried[place] if place in positions else out for place, out in enumerate(body.outvars[:num_carry])]
     outputs = [*kept, *pending, *body.outvars[num_carry:]]
-    eqns = [each for each in body.eqns if not any(each is other for other in moved)]
+    away = set(map(id, moved))
+    eqns = [each for each in body.eqns if id(each) not in away]
     rest = slim_barriers(needed_for(eqns, outputs), outputs)
     return adding, new_jaxpr([*body.constvars, *body.invars], outputs, rest)

@@ -85,6 +85,7 @@ def delayed_are_added(program: Program, plan: Plan) -> None:
     all_loops = [loop.name for loop in find_loops(program.jaxpr)]
     for choice in plan.delayed:
         found = find_terms(loops[choice.loop].eqn)
+        _once([str(position) for position in choice.sums], f"delays in {choice.loop} what is added to sum")
         for position in choice.sums:
             if position not in found:
                 raise _refused(f"it delays what {choice.loop} adds to sum {position}, where nothing can wait")

@@ -45,7 +45,7 @@ class DeepenLoops:
         layers = [max(each.prefetch_layers, each.delay_layers) for each in loops]
         if loops == plan.loops or max(layers) > self.most_layers:
             return None
-        return plan.replace(loops=loops, delayed=plan.delayed)  # loops around carry what they did
+        return plan.replace(loops=loops, delayed=plan.delayed)  # sums are carried as before
 
 
 def _gather_earlier(schedule: LoopSchedule) -> LoopSchedule:

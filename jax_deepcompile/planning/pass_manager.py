@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -22,6 +24,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import (
     alone_options,
     compile_options,
+    kernel_options,
     peak_bytes,
     strictly_limited,
     two_collectives,
@@ -43,12 +46,14 @@ class Environment:
       platform: ``cuda`` or ``cpu``.
       costs: what things take on it.
       limit_bytes: device memory a step may take; None for no limit.
+      kernels: a file for kernels that one trial compiled and the next one needs too; None to compile them again.
     """
 
     mesh: AnyMesh
     platform: str
     costs: CostModel
     limit_bytes: int | None
+    kernels: Path | None = None
 
     def expected_s(self, trial: Trial) -> float:
         """The step a plan will take once it is scheduled: XLA:GPU is told latencies last, when all else is decided.
@@ -157,6 +162,11 @@ def run_passes(base: Program, environment: Environment, passes: Sequence[AnyPass
     Raises:
       MemoryExceededError: not even ``start`` fits the limit.
     """
+    with tempfile.TemporaryDirectory(prefix="deepcompile_kernels_") as folder:
+        return _run(base, dataclasses.replace(environment, kernels=Path(folder) / "kernels"), passes, start)
+
+
+def _run(base: Program, environment: Environment, passes: Sequence[AnyPass], start: Plan) -> Trial:
     openings = [each for each in passes if isinstance(each, Opening)]
     environment, opened = _opened(base, environment, openings, start)
     first, *others = itertools.chain(*opened)
@@ -445,8 +455,13 @@ def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
 
 
 def _compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environment: Environment) -> Trial:
-    platform, mesh = environment.platform, environment.mesh
-    options: dict[str, Any] = compile_options(platform, mesh) | alone_options(platform) | plan.compiler_options()
+    platform = environment.platform
+    options: dict[str, Any] = {
+        **compile_options(platform),
+        **alone_options(platform),
+        **kernel_options(platform, environment.kernels),
+        **plan.compiler_options(),
+    }
     compiled = lowered.compile(compiler_options=options or None)
     memory: Any = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes

@@ -105,11 +105,14 @@ def test_without_a_decision_the_program_is_what_it_was(unrolled, sums):
     assert delay_reductions(program, mesh, delayed) is program
 
 
+RESULTS = ((0, 0, 0, 0), (0, 0, 0, 0))
+
+
 @pytest.mark.cpu_mesh
 @settings(max_examples=10, deadline=None)
 @given(length=st.integers(0, 4), reverse=st.booleans(), sums=st.sets(st.integers(0, 2)), first_apart=st.booleans())
 def test_loops_of_any_length_and_direction(length, reverse, sums, first_apart):
-    """Three sums, two of which reduce the same value, another carry, a constant and a stacked output."""
+    """Three sums, two of which reduce the same value, another carry, a constant, and stacked outputs, some constant."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
 
     def local(scale, stacks):
@@ -118,7 +121,12 @@ def test_loops_of_any_length_and_direction(length, reverse, sums, first_apart):
             y = jnp.sin(x * scale)
             term = lax.psum_scatter(y, "fsdp", tiled=True)
             other = lax.psum_scatter(y, "fsdp", tiled=True) / 4
-            return (a + term, other + b, c + lax.psum_scatter(y * last, "fsdp", tiled=True), y.sum()), y[0]
+            return (a + term, other + b, c + lax.psum_scatter(y * last, "fsdp", tiled=True), y.sum()), (
+                y[0],
+                0.5,
+                np.int8(3),
+                True,
+            )
 
         shard = jnp.zeros(2)
         return lax.scan(body, (shard, shard, shard + 1, jnp.float32(1)), stacks, reverse=reverse)
@@ -126,7 +134,7 @@ def test_loops_of_any_length_and_direction(length, reverse, sums, first_apart):
     def mapped(function):
         specs = PartitionSpec(), PartitionSpec()
         # What each device holds differs, and is stacked to be compared.
-        out = jax.tree.map(lambda _: PartitionSpec("fsdp"), ((0, 0, 0, 0), 0))
+        out = jax.tree.map(lambda _: PartitionSpec("fsdp"), RESULTS)
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
 
     def whole(function):
@@ -142,7 +150,7 @@ def test_loops_of_any_length_and_direction(length, reverse, sums, first_apart):
         known |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values = retrace.compute(closed.jaxpr.eqns, known, {id(loop.eqn): compute})
         flat = [retrace.read(atom, values) for atom in closed.jaxpr.outvars]
-        return jax.tree.unflatten(jax.tree.structure(((0, 0, 0, 0), 0)), flat)
+        return jax.tree.unflatten(jax.tree.structure(RESULTS), flat)
 
     expected, found = mapped(whole(local))(*args), mapped(whole(delayed))(*args)
     jax.tree.map(np.testing.assert_array_equal, expected, found)
@@ -155,14 +163,14 @@ def test_stacks_that_inner_loops_fill_are_reduced_there():
     assert all("scan" not in [eqn.primitive.name for eqn in term.eqns] for term in find_terms(around.eqn).values())
 
 
-def terms_of(body, carry: Any = 0.0) -> dict:
+def terms_of(body, dtype: type = np.float32) -> dict:
     """Of ``body`` in a loop of three on one of four devices."""
     x = jnp.ones((3, 4))
 
     def looped(carry, x):
         return lax.scan(body, carry, x)[0]
 
-    closed = jax.make_jaxpr(looped, axis_env=[("fsdp", 4)])(jax.tree.map(jnp.float32, carry), x)
+    closed = jax.make_jaxpr(looped, axis_env=[("fsdp", 4)])(dtype(0), x)
     (eqn,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan")
     return find_terms(eqn)
 
@@ -177,6 +185,10 @@ LEGAL = {
     "a scaled term": lambda s, x: (s + reduced(x) / 8 * 2, None),
     "a negative one": lambda s, x: (s + -reduced(x), None),
     "of two reductions": lambda s, x: (s + (reduced(x) + reduced(jnp.sin(x))), None),
+    "scaled from the left": lambda s, x: (s + 0.5 * reduced(x), None),
+    "scaled by a complex number": lambda s, x: (s + reduced(x.astype(jnp.complex64)) / np.complex64(4), None),
+    "taken off": lambda s, x: (s - reduced(x), None),
+    "with what nothing is reduced of": lambda s, x: (s + (reduced(x) + jnp.sin(x).sum()), None),
     "cast": lambda s, x: (s + reduced(x.astype(jnp.bfloat16)).astype(jnp.float32), None),
 }
 
@@ -185,6 +197,7 @@ ILLEGAL = {
     "the sum is stacked": lambda s, x: ((t := s + reduced(x)), t),
     "the term is read": lambda s, x: (s + (t := reduced(x)), t),
     "not a sum": lambda s, x: (s * reduced(x), None),
+    "taken from": lambda s, x: (reduced(x) - s, None),
     "twice the sum": lambda s, x: (s + s, reduced(x)),
     "a maximum": lambda s, x: (jnp.maximum(s, reduced(x)), None),
     "a constant": lambda s, x: (jnp.float32(1), reduced(x)),
@@ -199,7 +212,14 @@ ILLEGAL = {
 @pytest.mark.pure
 @pytest.mark.parametrize("name", LEGAL)
 def test_what_is_only_added_can_wait(name):
-    assert list(terms_of(LEGAL[name])) == [0]
+    dtype = np.complex64 if "complex" in name else np.float32
+    assert list(terms_of(LEGAL[name], dtype)) == [0]
+
+
+@pytest.mark.pure
+def test_what_is_not_reduced_waits_as_small_as_it_is():
+    term = terms_of(lambda s, x: (s + (reduced(x) + jnp.sin(x).sum()), None))[0]
+    assert sorted(var.aval.shape for var in term.pending) == [(), (4,)]
 
 
 @pytest.mark.pure

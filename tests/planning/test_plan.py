@@ -118,6 +118,7 @@ def test_a_plan_that_says_nothing_changes_nothing():
         (Plan("0", loops=(LoopSchedule("scan.0", prefetch_layers=-1),)), "it pipelines scan.0 by -1 layers"),
         (Plan("0", delayed=(DelayedReductions("scan.9", (0,)),)), "it speaks of scan.9, which the program does not"),
         (Plan("0", delayed=(DelayedReductions("scan.1", ()),) * 2), "it delays reductions of scan.1 twice"),
+        (Plan("0", delayed=(DelayedReductions("scan.1", (3, 3)),)), "it delays in scan.1 what is added to sum 3 twice"),
         (Plan("0", delayed=(DelayedReductions("scan.1", (0,)),)), "it delays what scan.1 adds to sum 0, where nothing"),
         (Plan("0", reduction_bucket_bytes=-1), "its buckets of reductions have -1 bytes"),
     ],
