@@ -18,7 +18,8 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.delay_reductions import DelayedReductions, find_terms
 from jax_deepcompile.passes.prefetch import parameter_gathers
 from jax_deepcompile.planning.apply import apply_kept
-from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import Proposal
+from jax_deepcompile.planning.trials import WORTH_TRYING, Environment, Trial
 
 
 @dataclass(frozen=True)

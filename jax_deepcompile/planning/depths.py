@@ -9,9 +9,10 @@ from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.planning.apply import apply_loops
-from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import Proposal
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.straight_line import chosen_anew
+from jax_deepcompile.planning.trials import WORTH_TRYING, Environment, Trial
 from jax_deepcompile.planning.unshard import gathered_bytes
 
 

@@ -11,8 +11,9 @@ from jax_deepcompile.costs.simulation import Totals
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.keep_activations import KeptActivations
 from jax_deepcompile.planning.apply import apply_gathers
-from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import Proposal
 from jax_deepcompile.planning.stacks import Stack, handing_over, turning_stacks
+from jax_deepcompile.planning.trials import WORTH_TRYING, Environment, Trial
 from jax_deepcompile.planning.turns import Demand, Turn, find_turns
 from jax_deepcompile.planning.unshard import every_layer, keep_over_loops, layer_stacks
 

@@ -14,7 +14,7 @@ from jax_deepcompile.passes.replace_loops import replace_loops
 from jax_deepcompile.passes.uncounted_loops import uncounted
 from jax_deepcompile.planning.apply import apply_kept
 from jax_deepcompile.planning.contracts import loops_around
-from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import Proposal
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.stacks import (
     SMALL_STACK_BYTES,
@@ -23,6 +23,7 @@ from jax_deepcompile.planning.stacks import (
     total_bytes,
     without_gathers,
 )
+from jax_deepcompile.planning.trials import WORTH_TRYING, Environment, Trial
 from jax_deepcompile.planning.unshard import keep_over_loops
 
 

@@ -12,88 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import jax
 
 from jax_deepcompile import errors
-from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.simulator import Simulation, simulate
-from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.costs.simulator import simulate
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering.compile import (
-    alone_options,
-    compile_options,
-    kernel_options,
-    peak_bytes,
-    strictly_limited,
-    two_collectives,
-)
-from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.lowering.hlo import Module, read
-from jax_deepcompile.planning.apply import apply_plan
+from jax_deepcompile.lowering.compile import strictly_limited, two_collectives
 from jax_deepcompile.planning.limits import largest_temporaries
-from jax_deepcompile.planning.plan import Plan, Prediction, Record
+from jax_deepcompile.planning.plan import Plan, Record
 from jax_deepcompile.planning.told_latencies import told_latencies
-
-
-@dataclass(frozen=True)
-class Environment:
-    """What a program is planned for.
-
-    Attributes:
-      mesh: the devices.
-      platform: ``cuda`` or ``cpu``.
-      costs: what things take on it.
-      limit_bytes: device memory a step may take; None for no limit.
-      kernels: a file for kernels that one trial compiled and the next one needs too; None to compile them again.
-    """
-
-    mesh: AnyMesh
-    platform: str
-    costs: CostModel
-    limit_bytes: int | None
-    kernels: Path | None = None
-
-    def expected_s(self, trial: Trial) -> float:
-        """The step a plan will take once it is scheduled: XLA:GPU is told latencies last, when all else is decided.
-
-        Only pipelined loops have work beside every collective of theirs.
-        """
-        schedules = self.platform == "cuda" and trial.plan.loops
-        return trial.simulation.attainable_s if schedules else trial.prediction.step_s
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A plan carried out and compiled.
-
-    Attributes:
-      plan: the decisions.
-      program: the base program rewritten by them.
-      lowered: the same, for the compiler.
-      module: what the compiler made of it.
-      simulation: of the module.
-      prediction: its figures.
-      argument_bytes: state and batch, of ``prediction.peak_bytes``.
-    """
-
-    plan: Plan
-    program: Program
-    lowered: jax.stages.Lowered
-    module: Module
-    simulation: Simulation
-    prediction: Prediction
-    argument_bytes: int
-
-    @property
-    def waits(self) -> bool:
-        """Whether enough communication is exposed for another compilation."""
-        return self.prediction.exposed_s >= WORTH_TRYING * self.prediction.step_s
-
-
-WORTH_TRYING = 0.01
-"""The share of a step that there must be to gain before a compilation, or all memory that is left, is spent on it."""
+from jax_deepcompile.planning.trials import WORTH_TRYING, Environment, Trial, attempt, compiled, fits, prediction_of
 
 
 @dataclass(frozen=True)
@@ -214,7 +144,7 @@ def _with_what_was_left(
       environment: what it is for.
     """
     now_s = environment.expected_s(taken[-1])
-    fitting = {place: each.trial for place, each in enumerate(tried) if each.trial and _fits(each.trial, environment)}
+    fitting = {place: each.trial for place, each in enumerate(tried) if each.trial and fits(each.trial, environment)}
     place = min(fitting, key=lambda place: environment.expected_s(fitting[place]), default=None)
     if place is None or environment.expected_s(fitting[place]) > (1 - _WORTH_MEMORY) * now_s:
         return taken, list(records)
@@ -239,7 +169,7 @@ def carried_out(base: Program, plan: Plan, environment: Environment) -> Trial:
 
 def _fitting(trial: Trial, environment: Environment, records: Sequence[Record]) -> Trial:
     """``trial``, its plan with its prediction and how it came about."""
-    if environment.limit_bytes is not None and not _fits(trial, environment):
+    if environment.limit_bytes is not None and not fits(trial, environment):
         largest = largest_temporaries(trial.module, trial.simulation.memory)
         raise errors.MemoryExceededError(
             trial.program.name, trial.prediction.peak_bytes, environment.limit_bytes, trial.argument_bytes, largest
@@ -301,7 +231,7 @@ class _Tried:
         if self.trial is None:
             return self
         simulation = simulate(self.trial.module, environment.costs)
-        prediction = _prediction(simulation, self.trial.prediction.peak_bytes)
+        prediction = prediction_of(simulation, self.trial.prediction.peak_bytes)
         trial = dataclasses.replace(self.trial, simulation=simulation, prediction=prediction)
         return dataclasses.replace(self, trial=trial)
 
@@ -322,7 +252,7 @@ def _all_tried(base: Program, proposals: Sequence[Sequence[Proposal]], environme
 def _attempt_or_less(base: Program, proposal: Proposal, environment: Environment) -> list[_Tried]:
     """The proposal and, as long as they do not fit, the more modest ones."""
     tried = _Tried.of(proposal.decision, lambda: attempt(base, proposal.plan, environment))
-    if proposal.otherwise is None or (tried.trial is not None and _fits(tried.trial, environment)):
+    if proposal.otherwise is None or (tried.trial is not None and fits(tried.trial, environment)):
         return [tried]
     return [tried, *_attempt_or_less(base, proposal.otherwise, environment)]
 
@@ -377,19 +307,19 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
       environment: what it is for.
     """
     records: list[Record] = []
-    best = min((trial for trial in taken if _fits(trial, environment)), key=_step_s, default=taken[-1])
+    best = min((trial for trial in taken if fits(trial, environment)), key=_step_s, default=taken[-1])
     if environment.platform != "cuda" or not taken[-1].waits:
         return best, records
     for trial in taken[: -_ROUNDS - 1 : -1]:
         hoped_s = (1 + _MISSED) * environment.expected_s(trial)
-        if trial is not taken[-1] and _fits(best, environment) and hoped_s >= _step_s(best):
+        if trial is not taken[-1] and fits(best, environment) and hoped_s >= _step_s(best):
             continue
         told = trial.plan.replace(latencies=told_latencies(trial.simulation))
         tried = [_scheduled_by(told, "XLA is told latencies", trial, environment)]
         scheduled, strict = tried[0].trial, told.replace(options=strictly_limited(dict(told.options)))
-        if scheduled is not None and not _fits(scheduled, environment) and strict != told:
+        if scheduled is not None and not fits(scheduled, environment) and strict != told:
             tried.append(_scheduled_by(strict, "and held to the limit", trial, environment))
-        elif scheduled is not None and _fits(scheduled, environment) and _step_s(scheduled) > hoped_s:
+        elif scheduled is not None and fits(scheduled, environment) and _step_s(scheduled) > hoped_s:
             tried += _otherwise_scheduled(told, trial, environment)
         best, told_of = _best_tried("schedule", best, tried, _step_s, environment, is_last=True)
         records += told_of
@@ -417,7 +347,7 @@ _LESS = 0.95
 
 
 def _scheduled_by(plan: Plan, decision: str, trial: Trial, environment: Environment) -> _Tried:
-    return _Tried.of(decision, partial(_compiled, trial.program, trial.lowered, plan, environment))
+    return _Tried.of(decision, partial(compiled, trial.program, trial.lowered, plan, environment))
 
 
 def _closed(base: Program, closing: Closing, now: Trial, environment: Environment) -> tuple[Trial, list[Record]]:
@@ -440,45 +370,11 @@ def _attempt_scheduled(base: Program, plan: Plan, environment: Environment) -> T
     if environment.platform != "cuda" or not trial.waits:
         return trial
     told = trial.plan.replace(latencies=told_latencies(trial.simulation))
-    return _compiled(trial.program, trial.lowered, told, environment)
+    return compiled(trial.program, trial.lowered, told, environment)
 
 
 _MISSED = 0.02
 """The share of a step by which schedules usually miss what is attainable."""
-
-
-def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
-    """Rewrites, compiles and simulates."""
-    program = apply_plan(base, environment.mesh, plan)
-    lowered = lower(program, environment.mesh, environment.platform)
-    return _compiled(program, lowered, plan, environment)
-
-
-def _compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environment: Environment) -> Trial:
-    platform = environment.platform
-    options: dict[str, Any] = {
-        **compile_options(platform),
-        **alone_options(platform),
-        **kernel_options(platform, environment.kernels),
-        **plan.compiler_options(),
-    }
-    compiled = lowered.compile(compiler_options=options or None)
-    memory: Any = compiled.memory_analysis()
-    arguments = memory.argument_size_in_bytes
-    module = read(compiled.as_text() or "")
-    simulation = simulate(module, environment.costs)
-    return Trial(plan, program, lowered, module, simulation, _prediction(simulation, peak_bytes(memory)), arguments)
-
-
-def _prediction(simulation: Simulation, peak: int) -> Prediction:
-    return Prediction(
-        simulation.step_s,
-        simulation.compute_s,
-        simulation.communication_s,
-        simulation.exposed_communication_s,
-        peak,
-        simulation.bound_s,
-    )
 
 
 def _step_s(trial: Trial) -> float:
@@ -498,20 +394,16 @@ def _objection(
 ) -> str:
     """Why ``trial`` does not replace ``best``, of whose time it must save the share ``least``; empty if it does."""
     peak, limit = trial.prediction.peak_bytes, environment.limit_bytes
-    fits, best_fits = _fits(trial, environment), _fits(best, environment)
-    if not fits and (best_fits or peak >= best.prediction.peak_bytes):
+    keeps_it, best_keeps_it = fits(trial, environment), fits(best, environment)
+    if not keeps_it and (best_keeps_it or peak >= best.prediction.peak_bytes):
         return f"takes {peak / 2**30:.1f} GiB of {(limit or 0) / 2**30:.1f}"
-    if fits and not best_fits:
+    if keeps_it and not best_keeps_it:
         return ""
     if seconds(trial) > (1 - least) * seconds(best):
         slower = seconds(trial) > (1 - _TOLD_APART) * seconds(best)
         grounds = "no faster" if slower else f"for {peak / 2**30:.1f} GiB hardly faster"
         return f"{grounds}: {seconds(trial):.4g} s against {seconds(best):.4g} s"
     return ""
-
-
-def _fits(trial: Trial, environment: Environment) -> bool:
-    return environment.limit_bytes is None or trial.prediction.peak_bytes <= environment.limit_bytes
 
 
 _TOLD_APART = 0.001

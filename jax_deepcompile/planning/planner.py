@@ -10,10 +10,11 @@ from jax_deepcompile.planning.delay_reductions import DelayReductions
 from jax_deepcompile.planning.depths import DeepenLoops
 from jax_deepcompile.planning.keep_activations import KeepActivations
 from jax_deepcompile.planning.overlap import OverlapMicrobatches
-from jax_deepcompile.planning.pass_manager import AnyPass, Environment, Trial, run_passes
+from jax_deepcompile.planning.pass_manager import AnyPass, run_passes
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
 from jax_deepcompile.planning.straight_line import PrefetchGathers, ReduceInOrder, UnshardStraightLine
+from jax_deepcompile.planning.trials import Environment, Trial
 from jax_deepcompile.planning.unshard import Unshard
 from jax_deepcompile.planning.unshard_microbatches import UnshardMicrobatches
 

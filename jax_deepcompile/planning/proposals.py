@@ -14,9 +14,10 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import combiner_options, double_buffering
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.planning.apply import apply_loops
-from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import Proposal
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.stacks import small_stacks
+from jax_deepcompile.planning.trials import Environment, Trial
 
 
 @dataclass(frozen=True)

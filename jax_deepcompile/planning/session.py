@@ -30,9 +30,10 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.keep_gathered import keep_gathered
 from jax_deepcompile.planning.limits import MemoryLimit, limit_bytes
-from jax_deepcompile.planning.pass_manager import AnyPass, Environment, carried_out
+from jax_deepcompile.planning.pass_manager import AnyPass, carried_out
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.planner import DEFAULT_PASSES, ONE_DEVICE_PASSES, make_plan
+from jax_deepcompile.planning.trials import Environment
 from jax_deepcompile.planning.turns import find_turns
 
 

@@ -15,8 +15,8 @@ from jax_deepcompile.costs.program_time import ranks_per_node
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.hand_over import HandOver, shared_gathers
 from jax_deepcompile.passes.stack_collectives import StackCollectives, stack_collectives
-from jax_deepcompile.planning.pass_manager import Environment
 from jax_deepcompile.planning.plan import Plan
+from jax_deepcompile.planning.trials import Environment
 
 SMALL_STACK_BYTES = 64 << 20
 """What all layers of a small parameter may take unsharded."""

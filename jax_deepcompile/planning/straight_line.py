@@ -16,9 +16,10 @@ from jax_deepcompile.passes.prefetch import choose_prefetches, parameter_gathers
 from jax_deepcompile.passes.reduce_in_order import reduce_in_order
 from jax_deepcompile.passes.unshard import regathers
 from jax_deepcompile.planning.apply import apply_plan
-from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import Proposal
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import bandwidth_bound_bytes
+from jax_deepcompile.planning.trials import WORTH_TRYING, Environment, Trial
 
 
 @dataclass(frozen=True)

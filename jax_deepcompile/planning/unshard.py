@@ -14,7 +14,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.planning.apply import apply_loops
 from jax_deepcompile.planning.keep_gathered import keep_gathered
-from jax_deepcompile.planning.pass_manager import WORTH_TRYING, Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import Proposal
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.stacks import (
     Stack,
@@ -26,6 +26,7 @@ from jax_deepcompile.planning.stacks import (
     turning_stacks,
     with_gathers,
 )
+from jax_deepcompile.planning.trials import WORTH_TRYING, Environment, Trial
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planning.apply import apply_loops
-from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import Proposal
 from jax_deepcompile.planning.plan import KeptGathers
 from jax_deepcompile.planning.straight_line import exposed_seconds
+from jax_deepcompile.planning.trials import Environment, Trial
 
 
 @dataclass(frozen=True)

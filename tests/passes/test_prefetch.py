@@ -14,9 +14,9 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.passes.prefetch import Prefetch, choose_prefetches, parameter_gathers, prefetch
 from jax_deepcompile.planning.apply import apply_plan
-from jax_deepcompile.planning.pass_manager import Environment, attempt
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.straight_line import room_bytes
+from jax_deepcompile.planning.trials import Environment, attempt
 from tests.partition.steps import lines, shapes, training_step
 from tests.passes.programs import WIDTH, assert_same_work, layer, sharded, stack_loss, stack_shapes
 

@@ -19,8 +19,8 @@ from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.passes.reduce_in_order import reduce_in_order, reduction_buckets
 from jax_deepcompile.passes.unshard import regathers
-from jax_deepcompile.planning.pass_manager import Environment, attempt
 from jax_deepcompile.planning.plan import Plan
+from jax_deepcompile.planning.trials import Environment, attempt
 from models import llama
 from tests.partition.steps import lines, shapes, training_step
 from tests.passes.programs import WIDTH, assert_same_work, sharded, stack_loss, stack_shapes

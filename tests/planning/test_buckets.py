@@ -10,9 +10,9 @@ import jax_deepcompile as deepcompile
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule
-from jax_deepcompile.planning.pass_manager import Environment, attempt
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.proposals import BucketCollectives, bandwidth_bound_bytes
+from jax_deepcompile.planning.trials import Environment, attempt
 from tests.passes.programs import count, sharded
 from tests.passes.test_prefetch import UNROLLED, unrolled_loss
 from tests.planning.test_straight_line import situation

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,12 +20,12 @@ from jax_deepcompile.planning.delay_reductions import (
     reductions_of,
     with_first_apart,
 )
-from jax_deepcompile.planning.pass_manager import Environment, Trial
 from jax_deepcompile.planning.plan import KeptGathers, Plan, Prediction
-from tests.partition.steps import shapes, training_step
-from tests.passes.programs import layer, sharded
+from jax_deepcompile.planning.trials import Environment, Trial
+from tests.passes.programs import sharded
 from tests.passes.test_prefetch import Clock
 from tests.passes.test_unshard import UNROLLED, accumulating, assert_same, unrolled_loss
+from tests.planning.microbatches import eight_layers
 
 CLOCK = Clock(gather_s=2.0)
 
@@ -143,21 +140,10 @@ def test_no_other_number_of_sums_is_done_sooner(compute_s, drawn, others_s, marg
 @pytest.mark.h100_aot
 def test_microbatches_do_not_wait_for_their_last_reductions():
     """Eight layers of 50 MB, four microbatches of 4096 rows a GPU, on 32 H100s."""
-    width, layers = 2048, 8
-    shape = {"up": (width, 4 * width), "down": (4 * width, width), "bias": (4 * width,)}
-    params = shapes({f"layer{index}": shape for index in range(layers)})
-
-    def loss(params, x):
-        for index in range(layers):
-            x = jax.checkpoint(layer)(x, params[f"layer{index}"])
-        return jnp.mean(x**2)
-
-    mesh, optimizer = deepcompile.targets.h100(nodes=4).make_mesh((32,), ("fsdp",)), optax.sgd(0.1)
-    step = deepcompile.shard(training_step(loss, optimizer), mesh, microbatches=4, memory_limit="40GiB")
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    traced = step.trace(state, shapes((4 * 32 * 4096, width)))
+    step, state, batch = eight_layers(rows=4096)
+    traced = step.trace(state, batch)
     assert traced.plan().delayed
-    simulated = deepcompile.simulate(traced.lower().compile(), mesh)
+    simulated = deepcompile.simulate(traced.lower().compile(), step.mesh)
     (loop,) = simulated.loops
     assert loop.trip.reduced_bytes
     assert loop.trip.exposed_communication_s < 0.02 * loop.trip.compute_s

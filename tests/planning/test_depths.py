@@ -17,8 +17,9 @@ from jax_deepcompile.passes.delay_reductions import DelayedReductions
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.depths import DeepenLoops
-from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial, attempt
+from jax_deepcompile.planning.pass_manager import Proposal
 from jax_deepcompile.planning.plan import Plan, Prediction
+from jax_deepcompile.planning.trials import Environment, Trial, attempt
 from jax_deepcompile.planning.unshard import gathered_bytes
 from tests.passes.programs import assert_same_work, sharded, stack_loss, stack_shapes
 from tests.schedules import loop_bodies, work_while_under_way

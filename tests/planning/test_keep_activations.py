@@ -19,9 +19,10 @@ from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.passes.pipeline_loops import choose_schedules
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.keep_activations import Backward, Choice, KeepActivations, choose
-from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import Proposal
 from jax_deepcompile.planning.plan import Plan, Prediction
 from jax_deepcompile.planning.stacks import Stack
+from jax_deepcompile.planning.trials import Environment, Trial
 from jax_deepcompile.planning.turns import Demand, find_turns
 from tests.passes.programs import LAYERS, layer, run_stack, sharded, stack_shapes
 

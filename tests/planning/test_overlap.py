@@ -22,9 +22,10 @@ from jax_deepcompile.planning import overlap
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.contracts import loops_around
 from jax_deepcompile.planning.overlap import OverlapMicrobatches
-from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import Proposal
 from jax_deepcompile.planning.plan import Plan, Prediction
 from jax_deepcompile.planning.stacks import repeated_stacks, total_bytes, with_gathers
+from jax_deepcompile.planning.trials import Environment, Trial
 from jax_deepcompile.planning.unshard import keep_over_loops
 from tests.partition.steps import shapes, training_step
 from tests.passes.programs import run_stack, stack_loss, stack_shapes

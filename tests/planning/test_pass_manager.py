@@ -16,8 +16,9 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.planning import pass_manager
-from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial, attempt, run_passes
+from jax_deepcompile.planning.pass_manager import Proposal, run_passes
 from jax_deepcompile.planning.plan import Plan, Prediction
+from jax_deepcompile.planning.trials import Environment, Trial, attempt
 from tests.partition.steps import shapes, training_step
 from tests.passes.programs import sharded, stack_loss, stack_shapes
 
@@ -274,7 +275,7 @@ def test_where_a_schedule_misses_what_is_attainable_others_are_tried(monkeypatch
         return made_up(plan, {"two at a time": 1.5, 950: 1.4 if better == "a little less" else 1.6}.get(said, 2.5))
 
     monkeypatch.setattr(pass_manager, "attempt", lambda base, plan, environment: made_up(plan, 2.0))
-    monkeypatch.setattr(pass_manager, "_compiled", scheduled)
+    monkeypatch.setattr(pass_manager, "compiled", scheduled)
     best = run_passes(program, Environment(mesh, "cuda", CostModel(), None), (), START)
     less = better == "a little less"
     assert best.prediction.step_s == (1.4 if less else 1.5)

@@ -15,9 +15,9 @@ from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.planning import session
-from jax_deepcompile.planning.pass_manager import Environment
 from jax_deepcompile.planning.plan import Plan, Prediction
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
+from jax_deepcompile.planning.trials import Environment
 from tests.passes.programs import sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.cpu_mesh

@@ -10,7 +10,6 @@ from jax import lax
 
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.passes.stack_collectives import StackCollectives, stack_collectives
-from jax_deepcompile.planning.pass_manager import Environment
 from jax_deepcompile.planning.stacks import (
     Stack,
     enough_bytes,
@@ -19,6 +18,7 @@ from jax_deepcompile.planning.stacks import (
     small_stacks,
     with_gathers,
 )
+from jax_deepcompile.planning.trials import Environment
 from tests.passes.programs import LAYERS, count, run_stack, sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure

@@ -22,7 +22,6 @@ from jax_deepcompile.passes.pipeline_loops import choose_schedules
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.depths import DeepenLoops
 from jax_deepcompile.planning.keep_activations import KeepActivations
-from jax_deepcompile.planning.pass_manager import Environment, Trial
 from jax_deepcompile.planning.plan import Plan, Prediction
 from jax_deepcompile.planning.proposals import PipelineLoops
 from jax_deepcompile.planning.straight_line import (
@@ -34,6 +33,7 @@ from jax_deepcompile.planning.straight_line import (
     chosen_anew,
     exposed_seconds,
 )
+from jax_deepcompile.planning.trials import Environment, Trial
 from jax_deepcompile.planning.unshard import Unshard
 from tests.partition.steps import shapes, training_step
 from tests.passes.programs import WIDTH, count, layer, run, run_stack, sharded, stack_loss, stack_shapes

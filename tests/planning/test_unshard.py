@@ -15,8 +15,9 @@ from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.passes.pipeline_loops import choose_schedules
-from jax_deepcompile.planning.pass_manager import Environment, Proposal, Trial
+from jax_deepcompile.planning.pass_manager import Proposal
 from jax_deepcompile.planning.plan import Plan, Prediction
+from jax_deepcompile.planning.trials import Environment, Trial
 from jax_deepcompile.planning.unshard import Unshard, kept_layers, layer_stacks
 from jax_deepcompile.planning.unshard import gathered_bytes as bytes_of_a_trip
 from tests.passes.programs import LAYERS, WIDTH, run_stack, sharded, stack_loss, stack_shapes

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +11,8 @@ from hypothesis import strategies as st
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.planning.apply import apply_plan
-from jax_deepcompile.planning.pass_manager import Environment, Trial
 from jax_deepcompile.planning.plan import KeptGathers, Plan, Prediction
+from jax_deepcompile.planning.trials import Environment, Trial
 from jax_deepcompile.planning.unshard_microbatches import (
     Repeat,
     UnshardMicrobatches,
@@ -23,10 +20,10 @@ from jax_deepcompile.planning.unshard_microbatches import (
     choose_kept,
     repeats_of,
 )
-from tests.partition.steps import shapes, training_step
-from tests.passes.programs import count, layer, sharded
+from tests.passes.programs import count, sharded
 from tests.passes.test_prefetch import Clock
 from tests.passes.test_unshard import UNROLLED, accumulating, assert_same, unrolled_loss
+from tests.planning.microbatches import eight_layers
 
 CLOCK = Clock(gather_s=2.0)
 
@@ -110,19 +107,7 @@ def test_the_choice_fits_and_nothing_better_was_left_for_it(repeats, free_bytes)
 @pytest.mark.h100_aot
 def test_layers_that_every_microbatch_gathers_are_waited_for_less():
     """Eight layers of 50 MB, four microbatches, on 32 H100s."""
-    width, layers = 2048, 8
-    shape = {"up": (width, 4 * width), "down": (4 * width, width), "bias": (4 * width,)}
-    params = shapes({f"layer{index}": shape for index in range(layers)})
-
-    def loss(params, x):
-        for index in range(layers):
-            x = jax.checkpoint(layer)(x, params[f"layer{index}"])
-        return jnp.mean(x**2)
-
-    mesh, optimizer = deepcompile.targets.h100(nodes=4).make_mesh((32,), ("fsdp",)), optax.sgd(0.1)
-    step = deepcompile.shard(training_step(loss, optimizer), mesh, microbatches=4, memory_limit="40GiB")
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    batch = shapes((4 * 32 * 1024, width))
+    step, state, batch = eight_layers(rows=1024)
     found = step.plan(state, batch)
     before = step.reshard(passes=(deepcompile.BucketCollectives(),)).plan(state, batch)
     assert found.prediction is not None
