@@ -157,8 +157,8 @@ class _Flow:
 
 
 def _read_flow(jaxpr: jex.Jaxpr, axis: str) -> _Flow:
-    combining = [eqn for eqn in jaxpr.eqns if _is_over(eqn, axis) and eqn.primitive.name in _COMBINED]
-    jaxpr = without_waits(jaxpr, combining, lambda eqn: _asks(eqn, axis))
+    jaxpr = without_waits(jaxpr, _combining(jaxpr, axis), lambda eqn: _asks(eqn, axis))
+    combining = _combining(jaxpr, axis)
     plain = _without(jaxpr.eqns, combining)
     indices = tuple(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "axis_index" and _is_over(eqn, axis))
     varying = reached_from(plain, {var for eqn in plain if _asks(eqn, axis) for var in eqn.outvars})
@@ -175,6 +175,11 @@ def _read_flow(jaxpr: jex.Jaxpr, axis: str) -> _Flow:
         tuple(_without(combining, reductions)),
         indices,
     )
+
+
+def _combining(jaxpr: jex.Jaxpr, axis: str) -> list:
+    """Equations that make totals."""
+    return [eqn for eqn in jaxpr.eqns if _is_over(eqn, axis) and eqn.primitive.name in _COMBINED]
 
 
 def _without(eqns: Sequence, others: Sequence) -> list:

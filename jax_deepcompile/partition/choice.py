@@ -34,12 +34,14 @@ class Operand:
       expected: placements other equations will bring it to; free for partial sums, which must be summed once anyway.
       batch: whether it depends on the batch.
       size: its whole size.
+      of_total: whether it depends on a total over a virtual axis, known when that loop has ended.
     """
 
     held: tuple[Placement, ...]
     expected: tuple[Placement, ...]
     batch: bool
     size: Size
+    of_total: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def _ways(axis: int, remaining: Sequence[int], question: _Question, before: Sequ
     states = [{held.axes[axis] for held in operand.held} for operand in operands]
     virtual = question.mesh.is_virtual(axis)
     for group in (*rule.linear, *rule.rounded) if virtual else rule.linear:
-        if virtual and _waits_for_a_sum(group, states):
+        if virtual and _waits_for_a_total(group, operands, states):
             continue
         if any(PARTIAL in states[index] for index in group):
             placed = tuple(PARTIAL if index in group else REPLICATE for index in range(len(operands)))
@@ -227,9 +229,18 @@ def _ways(axis: int, remaining: Sequence[int], question: _Question, before: Sequ
     return ways
 
 
-def _waits_for_a_sum(group: frozenset[int], states: Sequence[set[AxisPlacement]]) -> bool:
-    """Whether the operands that must be whole while those of ``group`` are added up are sums of a loop themselves."""
-    return any(held == {PARTIAL} for index, held in enumerate(states) if index not in group)
+def _waits_for_a_total(
+    group: frozenset[int], operands: Sequence[Operand], states: Sequence[set[AxisPlacement]]
+) -> bool:
+    """Whether the operands of ``group``, added up, would have to wait for the end of the loop that they are sums of.
+
+    That is so where another operand, or one of them that is no sum of the loop, is or depends on a total.
+    """
+    each = zip(operands, states, strict=True)
+    return any(
+        operand.of_total and PARTIAL not in held if index in group else operand.of_total or PARTIAL in held
+        for index, (operand, held) in enumerate(each)
+    )
 
 
 def _touched_factors(axis: int, remaining: Sequence[int], question: _Question, before: Sequence[_Way]) -> set[int]:

@@ -172,6 +172,12 @@ def sums_over_features(split: Split, batch: Sequence[bool]) -> bool:
     return False
 
 
+def finds_extrema_over(split: Split, mesh: MeshAxes) -> bool:
+    """Whether a maximum or minimum of all parts along a virtual axis of ``mesh`` is found."""
+    kinds = zip(split.rule.factors, split.splits, strict=True)
+    return any(factor.kind in (Kind.MAX, Kind.MIN) and set(names) & set(mesh.virtual) for factor, names in kinds)
+
+
 @dataclass(frozen=True)
 class Decision:
     """How an equation is computed.

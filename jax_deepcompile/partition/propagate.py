@@ -21,7 +21,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import is_drop_var
 from jax_deepcompile.ir.equation import Equation
-from jax_deepcompile.ir.placement import PARTIAL, MeshAxes, Placement
+from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
 from jax_deepcompile.partition.choice import Operand, choose_split
 from jax_deepcompile.partition.layout import (
     Decision,
@@ -32,6 +32,7 @@ from jax_deepcompile.partition.layout import (
     Request,
     Split,
     Step,
+    finds_extrema_over,
     sums_over_features,
 )
 from jax_deepcompile.partition.reshard import Size, axis_cost, collectives, full_bytes, size_of
@@ -128,6 +129,7 @@ class _Sweeps:
     lazy: bool = False
     natural: dict = field(default_factory=dict)
     batch: dict = field(default_factory=dict)
+    of_total: set = field(default_factory=set)
     demands: dict = field(default_factory=dict)
 
     @property
@@ -211,6 +213,8 @@ class _Sweeps:
             steps.append(Step(eqn, decision.how, fetches, decision.results, kept))
             self.natural.update(zip(eqn.outvars, kept, strict=True))
             self._remark_batch(eqn, decision)
+            if self._is_of_total(eqn, decision):
+                self.of_total.update(eqn.outvars)
             copies.hold_what_follows(eqn)
         outputs = []
         for atom, wanted in zip(self.jaxpr.outvars, self.output_demands, strict=True):
@@ -250,6 +254,17 @@ class _Sweeps:
         for var, depends, placement in zip(eqn.outvars, decision.batch or static, kept, strict=True):
             self.batch[var] = depends and (of_features or not placement.is_partial)
 
+    def _is_of_total(self, eqn: jex.JaxprEqn, decision: Decision) -> bool:
+        """Whether ``eqn`` makes, or goes on with, a total over a virtual axis."""
+        if isinstance(decision.how, Split) and finds_extrema_over(decision.how, self.mesh):
+            return True
+        for atom, placement in zip(eqn.invars, decision.operands, strict=True):
+            pairs = enumerate(zip(self._natural(atom).axes, placement.axes, strict=True))
+            brought = any(have not in (want, REPLICATE) and self.mesh.is_virtual(axis) for axis, (have, want) in pairs)
+            if brought or (not isinstance(atom, jex.Literal) and atom in self.of_total):
+                return True
+        return False
+
     def _decide(self, eqn: Equation, operands: list[Operand]) -> Decision:
         demands = tuple(tuple(self.demands.get(var, ())) for var in eqn.outvars)
         rule = self.propagator.rule_of(eqn)
@@ -274,7 +289,8 @@ class _Sweeps:
     def _known(self, atom, held: tuple[Placement, ...]) -> Operand:
         if isinstance(atom, jex.Literal):
             return Operand((self.mesh.replicated(),), (), False, size_of(atom.aval))
-        return Operand(held, tuple(self.demands.get(atom, ())), self.batch.get(atom, False), size_of(atom.aval))
+        expected, batch = tuple(self.demands.get(atom, ())), self.batch.get(atom, False)
+        return Operand(held, expected, batch, size_of(atom.aval), atom in self.of_total)
 
     def _natural(self, atom) -> Placement:
         return self.mesh.replicated() if isinstance(atom, jex.Literal) else self.natural[atom]

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax import lax
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
+from jax_deepcompile.analysis.microbatches import choose_rounds
 from jax_deepcompile.partition.partition import partition_step
 from jax_deepcompile.passes.microbatch import accumulate
 from tests.partition.steps import FLAT, HYBRID, lines, moves, shapes, training_step
@@ -168,6 +170,21 @@ def test_every_gradient_is_carried_once_whoever_reads_it():
     assert carried(trace(mean_loss, optimizer=optimizer)) == ["f32[]", "f32[4]", "f32[4,8]", "f32[2,32]"]
 
 
+@pytest.mark.parametrize("mesh", [FLAT, HYBRID])
+def test_gradients_that_nobody_shards_are_whole_before_they_are_clipped(mesh):
+    """Left unsummed until the parameter is updated, they would be kept for all microbatches: the norm comes later."""
+
+    def loss(params, batch):
+        logits = batch["x"] @ params["kernel"] + params["bias"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZER)
+    batch = {"x": (16, 24), "label": jax.ShapeDtypeStruct((16,), jnp.int32)}
+    traced = trace(loss, mesh, 2, optimizer, {"kernel": (24, 67), "bias": (67,)}, batch)
+    assert [line for line in lines(traced.sharded) if line == "scan 2"] == ["scan 2"]
+    assert "f32[67]" in carried(traced)
+
+
 def test_what_does_not_depend_on_the_microbatch_is_computed_once():
     def loss(params, batch):
         scale = jnp.exp(params["bias"]).sum()
@@ -267,6 +284,23 @@ def test_a_deviation_is_found_from_the_losses_kept_of_every_example():
     first, second = (index for index, line in enumerate(text) if line == "scan 4")
     assert sum("dot_general" in line for line in text[first:second]) == 2
     assert not any("dot_general" in line or "dynamic_slice" in line for line in text[second:])
+
+
+def test_totals_of_totals_and_of_parameters_that_were_gathered_again():
+    """Without end, once: what a total reads was replaced, and the total no longer recognised."""
+
+    def program(w, x):
+        mine = lax.dynamic_index_in_dim(x, lax.axis_index("microbatch"), keepdims=False)
+        again, _ = lax.optimization_barrier((w, mine))
+        total = lax.psum(mine * again, "microbatch")
+        first = jnp.where(lax.axis_index("microbatch") == 0, w, 0)
+        return lax.psum(first - total * again * mine, "microbatch")
+
+    args = (jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((2, 3), jnp.float32))
+    jaxpr = jax.make_jaxpr(program, axis_env=[("microbatch", 2)])(*args).jaxpr
+    sums, last = choose_rounds(jaxpr, "microbatch", 2, kept_bytes=1 << 10).loops
+    assert [total.how for total in (*sums.totals, *last.totals)] == ["psum", "psum"]
+    assert last.totals[0].result is jaxpr.outvars[0]
 
 
 def test_a_metric_takes_the_work_of_a_later_loop():
