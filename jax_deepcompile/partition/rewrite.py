@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,14 +43,23 @@ def run_layout(layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = (
                 for position, (atom, fetch) in enumerate(zip(step.eqn.invars, step.fetches, strict=True))
             ]
             results = _compute(step, operands, layout.mesh)
-        for var, computed, kept, value in zip(step.eqn.outvars, step.results, step.kept, results, strict=True):
-            for move in plan_moves(computed, kept, layout.mesh):
-                value = apply_move(value, move, layout.mesh)
-            blocks.write(var, kept, value)
+            for var, computed, kept, value in zip(step.eqn.outvars, step.results, step.kept, results, strict=True):
+                for move in plan_moves(computed, kept, layout.mesh):
+                    value = apply_move(value, move, layout.mesh)
+                blocks.write(var, kept, value)
         for atom in {atom for atom in step.eqn.invars if not isinstance(atom, jex.Literal)}:
             if last_use[atom] == index:
                 blocks.forget(atom)
-    return [blocks.fetch(atom, fetch, None) for atom, fetch in zip(layout.jaxpr.outvars, layout.outputs, strict=True)]
+    makers = {var: step.eqn for step in layout.steps for var in step.eqn.outvars}
+    return [
+        _delivered(blocks, atom, fetch, None if isinstance(atom, jex.Literal) else makers.get(atom))
+        for atom, fetch in zip(layout.jaxpr.outvars, layout.outputs, strict=True)
+    ]
+
+
+def _delivered(blocks: _Blocks, atom, fetch: Fetch, maker: jex.JaxprEqn | None) -> jax.Array:
+    with contextlib.nullcontext() if maker is None else _jax_compat.provenance(maker):
+        return blocks.fetch(atom, fetch, None)
 
 
 def _compute(step: Step, operands: list[jax.Array], mesh: MeshAxes) -> Sequence[jax.Array]:
