@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.lax import optimization_barrier_p
+from jax._src.random.core import _gamma_one
 from jax.experimental import topologies
 from jax.extend import core as jex
 
@@ -110,6 +112,13 @@ def scan_counts(eqn) -> tuple[int, int]:
     # 2026-06, jax 0.11: a flat tree (constants, carry, stacked inputs) took the place of the two numbers.
     consts, carry, _ = (len(list(part)) for part in eqn.params["ft_in"].update(eqn.invars).unpack())
     return consts, carry
+
+
+def gamma_variables(keys: jax.Array, alphas: jax.Array, log_space: bool) -> jax.Array:
+    """One of each of ``alphas`` by a key of its own; the primitive ``random_gamma`` splits every key once more."""
+    # 2026-11, jax 0.10 to 0.12: what the primitive does for each sample once it has split its keys.
+    drawn = jax.vmap(functools.partial(_gamma_one, log_space=log_space))(keys.reshape(-1), alphas.reshape(-1))
+    return drawn.reshape(alphas.shape)
 
 
 def threefry_is_partitionable() -> bool:

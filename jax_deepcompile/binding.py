@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from jax_deepcompile import errors
@@ -207,9 +208,10 @@ def _is_number(leaf: Any) -> bool:
 
 
 def _is_optimizer_state(node: Any) -> bool:
-    """Optax keeps its state in named tuples of its own."""
+    """Optax keeps its state in named tuples of its own; and parameters, if there are two sets of them."""
     kind = type(node)
-    return isinstance(node, tuple) and hasattr(kind, "_fields") and kind.__module__.split(".")[0] == "optax"
+    is_optax = isinstance(node, tuple) and hasattr(kind, "_fields") and kind.__module__.split(".")[0] == "optax"
+    return is_optax and kind is not optax.LookaheadParams
 
 
 def _is_object(node: Any) -> bool:

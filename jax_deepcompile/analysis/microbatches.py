@@ -220,8 +220,8 @@ def _needs(eqns: Sequence, totals: Sequence[Total]) -> dict:
 def _groups(flow: _Flow) -> Iterator[list[Total]]:
     """The totals of each loop.
 
-    A total that nothing waits for, a metric, is found in a later loop if that does heavy work of its and this one does
-    not.
+    A total that nothing waits for, a metric, is found in a later loop if that does heavy work of its which this one
+    does not.
     """
     waiting, known = list(flow.totals), set()
     behind = _heavy_behind(flow)
@@ -233,10 +233,11 @@ def _groups(flow: _Flow) -> Iterator[list[Total]]:
             light = [total for total in asked if total.source not in flow.costly]
             now = _work(behind, asked)
             later = _work(behind, [total for total in waiting if not flow.needs[total.result] <= known])
-            work = {total: behind.get(total.source, 0) for total in ready}
+            only_later = later & ~now
             ready = light or [
-                total for total in ready if total.result in results or work[total] & now or not work[total] & later
+                total for total in ready if total.result in results or not behind.get(total.source, 0) & only_later
             ]
+        assert ready, "totals of which each waits for another"
         yield ready
         found = {total.result for total in ready}
         known |= found

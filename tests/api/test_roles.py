@@ -18,6 +18,7 @@ from tests.equality.harness import assert_close
 pytestmark = pytest.mark.cpu_mesh
 
 _OPTIMIZER = optax.adam(1e-3)
+_LOOKAHEAD = optax.lookahead(_OPTIMIZER, sync_period=2, slow_step_size=0.5)
 
 
 def _model(seed: int, width: int = 64) -> dict:
@@ -161,6 +162,7 @@ _X = jax.random.normal(jax.random.key(2), (16, 32))
 _Y = jax.random.normal(jax.random.key(3), (16, 16))
 _PARAMS, _OTHER = _model(0), _model(1)
 _STATE = _OPTIMIZER.init(_PARAMS)
+_SYNCED = optax.LookaheadParams.init_synced(_PARAMS)
 _ADAPTER = {"down": jnp.ones((32, 8)) / 8, "up": jnp.ones((8, 32)) / 8}
 _LAYERS = [(layer["kernel"], layer["bias"]) for layer in _PARAMS.values()]
 _STATISTICS = {"norm": {"mean": jnp.ones(64), "var": jnp.ones(64)}}
@@ -174,6 +176,12 @@ def with_schedule_that_is_only_read(params, opt_state, transform_state, batch):
     scale = 1.0 / (1 + transform_state.count)
     new, opt_state, loss = _updated(params, opt_state, lambda p, *xy: scale * _loss(p, *xy), batch["x"], batch["y"])
     return new, opt_state, loss
+
+
+def with_two_sets_of_parameters(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(_loss)(params.fast, batch["x"], batch["y"])
+    updates, opt_state = _LOOKAHEAD.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
 
 
 _STEPS = [
@@ -193,6 +201,11 @@ _STEPS = [
         adversarial,
         (_PARAMS, _OTHER, _STATE, _STATE, _X, _Y),
         "state: g_params, d_params, g_opt, d_opt; batch: x, y",
+    ),
+    (
+        with_two_sets_of_parameters,
+        (_SYNCED, _LOOKAHEAD.init(_SYNCED), {"x": _X, "y": _Y}),
+        "state: params, opt_state; batch: batch",
     ),
     (optimizer_in_front, (_STATE, _PARAMS, _X, _Y), "state: opt_state, params; batch: x, y"),
     (teacher_in_front, (_OTHER, _train_state(_PARAMS), _X), "state: state; read only: teacher; batch: x"),

@@ -325,6 +325,21 @@ def test_a_metric_takes_the_work_of_a_later_loop():
     assert sum("dot_general" in line for line in text[second:]) == 7
 
 
+def test_what_is_heavy_and_counted_in_advance_does_not_take_the_loss_with_it():
+    """How many are masked is found by sorting, which the loss needs too; but the loss needs the model more."""
+
+    def loss(params, batch):
+        scores = batch["x"] @ jnp.ones((16, 16))
+        mask = scores <= jnp.sort(scores, axis=1)[:, 3:4] * batch["mask"][:, None]
+        hidden = jnp.tanh(jnp.where(mask, 0, batch["x"]) @ params["up"]) @ params["down"]
+        return (jnp.square(hidden - batch["y"]) * mask[:, :8]).sum() / mask.sum()
+
+    text = lines(trace(loss).sharded)
+    first, second = (index for index, line in enumerate(text) if line == "scan 4")
+    assert not any("tanh" in line for line in text[first:second])
+    assert any("tanh" in line for line in text[second:])
+
+
 def test_statistics_of_which_none_needs_another_are_refused_with_their_line():
     """How many examples each class has is cheap, and known before the sums of what the model makes of them."""
 

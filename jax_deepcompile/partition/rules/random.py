@@ -6,6 +6,7 @@ key and ``i`` alone, so a block of the array needs only the indices of the block
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from jax_deepcompile._jax_compat import threefry_is_partitionable
+from jax_deepcompile._jax_compat import gamma_variables, threefry_is_partitionable
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import LocalEquation, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
@@ -34,13 +35,24 @@ def key_data(eqn: Equation) -> OpRule:
 
 @rule("random_gamma")
 def random_gamma(eqn: Equation) -> OpRule:
-    """``keys[*k], alpha[*k, *shape] -> samples[*k, *shape]``: a key is split into one for each sample, in order."""
+    """``keys[*k], alpha[*k, *shape] -> samples[*k, *shape]``.
+
+    A key is split into one for each of its samples, in order: all ways on each device, which then draws its own.
+    """
     builder = RuleBuilder()
     keys = [builder.map(size) for size in eqn.invars[0].aval.shape]
     shape = eqn.outvars[0].aval.shape[len(keys) :]
-    samples = [*keys, *(builder.whole(size) for size in shape)]
-    reported = "each key's samples are drawn together" if shape else ""
-    return builder.build([keys, samples], [samples], reported=reported)
+    drawn = [builder.map(size) for size in shape]
+
+    def emit(local: LocalEquation, key_block: jax.Array, alpha_block: jax.Array):
+        if not any(local.splits[factor] for factors in drawn for factor in factors):
+            return local.bind(key_block, alpha_block)
+        split = jax.vmap(functools.partial(jax.random.split, num=math.prod(shape)))(key_block.reshape(-1))
+        starts = [0] * key_block.ndim + [local.start(factors) for factors in drawn]
+        own = lax.dynamic_slice(split.reshape(*key_block.shape, *shape), starts, alpha_block.shape)
+        return [gamma_variables(own, alpha_block, **local.params)]
+
+    return builder.build([keys, [*keys, *drawn]], [[*keys, *drawn]], emit=emit)
 
 
 @rule("random_seed", "random_fold_in", "random_clone")

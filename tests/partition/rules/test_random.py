@@ -1,5 +1,7 @@
 """Rules of random numbers: blocks of the stream are slices of the whole."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -41,6 +43,19 @@ def test_keys(count, ways):
 
 def test_seeds():
     check(lambda seeds: jax.vmap(jax.random.key)(seeds), np.arange(8), primitives=["random_seed"])
+
+
+@examples(3)
+@given(sizes, shapes, st.booleans())
+def test_gamma_variables(count, shape, one_key):
+    """One key for all, or one each; what is drawn depends on where in the whole array it stands."""
+    key = jax.random.key(3)
+    alphas = np.linspace(0.3, 4.0, count * math.prod(shape), dtype=np.float32).reshape(count, *shape)
+    if one_key:
+        check(lambda alphas: jax.random.gamma(key, alphas), alphas, primitives=["random_gamma"], rtol=1e-5)
+    else:
+        keys = jax.random.split(key, count)
+        check(jax.vmap(jax.random.gamma), keys, alphas, primitives=["random_gamma"], rtol=1e-5)
 
 
 def test_draws_keep_their_distribution():
