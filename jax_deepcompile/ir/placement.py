@@ -71,13 +71,15 @@ class MeshAxes:
         return Placement((REPLICATE,) * len(self.names))
 
     def place(self, dims: Mapping[int, Sequence[str]], partial: Iterable[str] = ()) -> Placement:
-        """The placement that splits dimension ``d`` over the axes ``dims[d]`` and is partial over ``partial``."""
-        axes = dict.fromkeys(self.names, REPLICATE)
-        axes |= {name: dim for dim, names in dims.items() for name in names}
-        axes |= dict.fromkeys(partial, PARTIAL)
+        """The placement that splits dimension ``d`` over the axes ``dims[d]`` and is partial over ``partial``.
+
+        Along an axis of one device everything is whole.
+        """
+        axes = {name: dim for dim, names in dims.items() for name in names} | dict.fromkeys(partial, PARTIAL)
         if unknown := set(axes) - set(self.names):
             raise KeyError(f"no mesh axis {', '.join(sorted(unknown))} among {', '.join(self.names)}")
-        return Placement(tuple(axes[name] for name in self.names))
+        pairs = zip(self.names, self.sizes, strict=True)
+        return Placement(tuple(axes.get(name, REPLICATE) if size > 1 else REPLICATE for name, size in pairs))
 
 
 @dataclass(frozen=True)

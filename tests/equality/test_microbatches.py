@@ -24,6 +24,8 @@ from tests.equality.harness import MESHES, assert_close, assert_same_training
 pytestmark = pytest.mark.cpu_mesh
 
 TWO_MESHES = {name: MESHES[name] for name in ("8", "2x4")}
+ONES = {"1": {"fsdp": 1}, "1x8": {"data": 1, "fsdp": 8}, "8x1": {"data": 8, "fsdp": 1}}
+"""With axes of one device."""
 DESCENT = optax.sgd(0.1, momentum=0.9)
 """Adds no noise of its own: an adaptive optimizer divides by second moments, which doubles what is lost to rounding."""
 
@@ -86,6 +88,20 @@ def mean(params, batch, key):
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_mean(microbatches: int):
     assert_same_in_microbatches(mean, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_axes_of_one_device(microbatches: int):
+    def create(key):
+        state = create_classifier(key)
+        params = state["params"] | {"shift": jnp.ones((1, 16))}
+        return state | {"params": params, "opt_state": DESCENT.init(params)}
+
+    def loss_of(params, batch, key):
+        return mean(params, batch | {"x": batch["x"] + params["shift"]}, key)
+
+    batches = [examples(seed) for seed in range(2)]
+    assert_same_training(training(loss_of), create, batches, ONES, microbatches=microbatches)
 
 
 def test_mean_over_masked_examples():
@@ -268,7 +284,7 @@ def tokens(seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("policy", "meshes"),
-    [(None, ["8"]), (jax.checkpoint_policies.nothing_saveable, ["8", "2x4"])],
+    [(None, ["8"]), (jax.checkpoint_policies.nothing_saveable, ["8", "2x4", "1"])],
     ids=["saved", "checkpointed"],
 )
 def test_loops_of_layers(policy, meshes):
@@ -286,7 +302,7 @@ def test_loops_of_layers(policy, meshes):
         loss, grads = jax.value_and_grad(loss_of)(state.params)
         return state.apply_gradients(grads=grads), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
-    chosen = {name: MESHES[name] for name in meshes}
+    chosen = {name: (MESHES | ONES)[name] for name in meshes}
     assert_same_training(step, create, [tokens(0), tokens(1)], chosen, microbatches=2)
 
 
@@ -315,7 +331,7 @@ def images(seed: int) -> dict[str, np.ndarray]:
     [
         (lambda: mixtral.Mixtral(mixtral.MIXTRAL_TINY, rngs=nnx.Rngs(0)), mixtral_loss, tokens, ["8", "2x4"]),
         (lambda: mixtral.Mixtral(CAPPED, rngs=nnx.Rngs(0)), mixtral_loss, tokens, ["8"]),
-        (lambda: vit.ViT(vit.VIT_TINY, rngs=nnx.Rngs(0)), vit_loss, images, ["2x4"]),
+        (lambda: vit.ViT(vit.VIT_TINY, rngs=nnx.Rngs(0)), vit_loss, images, ["2x4", "1"]),
     ],
     ids=["mixtral", "capped mixtral", "vit"],
 )
@@ -335,7 +351,7 @@ def test_nnx_objects(build, loss_of, make_batch, meshes):
         losses.append(plain(model, optimizer, make_batch(seed)))
         states.append(jax.tree.map(jnp.copy, nnx.state((model, optimizer))))
     for mesh in meshes:
-        sharded = deepcompile.shard(step, MESHES[mesh], microbatches=2)
+        sharded = deepcompile.shard(step, (MESHES | ONES)[mesh], microbatches=2)
         model, optimizer = sharded.init(create)
         for seed in range(2):
             loss = sharded(model, optimizer, make_batch(seed))

@@ -41,6 +41,8 @@ def test_deferring_leaves_sums_for_later():
 
 
 def test_place_names_what_is_split_and_what_is_partial():
+    of_one = MeshAxes(("data", "fsdp"), (1, 4))
+    assert of_one.place({0: ("data", "fsdp")}) == Placement((R, 0))
     assert MESH.place({}) == MESH.replicated() == Placement((R, R, R))
     assert MESH.place({0: ("data", "fsdp")}) == Placement((0, 0, R))
     assert MESH.place({1: ("model",), 0: ("data",)}, partial=("fsdp",)) == Placement((0, P, 1))
