@@ -12,9 +12,11 @@ import numpy as np
 import optax
 import pytest
 
+import jax_deepcompile as deepcompile
 from experiments.gpu_suite import attention, host_copies, lines, llama_block, matmul, memory, simulated_vs_measured
 from experiments.gpu_suite.cases import Deadline, OutOfTimeError, attempted, until
 from experiments.gpu_suite.llama_block import Kernel
+from experiments.gpu_suite.meshes import one_device_mesh
 from experiments.gpu_suite.sizes import full, layer_shapes, named, tiny
 from experiments.gpu_suite.worker import run_part, section_module
 from experiments.gpu_suite.workloads import Training, TrainState, training
@@ -124,6 +126,15 @@ def test_steps_of_the_workloads_keep_their_state_as_it_is(name: str):
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), new) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), state
     )
+
+
+@pytest.mark.parametrize("name", ["llama_smallest", "gpt2_tiny", "vit_tiny", "mixtral_tiny"])
+def test_on_one_device_they_can_be_sharded_in_microbatches(name: str):
+    work, mesh = training(name), one_device_mesh()
+    state = jax.eval_shape(work.create)
+    whole = deepcompile.shard(work.step, mesh).trace(state, work.batch)
+    parts = deepcompile.shard(work.step, mesh, microbatches=2).trace(state, work.batch)
+    assert whole.sharded.jaxpr.out_avals == parts.sharded.jaxpr.out_avals
 
 
 def test_full_sizes():
