@@ -146,8 +146,9 @@ def _placed(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, 
 def _shape_only(leaf: Any, target: NamedSharding | None, role: Role) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct) and role.is_state and leaf.sharding is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
-    if _is_concrete(leaf) and leaf.committed and target in (None, leaf.sharding):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
-    if isinstance(leaf, (jax.Array, np.ndarray)):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
-    return leaf
+    if not isinstance(leaf, (jax.Array, np.ndarray)):
+        return leaf
+    known = _is_concrete(leaf) and leaf.committed and target in (None, leaf.sharding)
+    # Neither NumPy's arrays nor arrays of random keys say whether their type is weak.
+    weak_type = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if known else None, weak_type=weak_type)

@@ -56,3 +56,20 @@ def nnx_train(model: nnx.Linear, batch):
 def test_planning_lowers_what_a_call_lowers(step, args, options, mesh):
     traced = deepcompile.shard(step, mesh, **options).trace(*args)
     assert lower(traced.planned, deepcompile.shard(step, mesh).mesh, "cpu").as_text() == traced.lower().as_text()
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 1}, {"fsdp": 8}])
+@pytest.mark.parametrize("in_state", [True, False])
+def test_random_keys_that_a_step_returned_or_took_are_traced_as_they_are(mesh, in_state):
+    def noisy(state, batch, key):
+        used = state["key"] if in_state else key
+        noise = jax.random.normal(used, batch.shape)
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(((batch + noise) @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "key": jax.random.fold_in(state["key"], 1)}, loss
+
+    step = deepcompile.shard(noisy, mesh)
+    state, key = step.init(lambda: {"w": jnp.ones((16, 8)), "key": jax.random.key(0)}), jax.random.key(1)
+    state, _ = step(state, BATCH, key)
+    placed = jax.device_put(key, jax.tree.leaves(state)[0].sharding)
+    for given in (key, placed):
+        assert step.trace(state, BATCH, given).lower().compile() is not None
