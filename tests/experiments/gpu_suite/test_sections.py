@@ -112,7 +112,8 @@ def smallest_training() -> Training:
         return state.apply_gradients(grads=grads), loss
 
     def create() -> TrainState:
-        return TrainState.create(apply_fn=None, params={"w": jnp.full((8, 4), 0.5)}, tx=optax.sgd(0.1))
+        params = {"w": jnp.full((8, 4), 0.5)}
+        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), dropout_key=jax.random.key(0))
 
     return Training(step, create, np.ones((4, 8), np.float32))
 
