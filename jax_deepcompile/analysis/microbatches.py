@@ -34,6 +34,10 @@ _MEANING = {
 """What stands in a user's line where the program has a collective, or reads what one made."""
 
 _MIX_BEFORE = "Bring examples together (shuffles, mixup, pairs, copies of the batch side by side) before the step"
+_SIDE_BY_SIDE = (
+    "Keep together what belongs to one example: jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:]) in the place of "
+    "jnp.concatenate([a, b]), and h.reshape(-1, 2, *h.shape[1:]) of what is made of it, h[:, 0] for a and h[:, 1] for b"
+)
 _NOT_IN_LOOPS = "Take it out of the loop or branch"
 _EXAMPLES_ALONE = (
     "Make what the loss is a sum or mean over examples of from each example alone (LayerNorm or GroupNorm in the place "
@@ -347,7 +351,8 @@ def _refuse_hoards(flow: _Flow, loops: Sequence[Round], length: int, kept_bytes:
         asked = sorted((total for total in flow.totals if total.result in results), key=lambda t: t.how != "all_gather")
         if asked and asked[0].how == "all_gather":
             reader = next(eqn for eqn in flow.eqns if asked[0].result in variables(eqn.invars))
-            raise _needed(reader, length, "the step goes on with examples of other microbatches", _MIX_BEFORE)
+            remedy = _SIDE_BY_SIDE if reader.primitive.name == "concatenate" else _MIX_BEFORE
+            raise _needed(reader, length, "the step goes on with examples of other microbatches", remedy)
         if loop.read and kept > kept_bytes:
             again = _maker(loop.read[0], flow)
             maker = _maker(next((total.source for total in asked if total.source in flow.costly), loop.read[0]), flow)

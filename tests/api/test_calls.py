@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from typing import NamedTuple
 
 import jax
@@ -18,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.ir.program import Role
-from jax_deepcompile.planning import limits
 from tests.api.steps import assert_equal, batch, create, step
 
 pytestmark = pytest.mark.cpu_mesh
@@ -343,56 +338,6 @@ def test_a_call_finds_what_was_compiled_from_shapes(caplog):
     assert not [record for record in caplog.messages if "XLA compilation" in record and "step" in record]
 
 
-def test_a_limit_holds_for_what_runs_and_nothing_is_lost(monkeypatch, expected):
-    limited = deepcompile.shard(step, memory_limit="1GiB")
-    state = limited.init(create)
-    limited.plan(state, batch())
-    with monkeypatch.context() as patched:
-        patched.setattr(limits, "peak_bytes", lambda memory: 2 << 30)
-        with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"1\.00 GiB more than the limit of 1\.00 GiB"):
-            limited(state, batch())
-    assert_equal(limited(state, batch()), expected)
-
-
-def test_a_limited_step_is_compiled_once_to_run(caplog):
-    limited = deepcompile.shard(step, memory_limit="1GiB")
-    state = limited.init(create)
-    limited.plan(state, batch())
-    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
-        state, _ = limited(state, batch())
-        limited(state, batch())
-    assert len([record for record in caplog.messages if "Finished XLA compilation of jit(step)" in record]) == 1
-
-
-def test_a_limited_step_in_a_function_of_jax(expected):
-    limited = deepcompile.shard(step, memory_limit="1GiB")
-    assert_equal(jax.jit(limited)(create(), batch()), expected)
-
-
-@pytest.mark.parametrize("sizes", [(1 << 19, 16, 16), (16, 1 << 19, 16), (16, 16, 1 << 19)])
-def test_each_batch_size_fits_or_not(sizes):
-    """64 MiB of examples, 4 MiB a device and more do not; state goes on after that."""
-    limited = deepcompile.shard(step, memory_limit="2MiB")
-    state = limited.init(create)
-    for size in sizes:
-        if size > 16:
-            with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"more than the limit of 2\.00 MiB"):
-                limited(state, batch(size))
-        else:
-            state, _ = limited(state, batch(size))
-    assert int(state["count"]) == 2
-
-
-def test_a_limit_holds_for_later_shapes(monkeypatch):
-    limited = deepcompile.shard(step, memory_limit="1GiB")
-    state, _ = limited(limited.init(create), batch(16))
-    state, _ = limited(state, batch(16))
-    monkeypatch.setattr(limits, "peak_bytes", lambda memory: 2 << 30)
-    state, _ = limited(state, batch(16))
-    with pytest.raises(deepcompile.errors.MemoryExceededError):
-        limited(state, batch(32))
-
-
 @pytest.mark.parametrize("options", [{}, {"memory_limit": "1GiB"}])
 def test_state_from_anywhere_is_compiled_for_once(caplog, options):
     sharded, state = deepcompile.shard(step, **options), create()
@@ -420,82 +365,6 @@ def test_a_primitive_without_a_rule_is_computed_whole_and_named():
     assert "double_it at" in explained
     assert "test_calls.py" in explained
     assert "no rule for primitive 'double_it'" in explained
-
-
-@pytest.mark.parametrize("processes", [2])
-def test_each_process_passes_its_own_rows(processes: int):
-    """Two processes of four devices train as one of eight does, on fewer rows each than there are devices too."""
-    script = textwrap.dedent(
-        """
-        import sys
-        import jax, numpy as np
-        rank, count, port = map(int, sys.argv[1:])
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"localhost:{port}", count, rank)
-        from tests.api.test_calls import batch, create, step
-        import jax_deepcompile as deepcompile
-        sharded = deepcompile.shard(step)
-        state = sharded.init(create)
-        for rows, kind in ((batch()["x"], np.asarray), (batch(8)["x"], jax.numpy.asarray)):
-            mine = {"x": kind(rows[rank * len(rows) // count : (rank + 1) * len(rows) // count])}
-            state, loss = sharded(state, mine)
-            print("LOSS", float(loss))
-        try:
-            sharded(state, {"x": np.ones((6, 16), np.float32)})
-        except deepcompile.errors.BatchNotDivisibleError as error:
-            print("ERROR", error)
-        def weighted(state, batch, weights):
-            return step(state, {"x": batch["x"] * weights[:, None]})
-        weights = np.linspace(1, 2, len(rows), dtype=np.float32)[rank * 4 : (rank + 1) * 4]
-        try:
-            deepcompile.shard(weighted)(state, mine, weights)
-        except deepcompile.errors.AmbiguousRowsError as error:
-            print("ERROR", error)
-        given = sharded.init(create)
-        print("LOSS", float(deepcompile.shard(weighted, batch_argnums=(1, 2))(given, mine, weights)[1]))
-        planned = deepcompile.shard(step, memory_limit="1GiB")
-        print("LOSS", float(planned(planned.init(create), mine)[1]))
-        examples = {"x": jax.ShapeDtypeStruct((8, 16), "f4")}
-        traced = jax.eval_shape(deepcompile.shard(step), sharded.init(create), examples)
-        print("SHAPE", traced[1].shape)
-        def different(state, batch):
-            return step(state, {"x": batch["x"] * (2.0 + rank)})
-        for options in ({}, {"memory_limit": "1GiB"}):
-            try:
-                deepcompile.shard(different, **options)(sharded.init(create), mine)
-            except deepcompile.errors.PlanMismatchError as error:
-                print("ERROR", error)
-        """
-    )
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", script]
-    pipe = subprocess.PIPE
-    runs = [
-        subprocess.Popen(
-            [*command, str(rank), str(processes), str(port)], env=environment, stdout=pipe, stderr=pipe, text=True
-        )
-        for rank in range(processes)
-    ]
-    outputs = [run.communicate(timeout=240) for run in runs]
-    losses = [[float(line.split()[1]) for line in out.splitlines() if line.startswith("LOSS")] for out, _ in outputs]
-    state, first = jax.jit(step)(create(), batch())
-    _, second = jax.jit(step)(state, batch(8))
-    _, third = step(create(), {"x": batch(8)["x"] * np.linspace(1, 2, 8, dtype=np.float32)[:, None]})
-    _, fourth = step(create(), batch(8))
-    assert len(losses[0]) == 4, outputs
-    expected = [float(first), float(second), float(third), float(fourth)]
-    np.testing.assert_allclose(losses, [expected] * processes, rtol=1e-6)
-    assert all("SHAPE ()" in out for out, _ in outputs), outputs[0][1][-3000:]
-    assert all(
-        out.count("processes of this run do not agree on what different is (process 0: ") == 2 for out, _ in outputs
-    )
-    assert all("shard(..., batch_argnums=(1, 2)) if weights is one" in out for out, _ in outputs)
-    assert all("6 must be a multiple of 4, the number of this process's devices" in out for out, _ in outputs)
 
 
 def test_a_sharded_step_may_be_traced_by_jax(expected):

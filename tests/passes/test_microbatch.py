@@ -369,7 +369,18 @@ def test_two_views_side_by_side_are_refused():
         both = jnp.concatenate([batch["x"], batch["x"] * 2])
         return errors_of_examples(params, {"x": both, "y": jnp.concatenate([batch["y"]] * 2)}).mean()
 
-    assert "needs the whole batch in the middle of the step" in refused(loss)
+    text = refused(loss)
+    assert "concatenate at" in text
+    assert "jnp.stack([a, b], axis=1)" in text
+
+
+def test_two_views_of_an_example_may_stand_together():
+    def loss(params, batch):
+        both = jnp.stack([batch["x"], batch["x"] * 2], axis=1).reshape(-1, 16)
+        found = (jnp.tanh(both @ params["up"]) @ params["down"]).reshape(-1, 2, 8)
+        return jnp.square(found[:, 0] - found[:, 1]).mean()
+
+    assert [line for line in lines(trace(loss).sharded) if line == "scan 4"] == ["scan 4"]
 
 
 def test_a_statistic_inside_a_loop_of_layers_is_refused():

@@ -1,0 +1,67 @@
+"""A memory limit holds for whatever runs, of whatever shape, and an error loses nothing."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.planning import limits
+from tests.api.steps import assert_equal, batch, create, step
+
+pytestmark = pytest.mark.cpu_mesh
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return jax.jit(step)(create(), batch())
+
+
+def test_a_limit_holds_for_what_runs_and_nothing_is_lost(monkeypatch, expected):
+    limited = deepcompile.shard(step, memory_limit="1GiB")
+    state = limited.init(create)
+    limited.plan(state, batch())
+    with monkeypatch.context() as patched:
+        patched.setattr(limits, "peak_bytes", lambda memory: 2 << 30)
+        with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"1\.00 GiB more than the limit of 1\.00 GiB"):
+            limited(state, batch())
+    assert_equal(limited(state, batch()), expected)
+
+
+def test_a_limited_step_is_compiled_once_to_run(caplog):
+    limited = deepcompile.shard(step, memory_limit="1GiB")
+    state = limited.init(create)
+    limited.plan(state, batch())
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        state, _ = limited(state, batch())
+        limited(state, batch())
+    assert len([record for record in caplog.messages if "Finished XLA compilation of jit(step)" in record]) == 1
+
+
+def test_a_limited_step_in_a_function_of_jax(expected):
+    limited = deepcompile.shard(step, memory_limit="1GiB")
+    assert_equal(jax.jit(limited)(create(), batch()), expected)
+
+
+@pytest.mark.parametrize("sizes", [(1 << 19, 16, 16), (16, 1 << 19, 16), (16, 16, 1 << 19)])
+def test_each_batch_size_fits_or_not(sizes):
+    """64 MiB of examples, 4 MiB a device and more do not; state goes on after that."""
+    limited = deepcompile.shard(step, memory_limit="2MiB")
+    state = limited.init(create)
+    for size in sizes:
+        if size > 16:
+            with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"more than the limit of 2\.00 MiB"):
+                limited(state, batch(size))
+        else:
+            state, _ = limited(state, batch(size))
+    assert int(state["count"]) == 2
+
+
+def test_a_limit_holds_for_later_shapes(monkeypatch):
+    limited = deepcompile.shard(step, memory_limit="1GiB")
+    state, _ = limited(limited.init(create), batch(16))
+    state, _ = limited(state, batch(16))
+    monkeypatch.setattr(limits, "peak_bytes", lambda memory: 2 << 30)
+    state, _ = limited(state, batch(16))
+    with pytest.raises(deepcompile.errors.MemoryExceededError):
+        limited(state, batch(32))
