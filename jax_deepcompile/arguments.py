@@ -148,7 +148,7 @@ def _shape_only(leaf: Any, target: NamedSharding | None, role: Role) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
     if not isinstance(leaf, (jax.Array, np.ndarray)):
         return leaf
-    known = _is_concrete(leaf) and leaf.committed and target in (None, leaf.sharding)
+    placed = leaf.sharding if _is_concrete(leaf) and leaf.committed and target in (None, leaf.sharding) else None
     # Neither NumPy's arrays nor arrays of random keys say whether their type is weak.
     weak_type = getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if known else None, weak_type=weak_type)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed, weak_type=weak_type)

@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.partition.layout import Fetch, Layout, Split, Step
 from jax_deepcompile.partition.reshard import MoveKind, apply_move, plan_moves
@@ -57,7 +58,7 @@ def run_layout(layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = (
     ]
 
 
-def _delivered(blocks: _Blocks, atom, fetch: Fetch, maker: jex.JaxprEqn | None) -> jax.Array:
+def _delivered(blocks: _Blocks, atom, fetch: Fetch, maker: Equation | None) -> jax.Array:
     with contextlib.nullcontext() if maker is None else _jax_compat.provenance(maker):
         return blocks.fetch(atom, fetch, None)
 
