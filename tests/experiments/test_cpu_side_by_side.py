@@ -20,11 +20,9 @@ SMALL: dict[str, Callable[[], side.Training]] = {
     "mlp, few examples": lambda: side.mlp_training(width=128, layers=3, examples=16),
     "llama": lambda: side.llama_training(llama.LLAMA_TINY, 16, 16),
     "unrolled llama": lambda: side.llama_training(SAVED, 16, 16, unrolled=True),
-    "gpt2": lambda: side.gpt2_training(gpt2.GPT2_TINY, 64, 16),
     "mixtral": lambda: side.mixtral_training(mixtral.MIXTRAL_TINY, 16, 16),
     "vit": lambda: side.vit_training(vit.VIT_TINY, 16),
     "resnet": lambda: side.resnet_training(resnet.RESNET_TINY, 32, 16),
-    "llama in microbatches": lambda: side.llama_training(llama.LLAMA_TINY, 16, 32, microbatches=4),
     "gpt2 in microbatches": lambda: side.gpt2_training(gpt2.GPT2_TINY, 64, 32, microbatches=4),
 }
 
