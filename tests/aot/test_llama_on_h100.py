@@ -1,4 +1,4 @@
-"""A plain Llama train step, fully sharded, compiled by the real XLA:GPU compiler for 32 H100s: what moves, what it takes.
+"""A plain Llama train step, fully sharded, compiled by the real XLA:GPU compiler for 32 H100s: what it moves and takes.
 
 What planning makes of it is tested in ``tests/planning/test_planner.py``.
 """
