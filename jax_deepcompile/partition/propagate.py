@@ -21,7 +21,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import is_drop_var
 from jax_deepcompile.ir.equation import Equation
-from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, AxisPlacement, MeshAxes, Placement
+from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
 from jax_deepcompile.partition.choice import Operand, choose_split
 from jax_deepcompile.partition.layout import (
     Decision,
@@ -378,14 +378,7 @@ def _hints_through(rule: OpRule, wanted: Sequence[Placement]) -> list[list[Place
 
 
 def _transposed(wanted: Placement, result: Dims, operand: Dims) -> Placement:
-    """``wanted`` of the result, for the operand's dimensions; what only the result has is of one element."""
-
-    def carried(state: AxisPlacement) -> AxisPlacement:
-        if state < 0:
-            return state
-        return operand.index(result[state]) if result[state] in operand else REPLICATE
-
-    return Placement(tuple(map(carried, wanted.axes)))
+    return Placement(tuple(operand.index(result[axis]) if axis >= 0 else axis for axis in wanted.axes))
 
 
 def _price(source: Placement, target: Placement, whole: Size, mesh: MeshAxes) -> tuple[float, int]:
