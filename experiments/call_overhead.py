@@ -1,13 +1,15 @@
 """What a call of a sharded step costs beside ``jax.jit``'s on the same arrays: ``python -m experiments.call_overhead``.
 
-Both run the same trivial step on the same sharded pytree, side by side, alternating; the medians of the time until the
-call returns (not until the devices are done) are printed as JSON, in microseconds, with their difference.
+All run the same trivial step on the same sharded pytree, side by side, in random order; the lower quartiles of the time
+until the call returns (not until the devices are done) are printed as JSON, in microseconds: of the sharded step, of
+``jax.jit``, and of ``jax.jit`` behind the walk over all leaves that a sharded step takes, with the walk's difference.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.arguments import are_plain
 
 CALLS = 300
 
@@ -38,7 +41,7 @@ def seconds_a_call(run: Callable, state: Any, batch: jax.Array) -> tuple[float, 
 
 
 def measure(leaves: int) -> dict[str, float]:
-    """Medians for a state of ``leaves`` arrays."""
+    """Lower quartiles for a state of ``leaves`` arrays."""
     sharded = deepcompile.shard(step)
     mesh = sharded.mesh
     state = sharded.init(lambda: {f"leaf{index}": jnp.zeros(64) for index in range(leaves)})
@@ -46,21 +49,25 @@ def measure(leaves: int) -> dict[str, float]:
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     whole = NamedSharding(mesh, PartitionSpec())
     plain = jax.jit(step, in_shardings=(places, batch.sharding), out_shardings=(places, whole), donate_argnums=0)
-    states = {"shard": state, "jit": jax.tree.map(jnp.copy, state)}
-    runs = {"shard": sharded, "jit": plain}
-    times: dict[str, list[float]] = {"shard": [], "jit": []}
+
+    def checked(state, batch):
+        return plain(state, batch) if are_plain((state, batch)) else None
+
+    runs = {"shard": sharded, "jit": plain, "checked_jit": checked}
+    states = {name: jax.tree.map(jnp.copy, state) for name in runs}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(CALLS):
-        for name, run in runs.items():
-            elapsed, states[name] = seconds_a_call(run, states[name], batch)
+        for name in random.sample(list(runs), len(runs)):
+            elapsed, states[name] = seconds_a_call(runs[name], states[name], batch)
             if index >= CALLS // 10:
                 times[name].append(elapsed * 1e6)
-    medians = {f"{name}_us": statistics.median(values) for name, values in times.items()}
-    return {"leaves": leaves, **medians, "extra_us": medians["shard_us"] - medians["jit_us"]}
+    found = {f"{name}_us": statistics.quantiles(values, n=4)[0] for name, values in times.items()}
+    return {"leaves": leaves, **found, "walk_us": found["checked_jit_us"] - found["jit_us"]}
 
 
 def main() -> None:
     print(json.dumps({"jax": jax.__version__, "devices": jax.device_count(), "calls": CALLS}))
-    for leaves in (10, 100, 500):
+    for leaves in (10, 200, 500):
         print(json.dumps(measure(leaves)))
 
 

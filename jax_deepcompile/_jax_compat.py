@@ -14,6 +14,7 @@ import jax
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.array import ArrayImpl
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.lax import optimization_barrier_p
 from jax._src.random.core import _gamma_one
@@ -22,7 +23,7 @@ from jax.extend import core as jex
 
 _LIBRARIES = (*(f"site-packages/{name}/" for name in ("jax", "flax", "optax")), f"{Path(__file__).parent}/")
 
-__all__ = ["optimization_barrier_p"]
+__all__ = ["ArrayImpl", "optimization_barrier_p"]
 
 
 def new_var(aval) -> jex.Var:

@@ -13,12 +13,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
-from jax_deepcompile.arguments import has_repeated_arrays, join_rows, place, refuse_deleted, shapes_only
+from jax_deepcompile.arguments import are_plain, join_rows, place, refuse_deleted, shapes_only
 from jax_deepcompile.binding import Creation, PureCall, bind
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.lowering.emit import emit, sharding_of
 from jax_deepcompile.meshes import AxisNames, MeshUse, attached, resolve_mesh
 from jax_deepcompile.methods import BoundStep
+from jax_deepcompile.options import check_options
 from jax_deepcompile.partition.partition import partition_init
 from jax_deepcompile.planning.limits import MemoryLimit
 from jax_deepcompile.planning.pass_manager import AnyPass
@@ -97,8 +98,8 @@ def shard(
       A ``ShardedStep``, or a decorator that makes one.
 
     Raises:
-      ArgnumsError, MeshAxisError, MeshTooLargeError, MicrobatchCountError, OptionTypeError, PmappedStepError: see
-        ``jax_deepcompile.errors``.
+      ArgnumsError, MemoryLimitError, MeshAxisError, MeshShapeError, MeshTooLargeError, MicrobatchCountError,
+        OptionTypeError, PmappedStepError: see ``jax_deepcompile.errors``.
     """
     if isinstance(fun, (Mesh, AbstractMesh, Mapping)):
         fun, mesh = None, fun
@@ -121,14 +122,10 @@ def shard(
 
 
 def _make_step(fun: Callable, asked: Mapping[str, Any]) -> ShardedStep:
-    microbatches, passes, cache_dir = asked["microbatches"], asked["passes"], asked["cache_dir"]
+    check_options(fun, asked)
     if _is_pmapped(fun):
         raise errors.PmappedStepError(function_name(fun))
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise errors.MicrobatchCountError(microbatches)
-    for name, wanted in (("plan", Plan), ("profile", Profile)):
-        if asked[name] is not None and not isinstance(asked[name], wanted):
-            raise errors.OptionTypeError(name, wanted.__name__, asked[name])
+    passes, cache_dir = asked["passes"], asked["cache_dir"]
     wishes = Wishes(
         asked["memory_limit"],
         None if passes is None else tuple(passes),
@@ -196,8 +193,7 @@ class ShardedStep:
           BatchNotDivisibleError, NoBatchError, MicrobatchNotDivisibleError, AmbiguousRowsError, StateDonatedError,
           DevicesNotAttachedError, and what tracing finds wrong with the step: see ``jax_deepcompile.errors``.
         """
-        if self._fast is not None and not kwargs and not has_repeated_arrays(args):
-            refuse_deleted(args, self._name)
+        if self._fast is not None and not kwargs and are_plain(args):
             try:
                 return self._fast(*args, {})
             except (TypeError, ValueError, OtherShapes):
@@ -303,7 +299,7 @@ class ShardedStep:
         prepared = self._prepared(call)
         run = self._programs.run(prepared)
         args_of_run = (*call.args, call.kwargs)
-        refuse_deleted(args_of_run, self._name)
+        refuse_deleted(args_of_run, prepared.traced.program.inputs, self._name)
         placed, moved_inputs = place(args_of_run, prepared.targets, prepared.returned, prepared.taken, self._use.mesh)
         try:
             self._programs.require_fit(prepared, placed)

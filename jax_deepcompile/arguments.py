@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard
 
@@ -12,7 +13,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
-from jax_deepcompile.ir.program import Role
+from jax_deepcompile._jax_compat import ArrayImpl
+from jax_deepcompile.ir.program import Port, Role
 
 
 def place(
@@ -102,27 +104,50 @@ def _parts(sharding: NamedSharding) -> tuple[int, int]:
     return len({places[device] for device in sharding.addressable_devices}), len(set(places.values()))
 
 
-def refuse_deleted(args: tuple, function: str) -> None:
-    """Raises StateDonatedError if an earlier call was given one of ``args``; XLA may crash on it.
+def are_plain(args: tuple) -> bool:
+    """Whether every array in ``args`` is in memory, and there once: XLA crashes on buffers that are gone or used twice.
 
-    State is given as a whole: one leaf of each argument tells.
+    All leaves are looked at before every step: in loops that Python's interpreter takes no part in.
     """
-    for arg in args:
-        leaf = next(iter(jax.tree.leaves(arg)), None)
-        if _is_concrete(leaf) and leaf.is_deleted():
-            raise errors.StateDonatedError(function, leaf.shape, str(leaf.dtype))
+    leaves = [jax.tree.leaves(arg) for arg in args]
+    return not any(map(_any_deleted, leaves)) and not _any_repeated(list(itertools.chain.from_iterable(leaves)))
 
 
-def has_repeated_arrays(args: tuple) -> bool:
-    """Whether an array is in ``args`` twice: its buffer cannot be taken, and XLA may crash on it."""
-    arrays = [id(leaf) for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
+def _any_deleted(leaves: list) -> bool:
+    try:
+        return any(map(ArrayImpl.is_deleted, leaves))
+    except TypeError:  # what is no array in memory is among them
+        return any(map(_is_deleted, leaves))
+
+
+def _any_repeated(leaves: list) -> bool:
+    if len(set(map(id, leaves))) == len(leaves):
+        return False
+    arrays = [id(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
     return len(set(arrays)) < len(arrays)
+
+
+def refuse_deleted(args: tuple, ports: Sequence[Port], function: str) -> None:
+    """Raises StateDonatedError if the memory of a leaf of ``args`` is gone; XLA may crash on it.
+
+    Args:
+      args: of a call.
+      ports: what each leaf is.
+      function: the step's name.
+    """
+    for leaf, port in zip(jax.tree.leaves(args), ports, strict=True):
+        if _is_deleted(leaf):
+            raise errors.StateDonatedError(function, port.path, leaf.shape, str(leaf.dtype), port.role.is_state)
 
 
 def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], roles: Sequence[Role]) -> tuple:
     """``args`` without their values, with the shardings of a call's: that finds what was compiled ahead of time."""
     leaves, tree = jax.tree.flatten(args)
     return jax.tree.unflatten(tree, map(_shape_only, leaves, targets, roles))
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return _is_concrete(leaf) and leaf.is_deleted()
 
 
 def _is_concrete(leaf: Any) -> TypeGuard[jax.Array]:

@@ -266,11 +266,23 @@ class ReturnedLeafError(DeepCompileError, TypeError):
 
 
 class StateDonatedError(DeepCompileError, RuntimeError):
-    def __init__(self, function: str, shape: Sequence[int], dtype: str) -> None:
+    def __init__(self, function: str, path: str, shape: Sequence[int], dtype: str, is_state: bool) -> None:
+        cause, remedy = (
+            (
+                "an earlier step was given it and wrote its result there",
+                "Go on with the state that step returned, or copy what you need later, jax.tree.map(jnp.copy, ...), "
+                "before the step; shard(..., donate=False) keeps all that is passed in. If the step only reads it, say "
+                "what is state: shard(..., state_argnums=...).",
+            )
+            if is_state
+            else (
+                "it was deleted, or donated to another function, or an earlier step was given it as part of its state",
+                "Pass an array that is still there, or a copy that was made before.",
+            )
+        )
         super().__init__(
-            f"{function} was passed a {dtype}[{','.join(map(str, shape))}] whose memory is gone: an earlier step was "
-            f"given it and wrote its result there. Go on with the state that step returned, or keep the one passed in: "
-            f"shard(..., donate=False). If the step only reads it, say what is state: shard(..., state_argnums=...)."
+            f"{function} was passed {path}, a {dtype}[{','.join(map(str, shape))}] whose memory is gone: {cause}. "
+            f"{remedy}"
         )
 
 
@@ -283,27 +295,35 @@ class NotTracedError(DeepCompileError, RuntimeError):
 
 
 class OptionTypeError(DeepCompileError, TypeError):
-    def __init__(self, name: str, wanted: str, given: object) -> None:
+    def __init__(self, name: str, expected: str, given: object) -> None:
         super().__init__(
-            f"shard({name}=...) takes a deepcompile.{wanted} and was given a {type(given).__name__}. "
-            f"deepcompile.{wanted}.from_json(text) reads what to_json() wrote."
+            f"shard({name}={_shortened(given)}): expected {expected}, and this is a {type(given).__qualname__}."
+        )
+
+
+class MeshShapeError(DeepCompileError, ValueError):
+    def __init__(self, shape: Mapping, axis: object, size: object, present: int) -> None:
+        problem = f"axis {axis!r} has size {size!r}" if shape else "it has no axes"
+        super().__init__(
+            f"the mesh {shape!r} is no shape: {problem}. Give each axis a name and a whole number of devices, at least "
+            f"1, such as {{'data': 2, 'fsdp': 4}}; there are {present} devices, and shard() without a mesh takes all."
         )
 
 
 class MemoryLimitError(DeepCompileError, ValueError):
     def __init__(self, limit: object) -> None:
         super().__init__(
-            f"memory_limit={_shortened(limit)} is not understood. Give bytes (an int), a size with its unit such as "
-            f"'72GiB', a fraction of the device's memory such as 0.9 (where the device has a memory of its own), or "
-            f"None "
-            f"for the device's memory less a reserve."
+            f"memory_limit={_shortened(limit)} is not understood. Give bytes (a whole number), a size with its unit "
+            f"such as '72GiB', a fraction of the device's memory such as 0.9 (where the device has a memory of its "
+            f"own), or None for the device's memory less a reserve."
         )
 
 
 class MemoryExceededError(DeepCompileError, MemoryError):
     """The step does not fit, even with everything sharded and nothing kept.
 
-    ``largest`` are the temporaries at the peak: bytes, and the line of the step that they stem from.
+    ``largest`` are the temporaries at the peak: bytes, and the line of the step that they stem from. Where
+    ``needed_bytes`` are ``argument_bytes`` nothing was compiled: state and batch alone are too much.
     """
 
     def __init__(
@@ -314,18 +334,22 @@ class MemoryExceededError(DeepCompileError, MemoryError):
         argument_bytes: int,
         largest: Sequence[tuple[int, str]] = (),
     ) -> None:
-        unit, name = (1 << 30, "GiB") if limit_bytes >= 1 << 30 else (1 << 20, "MiB")
-        needed, limit, arguments = (size / unit for size in (needed_bytes, limit_bytes, argument_bytes))
+        excess = f"{_size(needed_bytes - limit_bytes)} more than the limit of {_size(limit_bytes)}"
         lines: Counter[str] = Counter()
-        for size, line in largest:
-            lines[line] += size
-        worst = ", ".join(f"{size / unit:.2f} {name} of {line}" for line, size in lines.most_common(3))
-        super().__init__(
-            f"{function} takes {needed:.2f} {name} a device, {needed - limit:.2f} {name} more than the limit of "
-            f"{limit:.2f} {name}: {arguments:.2f} {name} are state and batch, {needed - arguments:.2f} {name} "
-            f"temporaries{f' (most of all {worst})' if worst else ''}. Use more devices, microbatches=k (a smaller "
-            f"batch at a time), jax.checkpoint around the layers, or raise memory_limit."
-        )
+        for size_bytes, line in largest:
+            lines[line] += size_bytes
+        worst = ", ".join(f"{_size(size_bytes)} of {line}" for line, size_bytes in lines.most_common(3))
+        if needed_bytes == argument_bytes:
+            what = (
+                f"state and batch of {function} alone take {_size(needed_bytes)} a device, {excess}. Use more devices"
+            )
+        else:
+            what = (
+                f"{function} takes {_size(needed_bytes)} a device, {excess}: {_size(argument_bytes)} are state and "
+                f"batch, {_size(needed_bytes - argument_bytes)} temporaries{f' (most of all {worst})' * bool(worst)}. "
+                f"Use more devices, microbatches=k (a smaller batch at a time), jax.checkpoint around the layers"
+            )
+        super().__init__(f"{what}, or raise memory_limit.")
 
 
 class PlanError(DeepCompileError, ValueError):
@@ -386,6 +410,13 @@ class UnknownOperationError(DeepCompileError, NotImplementedError):
             f"the compiled program has the operation {opcode} (%{name}), which this version of jax_deepcompile cannot "
             f"time: it may be newer than XLA's of JAX 0.12. Add it to jax_deepcompile/lowering/opcodes.py."
         )
+
+
+def _size(size_bytes: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.2f} {name}"
+    return f"{size_bytes:,} bytes"
 
 
 def _shortened(value: object, limit: int = 60) -> str:

@@ -52,6 +52,7 @@ def resolve_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int] | None, fsdp_axes
 
     Raises:
       MeshAxisError: the mesh lacks an axis of ``fsdp_axes``.
+      MeshShapeError: a shape has no axes, or one of a size that is no positive whole number.
       MeshTooLargeError: a shape asks for more devices than there are.
     """
     mesh = _with_automatic_axes(_build(mesh, fsdp_axes))
@@ -103,11 +104,20 @@ def _build(mesh, fsdp_axes: AxisNames) -> Mesh | AbstractMesh:
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
     shape = dict(mesh) if mesh is not None else {_names(fsdp_axes)[0]: jax.device_count()}
+    _refuse_no_shape(shape)
     needed = math.prod(shape.values())
     if needed > jax.device_count():
         raise errors.MeshTooLargeError(shape, needed, jax.device_count(), jax.devices()[0].platform)
     devices = np.array(jax.devices()[:needed]).reshape(tuple(shape.values()))
     return Mesh(devices, tuple(shape))
+
+
+def _refuse_no_shape(shape: Mapping) -> None:
+    for axis, size in shape.items():
+        if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise errors.MeshShapeError(shape, axis, size, jax.device_count())
+    if not shape:
+        raise errors.MeshShapeError(shape, None, None, jax.device_count())
 
 
 def _with_automatic_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:

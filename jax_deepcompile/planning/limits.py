@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import os
 import re
 from pathlib import Path
@@ -43,17 +45,37 @@ def limit_bytes(limit: MemoryLimit, device_bytes: int | None, allocator_bytes: i
             return allocator_bytes
         own_bytes = int(device_bytes * (1 - RESERVE_FRACTION))
         return own_bytes if allocator_bytes is None else min(own_bytes, allocator_bytes)
-    if isinstance(limit, bool):
-        raise errors.MemoryLimitError(limit)
     if isinstance(limit, str):
         return _parse(limit)
-    if isinstance(limit, float) and 0 < limit <= 1:
-        if device_bytes is None:
-            raise errors.MemoryLimitError(limit)
-        return int(device_bytes * limit)
-    if limit < 1:
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or not 0 < limit < math.inf:
         raise errors.MemoryLimitError(limit)
-    return int(limit)
+    if isinstance(limit, numbers.Integral):
+        return int(limit)
+    if limit > 1:
+        return _whole_bytes(float(limit))
+    if device_bytes is None:
+        raise errors.MemoryLimitError(limit)
+    return int(device_bytes * limit)
+
+
+def refuse_unknown(limit: MemoryLimit) -> None:
+    """Raises MemoryLimitError if ``limit`` is not understood, whatever the device."""
+    limit_bytes(limit, _ANY_DEVICE_BYTES)
+
+
+def require_room(function: str, argument_bytes: int, limit_bytes: int | None) -> None:
+    """Makes sure, before anything is compiled, that what a step is given fits.
+
+    Args:
+      function: the step's name.
+      argument_bytes: state and batch on one device.
+      limit_bytes: that the step may take; None for any.
+
+    Raises:
+      MemoryExceededError: they take more by themselves.
+    """
+    if limit_bytes is not None and argument_bytes > limit_bytes:
+        raise errors.MemoryExceededError(function, argument_bytes, limit_bytes, argument_bytes)
 
 
 def require_fit(function: str, compiled: jax.stages.Compiled, limit_bytes: int | None) -> None:
@@ -88,12 +110,24 @@ def _whose(line: str) -> str:
 _PACKAGE = Path(__file__).parents[1]
 
 
+def _whole_bytes(number: float) -> int:
+    """Bytes as a float, such as 72e9. What is little above 1 was meant to be something else."""
+    if number < _SMALLEST_FLOAT or not number.is_integer():
+        raise errors.MemoryLimitError(number)
+    return int(number)
+
+
+_SMALLEST_FLOAT = float(2**20)
+
+_ANY_DEVICE_BYTES = 2**30
+
+
 def _parse(text: str) -> int:
     found = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", text)
     try:
-        number, unit = float(found[1]), _UNITS[found[2].upper()]  # type: ignore[index]
+        size = float(found[1]) * _UNITS[found[2].upper()]  # type: ignore[index]
     except (TypeError, KeyError, ValueError):
         raise errors.MemoryLimitError(text) from None
-    if number <= 0:
+    if not 1 <= size < math.inf:
         raise errors.MemoryLimitError(text)
-    return int(number * unit)
+    return int(size)

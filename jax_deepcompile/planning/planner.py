@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from jax.extend import core as jex
+
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.ir.program import Program
@@ -56,8 +58,15 @@ def make_plan(
     return run_passes(program, environment, passes, Plan(fingerprint).replace(options=_memory(program, environment)))
 
 
+def argument_bytes(program: Program) -> int:
+    """What one device holds of the arguments of ``program``; XLA is not given those that nothing reads."""
+    jaxpr = open_jaxpr(program.jaxpr)
+    read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, jex.Var)}
+    return sum(size_bytes(var) for var in jaxpr.invars if var in read)
+
+
 def _memory(program: Program, environment: Environment) -> Options:
     if environment.limit_bytes is None or environment.platform != "cuda":
         return {}
-    arguments = sum(map(size_bytes, open_jaxpr(program.jaxpr).invars))
-    return memory_options(environment.limit_bytes, arguments, environment.costs.hardware.memory_bytes)
+    held = argument_bytes(program)
+    return memory_options(environment.limit_bytes, held, environment.costs.hardware.memory_bytes)

@@ -29,10 +29,10 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planning.apply import apply_plan
 from jax_deepcompile.planning.keep_gathered import keep_gathered
-from jax_deepcompile.planning.limits import MemoryLimit, limit_bytes
+from jax_deepcompile.planning.limits import MemoryLimit, limit_bytes, require_room
 from jax_deepcompile.planning.pass_manager import AnyPass, carried_out
 from jax_deepcompile.planning.plan import Plan
-from jax_deepcompile.planning.planner import DEFAULT_PASSES, ONE_DEVICE_PASSES, make_plan
+from jax_deepcompile.planning.planner import DEFAULT_PASSES, ONE_DEVICE_PASSES, argument_bytes, make_plan
 from jax_deepcompile.planning.trials import Environment
 from jax_deepcompile.planning.turns import find_turns
 
@@ -116,6 +116,7 @@ def _planned(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes) -> 
     if not isinstance(mesh, Mesh):
         return Planned(program, Plan(""), None, "not planned: an abstract mesh has no devices to plan for")
     environment = _environment(mesh, platform, wishes)
+    require_room(program.name, argument_bytes(program), environment.limit_bytes)
     passes = _passes(program, environment, wishes)
     cache = PlanCache(wishes.cache_dir) if wishes.cache_dir is not None else None
     if cache is not None:

@@ -223,8 +223,40 @@ def test_state_that_an_earlier_step_was_given(calls):
     for _ in range(calls):
         state, _ = sharded(state, batch)
     sharded(state, batch)
-    with pytest.raises(errors.StateDonatedError, match="Go on with the state that step returned"):
+    with pytest.raises(errors.StateDonatedError, match=r"passed state\['count'\], a int32\[\] whose memory is gone"):
         sharded(state, batch)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_one_leaf_of_the_state_that_an_earlier_step_was_given(calls):
+    sharded = deepcompile.shard(step)
+    state, batch = {"w": np.ones((16, 8), np.float32), "count": 0}, {"x": np.ones((16, 16), np.float32)}
+    state, _ = sharded(state, batch)
+    best = state["w"]
+    state, _ = sharded(state, batch)
+    for _ in range(calls):
+        state, _ = sharded(state, batch)
+    with pytest.raises(errors.StateDonatedError, match=r"state\['w'\], a float32\[16,8\] .* Go on with the state"):
+        sharded({"w": best, "count": state["count"]}, batch)
+    assert int(sharded(state, batch)[0]["count"]) == calls + 3
+
+
+@pytest.mark.parametrize("where", ["batch['x']", "scale"])
+def test_what_is_no_state_and_gone_is_not_called_state(where):
+    def scaled(state, batch, scale):
+        return step(state, {"x": batch["x"] * scale[0]})
+
+    sharded = deepcompile.shard(scaled)
+    state = {"w": np.ones((16, 8), np.float32), "count": 0}
+    others = {"x": jnp.ones((16, 16))}, jnp.ones(3)
+    for _ in range(2):
+        state, _ = sharded(state, *others)
+    (others[0]["x"] if where.startswith("batch") else others[1]).delete()
+    with pytest.raises(errors.StateDonatedError) as caught:
+        sharded(state, *others)
+    assert f"passed {where}, a float32" in str(caught.value)
+    assert "Pass an array that is still there" in str(caught.value)
+    assert "the state that step returned" not in str(caught.value)
 
 
 def test_devices_that_are_not_attached():
@@ -247,6 +279,64 @@ def test_every_error_is_a_deepcompile_error():
 
 @pytest.mark.parametrize(("name", "kind"), [("plan", "Plan"), ("profile", "Profile")])
 def test_a_plan_or_profile_as_text(name, kind):
-    with pytest.raises(errors.OptionTypeError, match=rf"shard\({name}=.* deepcompile\.{kind}\.from_json\(text\) reads"):
+    with pytest.raises(errors.OptionTypeError, match=rf"shard\({name}=.*\(deepcompile\.{kind}\.from_json\(text\)"):
         deepcompile.shard(step, **{name: "{}"})
     assert getattr(deepcompile, kind).from_json
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mesh", "fsdp"),
+        ("mesh", 8),
+        ("state_argnums", "x"),
+        ("state_argnums", True),
+        ("batch_argnums", (1, "x")),
+        ("fsdp_axes", ()),
+        ("data_axes", 3),
+        ("passes", "prefetch"),
+        ("passes", ("prefetch",)),
+        ("passes", (deepcompile.PipelineLoops,)),
+        ("cache_dir", 3),
+        ("donate", "no"),
+    ],
+)
+def test_options_that_cannot_be_meant(name, value):
+    with pytest.raises(errors.OptionTypeError, match=rf"^shard\({name}=.*\): expected .*, and this is a \w+\.$"):
+        deepcompile.shard(step, **{name: value})
+    with pytest.raises(errors.OptionTypeError):
+        deepcompile.shard(step).reshard(**{name: value})
+
+
+def test_what_is_no_step():
+    for given in (8, "fsdp"):
+        with pytest.raises(errors.OptionTypeError, match=r"^shard\(fun=.*a function \(state, batch, ...\)"):
+            deepcompile.shard(given)
+
+
+@pytest.mark.parametrize("shape", [{"fsdp": -1}, {"fsdp": 0}, {"fsdp": 2.0}, {"fsdp": True}, {"fsdp": "8"}, {0: 8}, {}])
+def test_shapes_that_no_mesh_has(shape):
+    with pytest.raises(errors.MeshShapeError, match=r"a whole number of devices, at least 1, .* there are 8 devices"):
+        deepcompile.shard(step, shape)
+
+
+@pytest.mark.parametrize("limit", [float("nan"), float("inf"), [1], 1.5, 2.0, True, 0, -1, "9" * 401, "nan", 1 + 1j])
+def test_memory_limits_that_cannot_be_meant(limit):
+    with pytest.raises(errors.MemoryLimitError, match="is not understood"):
+        deepcompile.shard(step, memory_limit=limit)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"data": 2, "fsdp": np.int64(4).item()}},
+        {"state_argnums": [0]},
+        {"fsdp_axes": ["fsdp"], "data_axes": ()},
+        {"passes": [deepcompile.PipelineLoops(), deepcompile.KeepActivations()]},
+        {"memory_limit": 72e9},
+        {"memory_limit": np.int64(1 << 30)},
+        {"memory_limit": np.float32(0.5)},
+    ],
+)
+def test_options_that_can_be_meant(options):
+    assert deepcompile.shard(step, **options).mesh.size == 8

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.planning import limits
+from jax_deepcompile.planning import limits, session
 from tests.api.steps import assert_equal, batch, create, step
 
 pytestmark = pytest.mark.cpu_mesh
@@ -65,3 +65,14 @@ def test_a_limit_holds_for_later_shapes(monkeypatch):
     state, _ = limited(state, batch(16))
     with pytest.raises(deepcompile.errors.MemoryExceededError):
         limited(state, batch(32))
+
+
+def test_state_and_batch_alone_are_compared_before_anything_is_planned(monkeypatch):
+    monkeypatch.setattr(session, "make_plan", None)
+    limited = deepcompile.shard(step, memory_limit="1KiB")
+    with pytest.raises(deepcompile.errors.MemoryExceededError) as caught:
+        limited.plan(create(), batch(4096))
+    assert str(caught.value) == (
+        "state and batch of step alone take 32,836 bytes a device, 31,812 bytes more than the limit of 1,024 bytes. "
+        "Use more devices, or raise memory_limit."
+    )

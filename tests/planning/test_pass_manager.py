@@ -183,7 +183,7 @@ def test_what_fits_replaces_what_does_not_however_slow(try_passes):
 @pytest.mark.pure
 def test_what_does_not_fit_at_all_is_an_error(try_passes):
     with pytest.raises(
-        errors.MemoryExceededError, match=r"step takes .* MiB a device, .* more than the limit of"
+        errors.MemoryExceededError, match=r"step takes .* bytes a device, .* more than the limit of"
     ) as it:
         try_passes(Proposes((WORSE, BETTER)), limit=20)
     assert "(most of all 9.00 MiB of step.py:40, 3.00 MiB of copy.2)" in str(it.value)

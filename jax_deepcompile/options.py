@@ -1,0 +1,85 @@
+"""What ``shard`` may be asked for: checked where it is asked, not where it first goes wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jax_deepcompile import errors
+from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.planning.limits import refuse_unknown
+from jax_deepcompile.planning.pass_manager import AnyPass
+from jax_deepcompile.planning.plan import Plan
+
+
+def check_options(fun: Any, options: Mapping[str, Any]) -> None:
+    """Raises OptionTypeError, MicrobatchCountError or MemoryLimitError for what cannot be meant.
+
+    Args:
+      fun: what is to be sharded.
+      options: all of ``shard``'s, by name.
+    """
+    if not callable(fun):
+        raise errors.OptionTypeError("fun", "a function (state, batch, ...) -> (state, ...)", fun)
+    for name, (expected, is_legal) in _OPTIONS.items():
+        if not is_legal(options[name]):
+            raise errors.OptionTypeError(name, expected, options[name])
+    if not _is_count(options["microbatches"]) or options["microbatches"] < 1:
+        raise errors.MicrobatchCountError(options["microbatches"])
+    refuse_unknown(options["memory_limit"])
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _all_of(value: Any, is_one: Callable[[Any], bool]) -> bool:
+    return isinstance(value, tuple | list) and all(map(is_one, value))
+
+
+def _are_positions(value: Any) -> bool:
+    return value is None or _is_count(value) or _all_of(value, _is_count)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, str) or _all_of(value, lambda name: isinstance(name, str))
+
+
+def _are_passes(value: Any) -> bool:
+    return value is None or _all_of(value, lambda each: isinstance(each, AnyPass) and not isinstance(each, type))
+
+
+_POSITIONS = ("the position of an argument, a tuple of positions, or None for the package to find out", _are_positions)
+_OPTIONS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "mesh": (
+        "a jax.sharding.Mesh, a shape such as {'data': 2, 'fsdp': 4}, or None for all devices",
+        lambda value: value is None or isinstance(value, Mesh | AbstractMesh | Mapping),
+    ),
+    "state_argnums": _POSITIONS,
+    "batch_argnums": _POSITIONS,
+    "fsdp_axes": (
+        "the name of a mesh axis, or a tuple of at least one",
+        lambda value: bool(value) and _are_names(value),
+    ),
+    "data_axes": ("the name of a mesh axis, or a tuple of names", _are_names),
+    "passes": (
+        "a tuple of passes such as (deepcompile.PipelineLoops(),), () for none, or None for all",
+        _are_passes,
+    ),
+    "profile": (
+        "a deepcompile.Profile (deepcompile.Profile.from_json(text) reads what to_json() wrote)",
+        lambda value: value is None or isinstance(value, Profile),
+    ),
+    "plan": (
+        "a deepcompile.Plan (deepcompile.Plan.from_json(text) reads what to_json() wrote)",
+        lambda value: value is None or isinstance(value, Plan),
+    ),
+    "cache_dir": (
+        "the path of a folder, or None",
+        lambda value: value is None or isinstance(value, str | os.PathLike),
+    ),
+    "donate": ("True or False", lambda value: isinstance(value, bool)),
+}
