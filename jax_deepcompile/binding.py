@@ -15,6 +15,7 @@ import optax
 from flax import nnx
 
 from jax_deepcompile import errors
+from jax_deepcompile.signature import is_numeric
 from jax_deepcompile.tracing import argument_names
 
 
@@ -77,7 +78,7 @@ class PureCall:
 
     def finish(self, state: Any, out: Any) -> Any:
         """What the user's step would have returned; the user's NNX objects get the values of ``state``."""
-        nnx.update(self.objects, state)
+        nnx.update(self.objects, _with_values(state))
         if not any(map(_is_reference, jax.tree.leaves(out, is_leaf=_is_reference))):
             return out
         given = dict(nnx.iter_graph(self.objects))
@@ -95,7 +96,7 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     if not objects:
         return PureCall(PureStep(arranged, arguments), args, kwargs)
     with nnx.update_context("jax_deepcompile"):  # takes what nnx.cached_partial has for the step it calls
-        graphdef, state = nnx.split(objects)
+        graphdef, state = _split(objects)
     holding = [argument.name for argument in arguments if argument.has_objects]
     together = Argument(f"({', '.join(holding)})" if len(holding) > 1 else holding[0], None, True)
     rest = [holder.without_objects(value) for value, holder in zip(args, holders, strict=True)]
@@ -204,7 +205,7 @@ def _argument(name: str, place: int, holder: _Holder, value: Any) -> Argument:
 def _is_number(leaf: Any) -> bool:
     if isinstance(leaf, (int, float, complex)):
         return True
-    return getattr(leaf, "shape", None) == () and jnp.issubdtype(leaf.dtype, jnp.integer)
+    return is_numeric(leaf) and leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
 def _is_optimizer_state(node: Any) -> bool:
@@ -236,6 +237,32 @@ class _Structure:
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
+class _Static:
+    """Stands, in the state of NNX objects, for a leaf that is no number, such as a dtype: it stays as it is."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+def _split(objects: Any) -> tuple[Any, Any]:
+    """NNX ``objects`` as what they are made of and their state, whose leaves are numbers and arrays."""
+    graphdef, state = nnx.split(objects)
+    return graphdef, jax.tree.map(lambda leaf: leaf if is_numeric(leaf) else _Static(leaf), state)
+
+
+def _with_values(state: Any) -> Any:
+    """What ``nnx.split`` made, of the state that ``_split`` made."""
+    return jax.tree.map(lambda leaf: leaf.value if _is_static(leaf) else leaf, state, is_leaf=_is_static)
+
+
+def _is_static(node: Any) -> bool:
+    return isinstance(node, _Static)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
 class _Reference:
     """Stands, in what a pure step returns, for an NNX object that the step was given: the one at ``path``."""
 
@@ -255,14 +282,14 @@ def _with_references(out: Any, objects: tuple) -> Any:
 
 def _purify(fun: Callable, name: str, graphdef: Any, holders: Sequence[_Holder]) -> Callable:
     def pure(state, *args, **kwargs):
-        objects = nnx.merge(graphdef, state)
+        objects = nnx.merge(graphdef, _with_values(state))
         waiting = list(objects)
         filled = []
         for value, holder in zip(args, holders, strict=True):
             filled.append(holder.with_objects(value, waiting[: holder.count]))
             del waiting[: holder.count]
         out = _with_references(fun(*filled, **kwargs), objects)
-        after = nnx.split(objects)[1]
+        after = _split(objects)[1]
         if jax.tree.structure(after) != jax.tree.structure(state):
             raise errors.StateChangedError(name, _differences(state, after))
         return after, out
@@ -290,9 +317,9 @@ class Creation:
         out = self.fun(*args, **kwargs)
         if not holds_objects(out):
             return out
-        self.graphdef, state = nnx.split(out)
+        self.graphdef, state = _split(out)
         return state
 
     def finish(self, state: Any) -> Any:
         """What the user's function would have returned, holding ``state``."""
-        return state if self.graphdef is None else nnx.merge(self.graphdef, state)
+        return state if self.graphdef is None else nnx.merge(self.graphdef, _with_values(state))

@@ -195,6 +195,17 @@ class PythonValueNeededError(DeepCompileError, TypeError):
         )
 
 
+class StateValueNeededError(DeepCompileError, TypeError):
+    def __init__(self, function: str, leaves: Sequence[str], reason: str) -> None:
+        listed = ", ".join(leaves[:5]) + (f" and {len(leaves) - 5} more" if len(leaves) > 5 else "")
+        super().__init__(
+            f"{function} needs the value of {listed} while it is traced, a Python number among the leaves of its "
+            f"state, and state is arrays then, whose values are not known. Of an Equinox model pass the arrays alone: "
+            f"params, static = eqx.partition(model, eqx.is_array) before the step, eqx.combine(params, static) in it; "
+            f"in a class of yours mark the field static, flax.struct.field(pytree_node=False). JAX said: {reason}"
+        )
+
+
 class StateNotReturnedError(DeepCompileError, ValueError):
     def __init__(self, function: str, argument: str, returned: str) -> None:
         super().__init__(

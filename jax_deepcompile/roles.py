@@ -16,7 +16,7 @@ from jax_deepcompile import errors
 from jax_deepcompile.arguments import examples, may_be_rows
 from jax_deepcompile.binding import PureCall, PureStep
 from jax_deepcompile.returned import Returned, returned_anew
-from jax_deepcompile.signature import Signature
+from jax_deepcompile.signature import Signature, input_ports
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,14 @@ class Roles:
           args: its positional arguments.
           kwargs: its other arguments: batch if they have as many examples, or if no positional one has any.
           returned: what the step returns, by what is known of its arguments; asked in case of doubt.
+
+        Raises:
+          ArgnumsError: a position is named that the step has no argument for.
+          LeafTypeError: a leaf is neither an array nor a number.
         """
         self._refuse_missing(step)
         unknown = Signature(name, names=tuple(argument.name for argument in step.arguments))
+        input_ports(args, kwargs, unknown)  # refuses leaves that are neither arrays nor numbers
         known = _Known(step, args, functools.cache(lambda: returned(unknown)))
         signature = self._with_state(unknown, known)
         rest = known.with_examples(without=signature.held)

@@ -74,17 +74,19 @@ def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[
 
 def port_of(path: str, role: Role, leaf: Any) -> Port:
     """What stands for ``leaf``, an array, number, tracer or shape; raises LeafTypeError if it is neither."""
-    try:
-        shape = tuple(np.shape(leaf)) if not hasattr(leaf, "shape") else tuple(leaf.shape)
-        dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
-    except (TypeError, ValueError) as error:
-        raise errors.LeafTypeError(path, leaf) from error
-    if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)) and not (
-        jnp.issubdtype(dtype, jax.dtypes.extended)
-    ):
+    if not is_numeric(leaf):
         raise errors.LeafTypeError(path, leaf)
+    shape = tuple(leaf.shape) if hasattr(leaf, "shape") else tuple(np.shape(leaf))
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
     extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return Port(path, role, shape, str(dtype if extended else jax.dtypes.canonicalize_dtype(dtype)))
+
+
+def is_numeric(leaf: Any) -> bool:
+    """Whether ``leaf`` is a number or an array of numbers or random keys, a tracer or the shape of one."""
+    if not hasattr(leaf, "dtype") or isinstance(leaf, type):
+        return isinstance(leaf, bool | int | float | complex)
+    return any(jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
 
 
 def state_role(path: Sequence, argument: str = "") -> Role:

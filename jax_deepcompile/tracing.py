@@ -150,22 +150,26 @@ def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name
         needed = _python_values(args, kwargs, ports, str(error))
         if not needed:
             raise
-        raise errors.PythonValueNeededError(name, needed, str(error).split("\n")[0]) from error
+        in_state = [port.path for port in needed if port.role.is_state]
+        reason = str(error).split("\n")[0]
+        if in_state:
+            raise errors.StateValueNeededError(name, in_state, reason) from error
+        raise errors.PythonValueNeededError(name, [port.path for port in needed], reason) from error
     flat = canonicalize(without_empty_arrays(inline_calls(closed)))
     _refuse_effects(flat)
     live = _jax_compat.dce(_jax_compat.open_jaxpr(flat))
     return jex.ClosedJaxpr(live, _jax_compat.closed_consts(flat)), out_shape
 
 
-def _python_values(args: tuple, kwargs: dict, ports: Sequence[Port], message: str) -> list[str]:
-    """Where the user finds the numbers that JAX says it needs the values of; none if it needs those of arrays too."""
+def _python_values(args: tuple, kwargs: dict, ports: Sequence[Port], message: str) -> list[Port]:
+    """The numbers of Python's that JAX says it needs the values of; none if it needs those of arrays too."""
     _, _, causes = message.partition("depends on the value")
     needed = []
     for (path, leaf), port in zip(jax.tree_util.tree_leaves_with_path((args, kwargs)), ports, strict=True):
         name = f"{'kwargs' if path[0].idx else 'args'}{jax.tree_util.keystr(path[1:])}"
-        if isinstance(leaf, (bool, int, float)) and not port.role.is_state and name in causes:
+        if isinstance(leaf, (bool, int, float)) and name in causes:
             causes = causes.replace(name, "")
-            needed.append(port.path)
+            needed.append(port)
     return [] if "args[" in causes else needed
 
 

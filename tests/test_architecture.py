@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "signature": BASE | {"ir"},
     "returned": BASE | {"ir", "signature"},
     "tracing": BASE | {"ir", "returned", "signature"},
-    "binding": BASE | {"tracing"},
+    "binding": BASE | {"signature", "tracing"},
     "meshes": BASE | {"ir", "costs"},
     "partition": BASE | {"ir"},
     "analysis": BASE | {"ir"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,35 @@ def test_numbers_that_are_needed_while_tracing():
 
     with pytest.raises(errors.PythonValueNeededError, match=r"create needs the value of width"):
         deepcompile.shard(step).init(create, 8)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Model:
+    """As Equinox has them: every field is a leaf."""
+
+    w: jax.Array | jax.ShapeDtypeStruct
+    use_bias: bool
+
+
+def test_a_flag_in_the_state_that_is_needed_while_tracing():
+    def flagged(model, batch):
+        loss = batch["x"].sum() if model.use_bias else 0.0
+        return Model(model.w - loss, model.use_bias), loss
+
+    with pytest.raises(errors.StateValueNeededError) as caught:
+        trace(flagged, state=Model(STATE["w"], True))
+    assert "flagged needs the value of model.use_bias while it is traced" in str(caught.value)
+    assert "params, static = eqx.partition(model, eqx.is_array) before the step" in str(caught.value)
+    trace(lambda model, batch: (Model(model.w - batch["x"].sum(), model.use_bias), 0.0), state=Model(STATE["w"], True))
+
+
+@pytest.mark.parametrize("leaf", [np.dtype("float32"), np.float32, jnp.bfloat16, object()])
+def test_leaves_that_look_like_numbers(leaf):
+    with pytest.raises(
+        errors.LeafTypeError, match=r"argument leaf state\['kind'\] is a .*, neither an array nor a number"
+    ):
+        trace(step, state={"w": STATE["w"], "kind": leaf})
 
 
 def test_values_of_arrays_that_are_needed_are_left_to_jax():

@@ -57,6 +57,33 @@ def test_nnx_objects_with_dropout_batch_norm_and_metrics():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *map(_values, (mine, theirs)))
 
 
+def test_leaves_of_objects_that_are_no_numbers_stay_as_they_are():
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs, kind) -> None:
+            self.dense = nnx.Linear(16, 8, rngs=rngs)
+            self.kind = nnx.Variable({"type": kind, "name": "half", "scale": jnp.ones(())})
+
+    def train(model, optimizer, x):
+        def loss_of(model):
+            return jnp.mean(model.dense(x.astype(model.kind["type"])) ** 2) * model.kind["scale"]
+
+        loss, grads = nnx.value_and_grad(loss_of)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def build(kind):
+        model = Model(nnx.Rngs(0), kind)
+        return model, nnx.Optimizer(model, optax.MultiSteps(optax.sgd(1e-2), 2), wrt=nnx.Param)
+
+    sharded, x = deepcompile.shard(train), np.ones((16, 16), np.float32)
+    model, optimizer = sharded.init(functools.partial(build, jnp.dtype(jnp.float16)))
+    losses = [sharded(model, optimizer, x) for _ in range(4)]
+    assert model.kind["type"] == jnp.float16
+    assert model.kind["name"] == "half"
+    assert losses[0] == losses[1] > losses[2]
+    assert sharded(*build(jnp.dtype(jnp.float32)), x).dtype == jnp.float32
+
+
 def test_objects_cached_by_flax_are_trained():
     """``nnx.cached_partial`` is how Flax spares a loop the walk through its objects."""
 
