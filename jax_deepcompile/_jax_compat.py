@@ -64,6 +64,7 @@ def provenance(eqn) -> Iterator[None]:
     with (
         _source_info.user_context(eqn.source_info.traceback, name_stack=name_stack),
         eqn.ctx.manager,
+        jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),  # between meshes of other sizes
         jax.sharding.use_abstract_mesh(here),
     ):
         yield

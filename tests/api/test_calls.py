@@ -301,6 +301,23 @@ def test_tensor_parallelism_by_the_users_own_constraints(expected):
     assert "f32[4,4]" in text, "the product of 4 rows a device is divided in two along the features"
 
 
+@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"fsdp": 1}, {"data": 2, "fsdp": 4}])
+def test_values_that_the_user_reshards_between_explicit_axes(shape, expected):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def explicit(state, batch):
+        def loss_of(w):
+            y = jax.sharding.reshard(batch["x"] @ w, NamedSharding(mesh, PartitionSpec("fsdp", None)))
+            return jnp.mean(jax.sharding.reshard(y, NamedSharding(mesh, PartitionSpec())) ** 2)
+
+        loss, grad = jax.value_and_grad(loss_of)(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, loss
+
+    sharded = deepcompile.shard(explicit, shape)
+    assert_equal(sharded(create(), batch()), expected)
+    assert "computed whole on every device: nothing" in sharded.explain()
+
+
 def test_a_manual_region_of_the_users_own(expected):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
 

@@ -56,13 +56,19 @@ class TransferRule(BarrierRule):
 
 @dataclass(frozen=True)
 class ConstraintRule(_SingleTrip):
-    """``sharding_constraint``: axes of ours that it names are obeyed, automatic axes are passed on to XLA."""
+    """``sharding_constraint``, ``reshard``: axes of ours are obeyed, automatic axes are passed on to XLA.
+
+    Attributes:
+      param: the parameter that the sharding is in.
+    """
+
+    param: str
 
     def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
         (held,) = request.operands
         placement = held.without_partial()
         shape = eqn.invars[0].aval.shape
-        for dim, names in enumerate(_entries(eqn.params["sharding"])):
+        for dim, names in enumerate(_entries(eqn.params[self.param])):
             for name in names:
                 if name in request.mesh.names:
                     asked = placement.replace(request.mesh.names.index(name), dim)
@@ -70,7 +76,7 @@ class ConstraintRule(_SingleTrip):
         return Decision(Nested(self), (placement,), (placement,))
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
-        sharding = step.eqn.params["sharding"]
+        sharding = step.eqn.params[self.param]
         automatic = [tuple(name for name in names if name not in mesh.names) or None for names in _entries(sharding)]
         if not any(automatic):
             return operands
@@ -147,7 +153,8 @@ class PrintRule(_SingleTrip):
 
 REGISTRY.register_region("optimization_barrier", BarrierRule())
 REGISTRY.register_region("device_put", TransferRule())
-REGISTRY.register_region("sharding_constraint", ConstraintRule())
+REGISTRY.register_region("sharding_constraint", ConstraintRule("sharding"))
+REGISTRY.register_region("reshard", ConstraintRule("dst_sharding"))
 REGISTRY.register_region("shard_map", ManualRule())
 REGISTRY.register_region("debug_print", PrintRule())
 REGISTRY.register_region("debug_callback", PrintRule())
