@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.array import ArrayImpl
@@ -130,6 +131,11 @@ def threefry_is_partitionable() -> bool:
 def is_tracing() -> bool:
     """Whether JAX is tracing a function here and now."""
     return not _core.trace_state_clean()
+
+
+def coordination_client() -> Any:
+    """This process's connection to the service that all processes of a run reach."""
+    return _distributed.global_state.client
 
 
 def is_drop_var(var) -> bool:

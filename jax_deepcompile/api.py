@@ -13,8 +13,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import is_tracing
 from jax_deepcompile.arguments import are_plain, join_rows, place, refuse_deleted, shapes_only
 from jax_deepcompile.binding import Creation, PureCall, bind
+from jax_deepcompile.costs.devices import machine_of
+from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.lowering.emit import emit, sharding_of
 from jax_deepcompile.meshes import AxisNames, MeshUse, attached, resolve_mesh
@@ -25,6 +28,7 @@ from jax_deepcompile.planning.limits import MemoryLimit
 from jax_deepcompile.planning.pass_manager import AnyPass
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.session import Wishes
+from jax_deepcompile.processes import ALONE, Alone, processes_of
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.programs import OtherShapes, Prepared, Programs
 from jax_deepcompile.report.text import explain
@@ -198,7 +202,10 @@ class ShardedStep:
                 return self._fast(*args, {})
             except (TypeError, ValueError, OtherShapes):
                 self._fast = None
-        return self._call(args, kwargs)
+        self._require_devices()
+        processes = self._processes()
+        with processes.together():
+            return self._call(args, kwargs, processes)
 
     def init(self, create_state: Callable, *args, **kwargs) -> Any:
         """``create_state(*args, **kwargs)``, born sharded: every device computes its own part of each leaf only.
@@ -211,13 +218,20 @@ class ShardedStep:
           What ``create_state`` returns, its leaves sharded as the step wants them.
         """
         self._require_devices()
-        creation = Creation(create_state)
-        traced = trace_init(creation, args, kwargs, self._use.axes)
-        partitioned = partition_init(traced.program, self._use.mesh, self._use.state)
-        program = partitioned.program
-        outputs = [sharding_of(port, program, self._use.mesh) for port in program.outputs]
-        leaves = jax.jit(emit(program, self._use.mesh), out_shardings=outputs)(*jax.tree.leaves((args, kwargs)))
-        return creation.finish(jax.tree.unflatten(traced.program.out_tree, leaves))
+        processes = self._processes()
+        with processes.together():
+            creation = Creation(create_state)
+            traced = trace_init(creation, args, kwargs, self._use.axes)
+            program = partition_init(traced.program, self._use.mesh, self._use.state).program
+            outputs = [sharding_of(port, program, self._use.mesh) for port in program.outputs]
+            run, inputs = jax.jit(emit(program, self._use.mesh), out_shardings=outputs), jax.tree.leaves((args, kwargs))
+            if not processes.is_alone:
+                digest = fingerprint(program_text(program), machine_of(self._use.mesh))
+                what = f"{program.name}, which creates the state (program {digest})"
+                processes.agree(f"compile {what}")
+                run.lower(*inputs).compile()
+                processes.agree(f"run {what}")
+            return creation.finish(jax.tree.unflatten(traced.program.out_tree, run(*inputs)))
 
     def trace(self, *args, **kwargs) -> TracedStep:
         """Traces and partitions the step; leaves may be ``jax.ShapeDtypeStruct``s."""
@@ -271,18 +285,19 @@ class ShardedStep:
           DevicesNotAttachedError: the devices are not here.
         """
         self._require_devices()
-        traced = self.trace(*args)
-        taken = take_profile(
-            self,
-            args,
-            traced.lower().compile(),
-            traced.planned,
-            self.mesh,
-            base=traced.sharded,
-            runs=runs,
-            known=known,
-            compiler_options=traced.plan().compiler_options(),
-        )
+        with self._processes().together():
+            traced = self.trace(*args)
+            taken = take_profile(
+                self,
+                args,
+                traced.lower().compile(),
+                traced.planned,
+                self.mesh,
+                base=traced.sharded,
+                runs=runs,
+                known=known,
+                compiler_options=traced.plan().compiler_options(),
+            )
         self._programs.measured(traced.partitioned, taken.profile.step)
         return taken
 
@@ -293,16 +308,22 @@ class ShardedStep:
         last = self._last
         return explain(last.traced.program, last.partitioned, self._programs.planned_already(last.partitioned))
 
-    def _call(self, args: tuple, kwargs: dict):
-        self._require_devices()
+    def _call(self, args: tuple, kwargs: dict, processes: Alone):
         call = self._bind(args, kwargs)
         prepared = self._prepared(call)
         run = self._programs.run(prepared)
         args_of_run = (*call.args, call.kwargs)
         refuse_deleted(args_of_run, prepared.traced.program.inputs, self._name)
+        launch = None if processes.is_alone else self._programs.launch(prepared, call)
+        if launch is not None:
+            processes.agree(f"{'run' if launch.is_compiled else 'compile'} {launch.what}")
         placed, moved_inputs = place(args_of_run, prepared.targets, prepared.returned, prepared.taken, self._use.mesh)
         try:
             self._programs.require_fit(prepared, placed)
+            if launch is not None and not launch.is_compiled:
+                self._programs.compiled(prepared, placed)
+                processes.agree(f"run {launch.what}")
+                launch.is_compiled = True
             out = run(*placed)
         except (TypeError, ValueError):
             self._programs.partition(call.step, call.args, call.kwargs)
@@ -333,6 +354,10 @@ class ShardedStep:
     def _prepared(self, call: PureCall) -> Prepared:
         self._last = self._programs.prepare(call)
         return self._last
+
+    def _processes(self) -> Alone:
+        """Who has to agree on what runs here and now; where a function around the step is traced, nothing does."""
+        return ALONE if is_tracing() else processes_of(self._use.mesh)
 
     def _require_devices(self) -> None:
         if not attached(self._use.mesh):

@@ -368,19 +368,29 @@ class PlanError(DeepCompileError, ValueError):
         super().__init__(f"{where} cannot be used: {why}. Drop it, and the step is planned anew.")
 
 
-class PlanMismatchError(DeepCompileError, RuntimeError):
-    def __init__(self, function: str, fingerprints: dict[int, str]) -> None:
-        listed = ", ".join(f"process {process}: {value}" for process, value in fingerprints.items())
+class OtherProcessError(DeepCompileError, RuntimeError):
+    """This process stops because of another one of its run, whose collectives it would wait for forever."""
+
+
+class ProcessMismatchError(OtherProcessError):
+    def __init__(self, said: Mapping[int, str]) -> None:
+        listed = "; ".join(
+            f"{listed_processes([process for process, text in said.items() if text == what])} would {what}"
+            for what in dict.fromkeys(said.values())
+        )
         super().__init__(
-            f"The processes of this run do not agree on what {function} is ({listed}). Collectives of different "
-            f"programs "
-            f"would wait for each other forever. Give every process the same code, shapes, configuration and versions."
+            f"the processes of this run are about to do different things: {listed}. Their collectives would wait for "
+            f"each other forever. Give every process the same code, configuration and versions, and in every step as "
+            f"many rows: drop the last, shorter batch of an epoch in all of them."
         )
 
 
-class PlanningFailedError(DeepCompileError, RuntimeError):
-    def __init__(self, function: str, failure: str) -> None:
-        super().__init__(f"Process 0 plans {function} for all processes of this run, and failed there: {failure}")
+class ProcessStoppedError(OtherProcessError):
+    def __init__(self, process: int, reason: str) -> None:
+        super().__init__(
+            f"process {process} of this run does not go on, so this one stops too: its collectives would wait for "
+            f"process {process} forever. Its reason: {reason}"
+        )
 
 
 class InvariantError(DeepCompileError, AssertionError):
@@ -428,6 +438,13 @@ def _size(size_bytes: int) -> str:
         if size_bytes >= unit:
             return f"{size_bytes / unit:.2f} {name}"
     return f"{size_bytes:,} bytes"
+
+
+def listed_processes(indices: Sequence[int]) -> str:
+    """``process 3``, or ``processes 0, 1, 2 and 61 more``."""
+    shown, more = sorted(indices)[:8], len(indices) - 8
+    names = ", ".join(map(str, shown)) + (f" and {more} more" if more > 0 else "")
+    return f"{'process' if len(indices) == 1 else 'processes'} {names}"
 
 
 def _shortened(value: object, limit: int = 60) -> str:

@@ -11,15 +11,17 @@ from jax.sharding import NamedSharding
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import is_tracing
 from jax_deepcompile.binding import PureCall, PureStep
+from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.entries import StepTime
+from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.ir.program import Role
 from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
-from jax_deepcompile.meshes import MeshUse, attached
+from jax_deepcompile.meshes import MeshUse
 from jax_deepcompile.partition.partition import Partitioned, partition_step
 from jax_deepcompile.passes.microbatch import accumulate
 from jax_deepcompile.passes.stop_alone import stop_alone
 from jax_deepcompile.planning.limits import require_fit
-from jax_deepcompile.planning.session import Planned, Wishes, plan_program, require_agreement
+from jax_deepcompile.planning.session import Planned, Wishes, plan_program
 from jax_deepcompile.returned import Returned
 from jax_deepcompile.roles import Roles
 from jax_deepcompile.signature import Signature
@@ -74,6 +76,19 @@ class Prepared:
         return shardings_of(self.traced.program.out_tree, self.outputs)
 
 
+@dataclass
+class Launch:
+    """What calls with arguments of one structure and type run, where several processes run it.
+
+    Attributes:
+      what: in words, and with a digest, that are equal in all processes that run the same.
+      is_compiled: in all of them.
+    """
+
+    what: str
+    is_compiled: bool = False
+
+
 @dataclass(frozen=True)
 class Programs:
     """What a step's calls have made so far.
@@ -99,6 +114,7 @@ class Programs:
     _plans: dict[int, Planned] = field(default_factory=dict)
     _runs: dict[int, Any] = field(default_factory=dict)
     _fitting: set[int] = field(default_factory=set)
+    _launches: dict[Any, Launch] = field(default_factory=dict)
 
     def signature(self, step: PureStep, args: tuple, kwargs: dict) -> Signature:
         """What each argument is."""
@@ -182,22 +198,37 @@ class Programs:
     def require_fit(self, prepared: Prepared, args: tuple) -> None:
         """Makes sure, before its first run, that what is compiled for ``args`` keeps the memory limit.
 
-        JAX keeps what this compiles for the run itself.
-
         Raises:
           MemoryExceededError: it does not.
         """
         limit_bytes = self.planned(prepared.partitioned).limit_bytes
         if limit_bytes is None or id(prepared) in self._fitting or is_tracing():
             return
-        require_fit(self.name, self.run(prepared).lower(*args).compile(), limit_bytes)
+        require_fit(self.name, self.compiled(prepared, args), limit_bytes)
         self._fitting.add(id(prepared))
+
+    def compiled(self, prepared: Prepared, args: tuple) -> jax.stages.Compiled:
+        """What runs for ``args``. JAX keeps it for the run itself."""
+        return self.run(prepared).lower(*args).compile()
+
+    def launch(self, prepared: Prepared, call: PureCall) -> Launch:
+        """What ``call`` runs, to agree on with other processes."""
+        key = (id(prepared), _types((*call.args, call.kwargs)))
+        if key not in self._launches:
+            traced, partitioned = self.partition(call.step, call.args, call.kwargs)
+            planned = self.planned(partitioned)
+            text, options = program_text(planned.program), planned.plan.compiler_options()
+            digest = fingerprint(text, machine_of(self.use.mesh), options)
+            given = [port for port in traced.program.inputs if not port.role.is_state]
+            shapes = [f"{port.path} {port.dtype}[{','.join(map(str, port.shape))}]" for port in given[:_SHOWN]]
+            more = [f"{len(given) - _SHOWN} more"] * (len(given) > _SHOWN)
+            on = f" on {', '.join(shapes + more)}" if given else ""
+            self._launches[key] = Launch(f"{self.name}{on} (program {digest})")
+        return self._launches[key]
 
     def _make_run(self, prepared: Prepared) -> Any:
         traced, step = prepared.traced, prepared.step
         planned = self.planned(prepared.partitioned)
-        if attached(self.use.mesh):
-            require_agreement(self.name, planned, self.use.mesh)
 
         def staged(*args):
             if _shapes(args) != prepared.shapes:
@@ -222,6 +253,17 @@ class Programs:
         """None, XLA's to choose, for state that may be divided over automatic axes too."""
         automatic = len(self.use.mesh.axis_names) > len(self.use.axes.names)
         return None if automatic and port.role.is_state else sharding_of(port, program, self.use.mesh)
+
+
+_SHOWN = 4
+"""Arguments whose shapes an error shows."""
+
+
+def _types(tree: Any) -> tuple:
+    """What JAX traces ``tree`` for besides its structure and shapes."""
+    return tuple(
+        (getattr(leaf, "dtype", type(leaf)), getattr(leaf, "weak_type", False)) for leaf in jax.tree.leaves(tree)
+    )
 
 
 def _shapes(tree: Any) -> Shapes:

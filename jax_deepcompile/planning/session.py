@@ -5,16 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
@@ -35,6 +31,7 @@ from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.planner import DEFAULT_PASSES, ONE_DEVICE_PASSES, argument_bytes, make_plan
 from jax_deepcompile.planning.trials import Environment
 from jax_deepcompile.planning.turns import find_turns
+from jax_deepcompile.processes import processes_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes)
     Raises:
       MemoryExceededError: it does not fit, whatever is tried.
       MemoryLimitError, PlanError: a wish that makes no sense.
-      PlanMismatchError: the processes of this run have different programs.
+      OtherProcessError: the processes of this run have different programs, or planning failed in the first.
     """
     if not isinstance(mesh, Mesh):
         return _planned(program, mesh, platform, wishes)
@@ -93,23 +90,6 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes)
     foreign = "; the kernels of the profile are another program's, and not used" * (known is not profile)
     unknown = f"; there is no table for {kind}, and that of an H100 is used" * (not has_table(kind))
     return replace(planned, profile=known, origin=planned.origin + foreign + unknown)
-
-
-def require_agreement(name: str, planned: Planned, mesh: AnyMesh) -> None:
-    """Makes sure that all processes of this run are about to run the same program.
-
-    Raises:
-      PlanMismatchError: their collectives would wait for each other forever.
-    """
-    if jax.process_count() > 1:
-        text, options = program_text(planned.program), planned.plan.compiler_options()
-        _require_equal(name, fingerprint(text, machine_of(mesh), options))
-
-
-def _require_equal(name: str, mark: str) -> None:
-    marks = _gathered(mark)
-    if len(set(marks)) > 1:
-        raise errors.PlanMismatchError(name, dict(enumerate(marks)))
 
 
 def _planned(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes) -> Planned:
@@ -219,49 +199,20 @@ def _agreed(
 ) -> Planned:
     """The program as planned; in a run of several processes by the first one's plan.
 
-    What goes wrong there goes wrong everywhere: nobody waits for a plan that does not come.
+    What goes wrong in one goes wrong in all: nobody waits for a plan that does not come.
     """
-    if jax.process_count() == 1:
+    processes = processes_of(environment.mesh)
+    if processes.is_alone:
         return _kept_or_made(program, environment, mark, passes, cache)
-    _require_equal(program.name, mark)
-    if jax.process_index() != 0:
-        text, origin, failure = json.loads(_broadcast(""))
-        if failure:
-            raise errors.PlanningFailedError(program.name, failure)
-        plan = Plan.from_json(text, "the plan of process 0")
+    with processes.together():
+        processes.agree(f"plan {program.name} (fingerprint {mark})")
+        if processes.is_first:
+            planned = _kept_or_made(program, environment, mark, passes, cache)
+            processes.first_says(json.dumps([planned.plan.to_json(), planned.origin]))
+            return planned
+        text, origin = json.loads(processes.first_says(""))
+        plan = Plan.from_json(text, "the plan of the first process")
         return Planned(apply_plan(program, environment.mesh, plan), plan, environment.limit_bytes, origin)
-    try:
-        planned = _kept_or_made(program, environment, mark, passes, cache)
-    except Exception as error:
-        _broadcast(json.dumps(["", "", f"{type(error).__name__}: {error}"]))
-        raise
-    _broadcast(json.dumps([planned.plan.to_json(), planned.origin, ""]))
-    return planned
-
-
-def _gathered(mark: str) -> list[str]:
-    """The mark of every process."""
-    rows = _outside_of_traces(lambda: multihost_utils.process_allgather(_as_bytes(mark)))
-    return [bytes(row.astype(np.uint8)).decode() for row in rows]
-
-
-def _broadcast(text: str) -> str:
-    """What the first process broadcasts."""
-    length = int(_outside_of_traces(lambda: multihost_utils.broadcast_one_to_all(np.int32(len(text.encode())))))
-    padded = np.zeros(length, np.uint8)
-    own = _as_bytes(text)
-    padded[: len(own)] = own
-    return bytes(_outside_of_traces(lambda: multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8)).decode()
-
-
-def _outside_of_traces(communicate: Callable[[], Any]) -> np.ndarray:
-    """What ``communicate`` returns, in a thread of its own: here JAX may be tracing a function around the step."""
-    with ThreadPoolExecutor(1) as outside:
-        return np.asarray(outside.submit(communicate).result())
-
-
-def _as_bytes(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode(), np.uint8)
 
 
 def _fingerprint(

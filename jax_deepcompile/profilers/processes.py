@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.processes import processes_of
 
 
-def of_first_process(profile: Profile | None) -> Profile | None:
-    """The profile of process 0, in every process.
+def of_first_process(profile: Profile | None, mesh: AnyMesh) -> Profile | None:
+    """The profile of the first process of ``mesh``, in every process.
 
     What each measures differs a little, and programs planned from different times would wait for each other forever.
     """
-    if jax.process_count() == 1:
+    processes = processes_of(mesh)
+    if processes.is_alone:
         return profile
-    text = np.frombuffer((profile.to_json() if profile else "").encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.array(text.size)))
-    text = text if jax.process_index() == 0 else np.zeros(size, np.uint8)
-    received = bytes(np.asarray(multihost_utils.broadcast_one_to_all(text))).decode()
-    return Profile.from_json(received, "what process 0 sent") if received else None
+    said = processes.first_says(profile.to_json() if profile and processes.is_first else "")
+    return Profile.from_json(said, "what the first process said") if said else None

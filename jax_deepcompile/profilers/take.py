@@ -72,7 +72,7 @@ def take_profile(
     Returns:
       The profile, the same in every process, and the arguments of the next call.
     """
-    known = of_first_process(known)
+    known = of_first_process(known, mesh)
     machine = machine_of(mesh)
     digest = fingerprint(program_text(program), machine, compiler_options)
     if known is not None and known.fingerprint == digest:
@@ -90,7 +90,7 @@ def take_profile(
             digest, machine, collectives=measure_collectives(mesh, limits), copies=measure_copies(mesh, limits)
         )
         profile = profile.merge(probed)
-    return Taken(of_first_process(profile) or profile, args)
+    return Taken(of_first_process(profile, mesh) or profile, args)
 
 
 def _run(
