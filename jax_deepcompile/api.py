@@ -226,7 +226,7 @@ class ShardedStep:
             outputs = [sharding_of(port, program, self._use.mesh) for port in program.outputs]
             run, inputs = jax.jit(emit(program, self._use.mesh), out_shardings=outputs), jax.tree.leaves((args, kwargs))
             if not processes.is_alone:
-                digest = fingerprint(program_text(program), machine_of(self._use.mesh))
+                digest = fingerprint(program_text(program), machine_of(self._use.mesh))[:16]
                 what = f"{program.name}, which creates the state (program {digest})"
                 processes.agree(f"compile {what}")
                 run.lower(*inputs).compile()

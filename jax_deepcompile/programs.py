@@ -218,7 +218,7 @@ class Programs:
             traced, partitioned = self.partition(call.step, call.args, call.kwargs)
             planned = self.planned(partitioned)
             text, options = program_text(planned.program), planned.plan.compiler_options()
-            digest = fingerprint(text, machine_of(self.use.mesh), options)
+            digest = fingerprint(text, machine_of(self.use.mesh), options)[:16]
             given = [port for port in traced.program.inputs if not port.role.is_state]
             shapes = [f"{port.path} {port.dtype}[{','.join(map(str, port.shape))}]" for port in given[:_SHOWN]]
             more = [f"{len(given) - _SHOWN} more"] * (len(given) > _SHOWN)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+import threading
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 from jax_deepcompile import errors
@@ -18,7 +20,9 @@ from jax_deepcompile.planning import session
 from jax_deepcompile.planning.plan import Plan, Prediction
 from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
 from jax_deepcompile.planning.trials import Environment
+from jax_deepcompile.processes import ALONE
 from tests.passes.programs import sharded, stack_loss, stack_shapes
+from tests.together import outcomes, processes
 
 pytestmark = pytest.mark.cpu_mesh
 
@@ -26,91 +30,75 @@ MARK = "f" * 32
 PLAN = Plan(MARK, prediction=Prediction(1.0, 1.0, 0.0, 0.0, 100))
 
 
-@dataclass
-class Run:
-    """A run of two processes of which one is looked at.
-
-    Attributes:
-      sent: what it broadcast.
-    """
-
-    program: object
-    environment: Environment
-    sent: list[str]
-
-    def plan(self, cache: PlanCache | None = None) -> tuple[Plan, str]:
-        planned = session._agreed(self.program, self.environment, MARK, (), cache)  # pyright: ignore
-        return planned.plan, planned.origin
-
-
 @pytest.fixture
-def run(monkeypatch):
-    def of(process: int, marks=(MARK, MARK), received: str = "", makes: Plan | Exception = PLAN, limit=None) -> Run:
-        program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
-        sent: list[str] = []
+def planned(monkeypatch):
+    """What planning comes to in every process, each with a cache of its own or none, and with its own planner."""
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
+    here = threading.local()
 
-        def broadcast(text: str) -> str:
-            sent.append(text)
-            return text if process == 0 else received
+    def make_plan(*_):
+        if isinstance(here.makes, Exception):
+            raise here.makes
+        return SimpleNamespace(plan=here.makes, program=program)
 
-        def make_plan(*_):
-            if isinstance(makes, Exception):
-                raise makes
-            return SimpleNamespace(plan=makes, program=program)
+    monkeypatch.setattr(session, "make_plan", make_plan)
+    monkeypatch.setattr(session, "processes_of", lambda mesh: here.process)
 
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
-        monkeypatch.setattr(jax, "process_index", lambda: process)
-        monkeypatch.setattr(session, "_gathered", lambda mark: list(marks))
-        monkeypatch.setattr(session, "_broadcast", broadcast)
-        monkeypatch.setattr(session, "make_plan", make_plan)
-        return Run(program, Environment(mesh, "cpu", CostModel(), limit), sent)
+    def of(caches=(None, None), makes=(PLAN, AssertionError("it planned")), marks=(MARK, MARK), limit=None) -> list:
+        environment = Environment(mesh, "cpu", CostModel(), limit)
+
+        def plan(process, cache, made, mark) -> tuple[Plan, str]:
+            here.process, here.makes = process, made
+            found = session._agreed(program, environment, mark, (), cache)  # pyright: ignore
+            return found.plan, found.origin
+
+        members = processes(len(caches)) if len(caches) > 1 else [ALONE]
+        return outcomes(*map(partial, [plan] * len(members), members, caches, makes, marks))
 
     return of
 
 
-def test_the_first_process_plans_and_the_others_take_its_plan(run):
-    first = run(0)
-    assert first.plan() == (PLAN, "made for this run")
-    assert run(1, received=first.sent[0], makes=AssertionError("it planned")).plan() == (PLAN, "made for this run")
+def test_the_first_process_plans_and_the_others_take_its_plan(planned):
+    assert planned() == [(PLAN, "made for this run")] * 2
 
 
-def test_what_fails_there_fails_everywhere(run):
-    first = run(0, makes=errors.MemoryExceededError("step", 200 << 30, 100 << 30, 1 << 30))
-    with pytest.raises(errors.MemoryExceededError):
-        first.plan()
-    with pytest.raises(errors.PlanningFailedError, match="failed there: MemoryExceededError: step takes"):
-        run(1, received=first.sent[0]).plan()
+def test_what_fails_there_fails_everywhere(planned):
+    failure = errors.MemoryExceededError("step", 200 << 30, 100 << 30, 1 << 30)
+    first, second = planned(makes=(failure, AssertionError("it planned")))
+    assert first is failure
+    assert isinstance(second, errors.ProcessStoppedError)
+    assert "process 0 of this run does not go on" in str(second)
+    assert "Its reason: MemoryExceededError: step takes" in str(second)
 
 
-@pytest.mark.parametrize("process", [0, 1])
-def test_different_programs_are_refused_whatever_is_cached(run, tmp_path, process: int):
+def test_different_programs_are_refused_whatever_is_cached(planned, tmp_path):
     cache = PlanCache(tmp_path)
     cache.store(PLAN)
-    with pytest.raises(errors.PlanMismatchError, match="process 0: a, process 1: b"):
-        run(process, marks=("a", "b")).plan(cache)
+    for error in planned(caches=(cache, cache), marks=("a", "b")):
+        assert isinstance(error, errors.ProcessMismatchError)
+        assert re.search(r"process 0 would plan \S+ \(fingerprint a\); process 1 would plan \S+ \(", str(error))
 
 
-def test_a_plan_that_only_the_first_process_kept_serves_all(run, tmp_path):
-    cache = PlanCache(tmp_path)
+def test_a_plan_that_only_the_first_process_kept_serves_all(planned, tmp_path):
+    cache, plans = PlanCache(tmp_path), AssertionError("it planned")
     cache.store(PLAN)
-    first = run(0, makes=AssertionError("it planned"))
-    assert first.plan(cache) == (PLAN, "kept from an earlier run")
-    assert run(1, received=first.sent[0]).plan(PlanCache(tmp_path / "empty")) == (PLAN, "kept from an earlier run")
+    found = planned(caches=(cache, PlanCache(tmp_path / "empty")), makes=(plans, plans))
+    assert found == [(PLAN, "kept from an earlier run")] * 2
 
 
-def test_a_kept_plan_that_does_not_fit_is_said_and_made_anew(run, tmp_path):
+def test_a_kept_plan_that_does_not_fit_is_said_and_made_anew(planned, tmp_path):
     cache, anew = PlanCache(tmp_path), PLAN.replace(prediction=Prediction(2.0, 2.0, 0.0, 0.0, 10))
     cache.store(PLAN)
     with pytest.warns(PlanCacheWarning, match="does not say that it fits the memory limit"):
-        assert run(0, makes=anew, limit=50).plan(cache) == (anew, "made for this run")
+        assert planned(caches=[cache], makes=[anew], limit=50) == [(anew, "made for this run")]
     assert cache.load(MARK) == anew
 
 
-def test_a_kept_plan_for_other_loops_is_said_and_made_anew(run, tmp_path):
+def test_a_kept_plan_for_other_loops_is_said_and_made_anew(planned, tmp_path):
     cache = PlanCache(tmp_path)
     cache.store(PLAN.replace(handed_over=(HandOver("scan.7", "scan.8", (0,)),)))
     with pytest.warns(PlanCacheWarning, match="scan.7"):
-        assert run(0).plan(cache) == (PLAN, "made for this run")
+        assert planned(caches=[cache]) == [(PLAN, "made for this run")]
 
 
 def test_what_a_plan_is_found_by(monkeypatch):

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jax_deepcompile.profilers.processes import of_first_process
@@ -59,5 +60,6 @@ def test_two_processes_have_the_first_ones_profile():
 
 @pytest.mark.pure
 def test_a_single_process_keeps_its_own():
-    assert of_first_process(PROFILE) is PROFILE
-    assert of_first_process(None) is None
+    mesh = jax.make_mesh((1,), ("fsdp",))
+    assert of_first_process(PROFILE, mesh) is PROFILE
+    assert of_first_process(None, mesh) is None
