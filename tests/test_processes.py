@@ -156,7 +156,9 @@ def test_a_program_that_ends_is_told_with_its_error(monkeypatch):
     monkeypatch.setattr(sys, "last_value", OSError("no data"), raising=False)
     second.leave()
     assert str(outcomes(partial(third.agree, "a"))[0]).endswith("Its reason: its program has ended")
-    assert str(outcomes(partial(third.agree, "a"))[0]).endswith("Its reason: its program has ended with OSError: no data")
+    assert str(outcomes(partial(third.agree, "a"))[0]).endswith(
+        "Its reason: its program has ended with OSError: no data"
+    )
 
 
 def test_one_that_fails_again_and_again_is_heard_by_a_slow_one():

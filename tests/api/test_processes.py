@@ -1,4 +1,4 @@
-"""A run of several processes."""
+"""Runs of two processes: they train as one does, and what goes wrong in one is an error in both, soon."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 
 import jax
 import numpy as np
@@ -17,22 +18,53 @@ from tests.api.steps import batch, create, step
 pytestmark = pytest.mark.cpu_mesh
 
 
-@pytest.mark.parametrize("processes", [2])
-def test_each_process_passes_its_own_rows(processes: int):
+_LIMIT_S = 240
+
+START = """
+import sys, time
+import jax, numpy as np
+rank, port = map(int, sys.argv[1:])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+from tests.api.steps import batch, create, step
+import jax_deepcompile as deepcompile
+def rows_of(size, kind=np.asarray):
+    rows = batch(size)["x"]
+    return {"x": kind(rows[rank * size // 2 : (rank + 1) * size // 2])}
+"""
+
+
+def run_two(script: str) -> list[subprocess.CompletedProcess[str]]:
+    """``script`` in two processes of four devices each, which find ``rank`` and all else that START has."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    command, pipe = [sys.executable, "-c", START + textwrap.dedent(script)], subprocess.PIPE
+    runs = [
+        subprocess.Popen([*command, str(rank), str(port)], env=environment, stdout=pipe, stderr=pipe, text=True)
+        for rank in range(2)
+    ]
+    limit = threading.Timer(_LIMIT_S, lambda: [run.kill() for run in runs])
+    limit.start()
+    outputs = [run.communicate() for run in runs]
+    limit.cancel()
+    return [
+        subprocess.CompletedProcess(run.args, run.returncode, *both) for run, both in zip(runs, outputs, strict=True)
+    ]
+
+
+def lines(run: subprocess.CompletedProcess[str], word: str) -> list[str]:
+    return [line.removeprefix(f"{word} ") for line in run.stdout.splitlines() if line.startswith(f"{word} ")]
+
+
+def test_each_process_passes_its_own_rows():
     """Two processes of four devices train as one of eight does, on fewer rows each than there are devices too."""
-    script = textwrap.dedent(
+    runs = run_two(
         """
-        import sys
-        import jax, numpy as np
-        rank, count, port = map(int, sys.argv[1:])
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"localhost:{port}", count, rank)
-        from tests.api.steps import batch, create, step
-        import jax_deepcompile as deepcompile
         sharded = deepcompile.shard(step)
         state = sharded.init(create)
-        for rows, kind in ((batch()["x"], np.asarray), (batch(8)["x"], jax.numpy.asarray)):
-            mine = {"x": kind(rows[rank * len(rows) // count : (rank + 1) * len(rows) // count])}
+        for mine in (rows_of(16), rows_of(8, jax.numpy.asarray)):
             state, loss = sharded(state, mine)
             print("LOSS", float(loss))
         try:
@@ -41,7 +73,7 @@ def test_each_process_passes_its_own_rows(processes: int):
             print("ERROR", error)
         def weighted(state, batch, weights):
             return step(state, {"x": batch["x"] * weights[:, None]})
-        weights = np.linspace(1, 2, len(rows), dtype=np.float32)[rank * 4 : (rank + 1) * 4]
+        weights = np.linspace(1, 2, 8, dtype=np.float32)[rank * 4 : (rank + 1) * 4]
         try:
             deepcompile.shard(weighted)(state, mine, weights)
         except deepcompile.errors.AmbiguousRowsError as error:
@@ -58,34 +90,100 @@ def test_each_process_passes_its_own_rows(processes: int):
         for options in ({}, {"memory_limit": "1GiB"}):
             try:
                 deepcompile.shard(different, **options)(sharded.init(create), mine)
-            except deepcompile.errors.PlanMismatchError as error:
+            except deepcompile.errors.ProcessMismatchError as error:
                 print("ERROR", error)
         """
     )
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", script]
-    pipe = subprocess.PIPE
-    runs = [
-        subprocess.Popen(
-            [*command, str(rank), str(processes), str(port)], env=environment, stdout=pipe, stderr=pipe, text=True
-        )
-        for rank in range(processes)
-    ]
-    outputs = [run.communicate(timeout=240) for run in runs]
-    losses = [[float(line.split()[1]) for line in out.splitlines() if line.startswith("LOSS")] for out, _ in outputs]
+    losses = [[float(loss) for loss in lines(run, "LOSS")] for run in runs]
     state, first = jax.jit(step)(create(), batch())
     _, second = jax.jit(step)(state, batch(8))
     _, third = step(create(), {"x": batch(8)["x"] * np.linspace(1, 2, 8, dtype=np.float32)[:, None]})
     _, fourth = step(create(), batch(8))
-    assert len(losses[0]) == 4, outputs
+    assert len(losses[0]) == 4, runs
     expected = [float(first), float(second), float(third), float(fourth)]
-    np.testing.assert_allclose(losses, [expected] * processes, rtol=1e-6)
-    assert all("SHAPE ()" in out for out, _ in outputs), outputs[0][1][-3000:]
-    assert all(
-        out.count("processes of this run do not agree on what different is (process 0: ") == 2 for out, _ in outputs
+    np.testing.assert_allclose(losses, [expected] * 2, rtol=1e-6)
+    for run in runs:
+        assert "SHAPE ()" in run.stdout, run.stderr[-3000:]
+        uneven, ambiguous, *different = lines(run, "ERROR")
+        assert "6 must be a multiple of 4, the number of this process's devices" in uneven
+        assert "shard(..., batch_argnums=(1, 2)) if weights is one" in ambiguous
+        assert len(different) == 2
+        assert "process 0 would compile different on batch['x'] float32[8,16] (program " in different[0]
+        assert "process 0 would plan different (fingerprint " in different[1]
+
+
+def test_what_goes_wrong_in_one_process_is_an_error_in_both_within_seconds():
+    """Each time the other would wait forever, or for as long as JAX's collectives do; a slow one is waited for."""
+    runs = run_two(
+        """
+        def tell(run):
+            start = time.monotonic()
+            try:
+                run()
+                print("RESULT went through")
+            except deepcompile.errors.DeepCompileError as error:
+                print(f"RESULT {type(error).__name__}: {error}")
+            print("SECONDS", time.monotonic() - start)
+        def train(steps, last):
+            state = sharded.init(create)
+            for _ in range(steps):
+                state, loss = sharded(state, rows_of(16))
+            print("LOSS", float(loss))
+            return sharded(state, last)
+        sharded = deepcompile.shard(step)
+        short, shorter = {"x": batch(8)["x"][:3]}, rows_of(8)
+        tell(lambda: train(3, short if rank == 1 else rows_of(16)))
+        tell(lambda: train(1, shorter if rank == 0 else rows_of(16)))
+        def stateless(state, batch):
+            return (state if rank == 0 else {}), batch["x"].sum()
+        tell(lambda: deepcompile.shard(stateless)(sharded.init(create), rows_of(16)))
+        tell(lambda: deepcompile.shard(stateless, memory_limit="1GiB")(sharded.init(create), rows_of(16)))
+        def broken():
+            return {"w": 1 / rank}
+        def divides():
+            try:
+                sharded.init(broken)
+            except ZeroDivisionError as error:
+                raise deepcompile.errors.DeepCompileError("division by zero") from error
+        tell(divides)
+        def other(state, batch):
+            return step(state, batch)
+        tell(lambda: deepcompile.shard(step if rank else other)(sharded.init(create), rows_of(16)))
+        if rank:
+            time.sleep(3)
+        tell(lambda: train(2, shorter))
+        state = sharded.init(create)
+        for number in range(5):
+            if number == 4 and rank == 1:
+                raise OSError("no more data")
+            state, loss = sharded(state, rows_of(16))
+        """
     )
-    assert all("shard(..., batch_argnums=(1, 2)) if weights is one" in out for out, _ in outputs)
-    assert all("6 must be a multiple of 4, the number of this process's devices" in out for out, _ in outputs)
+    first, second = (lines(run, "RESULT") for run in runs)
+    assert len(first) == len(second) == 7, runs
+    stopped = "ProcessStoppedError: process 1 of this run does not go on, so this one stops too: its collectives would"
+    uneven = "BatchNotDivisibleError: batch leaf batch['x'] has shape (3, 16): its leading dimension 3 must be a"
+    assert second[0].startswith(uneven)
+    assert first[0].startswith(stopped)
+    assert f"Its reason: {uneven}" in first[0]
+    assert first[1] == second[1]
+    assert first[1].startswith("ProcessMismatchError: the processes of this run are about to do different things: ")
+    assert "process 0 would compile step on batch['x'] float32[8,16] (program " in first[1]
+    assert "process 1 would run step on batch['x'] float32[16,16] (program " in first[1]
+    for call in (2, 3):
+        assert second[call].startswith("StateNotReturnedError: stateless does not return its state")
+        assert first[call].startswith(stopped)
+        assert f"Its reason: {second[call]}" in first[call]
+    assert first[4] == "DeepCompileError: division by zero"
+    assert "process 0 of this run does not go on" in second[4]
+    assert "Its reason: ZeroDivisionError: division by zero" in second[4]
+    assert first[5] == second[5]
+    assert "process 0 would compile other on " in first[5]
+    assert "process 1 would compile step on " in first[5]
+    assert first[6] == second[6] == "went through"
+    assert max(float(seconds) for run in runs for seconds in lines(run, "SECONDS")) < 25, runs
+    losses = [[float(loss) for loss in lines(run, "LOSS")] for run in runs]
+    assert losses[0] == losses[1]
+    ended = runs[0].stderr.splitlines()[-1]
+    assert "Its reason: its program has ended with OSError: no more data" in ended
+    assert [run.returncode for run in runs] == [1, 1]
