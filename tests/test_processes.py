@@ -164,10 +164,10 @@ def test_a_program_that_ends_is_told_with_its_error(monkeypatch):
 def test_one_that_fails_again_and_again_is_heard_by_a_slow_one():
     first, second = processes(2)
     for _ in range(200):
-        with pytest.raises(ValueError):
-            fail(first, ValueError())
+        with pytest.raises(KeyError):
+            fail(first, KeyError())
     for _ in range(200):
-        with pytest.raises(errors.ProcessStoppedError, match="Its reason: ValueError$"):
+        with pytest.raises(errors.ProcessStoppedError, match=r"Its reason: KeyError$"):
             second.agree("a")
     assert agree_all([first, second], "a") == [None] * 2
 

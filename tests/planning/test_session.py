@@ -28,6 +28,7 @@ pytestmark = pytest.mark.cpu_mesh
 
 MARK = "f" * 32
 PLAN = Plan(MARK, prediction=Prediction(1.0, 1.0, 0.0, 0.0, 100))
+PLANS = AssertionError("it planned")
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def planned(monkeypatch):
     monkeypatch.setattr(session, "make_plan", make_plan)
     monkeypatch.setattr(session, "processes_of", lambda mesh: here.process)
 
-    def of(caches=(None, None), makes=(PLAN, AssertionError("it planned")), marks=(MARK, MARK), limit=None) -> list:
+    def of(caches=(None, None), makes=(PLAN, PLANS), marks=(MARK, MARK), limit=None) -> list:
         environment = Environment(mesh, "cpu", CostModel(), limit)
 
         def plan(process, cache, made, mark) -> tuple[Plan, str]:
@@ -64,7 +65,7 @@ def test_the_first_process_plans_and_the_others_take_its_plan(planned):
 
 def test_what_fails_there_fails_everywhere(planned):
     failure = errors.MemoryExceededError("step", 200 << 30, 100 << 30, 1 << 30)
-    first, second = planned(makes=(failure, AssertionError("it planned")))
+    first, second = planned(makes=(failure, PLANS))
     assert first is failure
     assert isinstance(second, errors.ProcessStoppedError)
     assert "process 0 of this run does not go on" in str(second)
@@ -80,9 +81,9 @@ def test_different_programs_are_refused_whatever_is_cached(planned, tmp_path):
 
 
 def test_a_plan_that_only_the_first_process_kept_serves_all(planned, tmp_path):
-    cache, plans = PlanCache(tmp_path), AssertionError("it planned")
+    cache = PlanCache(tmp_path)
     cache.store(PLAN)
-    found = planned(caches=(cache, PlanCache(tmp_path / "empty")), makes=(plans, plans))
+    found = planned(caches=(cache, PlanCache(tmp_path / "empty")), makes=(PLANS, PLANS))
     assert found == [(PLAN, "kept from an earlier run")] * 2
 
 
