@@ -29,7 +29,7 @@ class HasText(Protocol):
 class HasOptions(Protocol):
     """What XLA is to be told: a ``Plan``."""
 
-    def compiler_options(self) -> Mapping[str, bool | int | str]: ...
+    def compiler_options(self) -> Mapping[str, bool | int | str | bytes]: ...
 
 
 class HasProgram(Protocol):

@@ -30,7 +30,7 @@ class Thresholds:
     reduce_bytes: int = _DEFAULT_BYTES
 
     @classmethod
-    def of_options(cls, options: Mapping[str, bool | int | str]) -> Thresholds:
+    def of_options(cls, options: Mapping[str, Any]) -> Thresholds:
         """Those among XLA's options, and XLA's own for the rest."""
         names = ("all_gather", "reduce_scatter", "all_reduce")
         return cls(*(int(options.get(f"xla_gpu_{name}_combine_threshold_bytes", _DEFAULT_BYTES)) for name in names))

@@ -1,17 +1,15 @@
 """What XLA:GPU's scheduler believes an instruction takes, told by us.
 
 The scheduler hides collectives by its own estimates of the network; where they are wrong it starts them too late. It
-reads a profile instead if it is given one (``xla_gpu_pgle_profile_file_or_directory_path``), instruction by
-instruction; names are the same in every compilation of one program.
+reads a profile instead if it is given one, instruction by instruction; names are the same in every compilation of one
+program.
 """
 
 from __future__ import annotations
 
-import hashlib
-import tempfile
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jax_deepcompile.lowering.compile import Options
 
@@ -28,19 +26,23 @@ class Latency:
     name: str
     microseconds: float
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.microseconds < math.inf:
+            raise ValueError(f"{self.name!r:.60} is said to take {self.microseconds} microseconds")
+
 
 def latency_options(latencies: Sequence[Latency]) -> Options:
     """Options that make XLA:GPU schedule by ``latencies``; none for none.
 
-    They are written as a text ``ProfiledInstructionsProto`` to a file named by its content.
+    The value is a text ``ProfiledInstructionsProto``, which XLA and the keys of JAX's caches have as it is: there is no
+    file that another process could need, write, or find half written.
     """
     if not latencies:
         return {}
-    lines = [f'costs {{ name: "{each.name}" cost_us: {each.microseconds:.3f} }}' for each in latencies]
-    text = "\n".join(lines) + "\n"
-    folder = Path(tempfile.gettempdir()) / "jax_deepcompile_latencies"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.pbtxt"
-    if not path.exists():
-        path.write_text(text)
-    return {"xla_gpu_pgle_profile_file_or_directory_path": str(path)}
+    lines = (f"costs {{ name: {_quoted(each.name)} cost_us: {each.microseconds:.3f} }}\n" for each in latencies)
+    return {"fdo_profile": "".join(lines).encode()}
+
+
+def _quoted(name: str) -> str:
+    """A string of text protos: they escape as Python's bytes do."""
+    return repr(name.encode()).removeprefix("b")
