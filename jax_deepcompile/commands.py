@@ -73,7 +73,7 @@ def plan(request: StepRequest, out: Path | None) -> str:
 
 def explain(request: StepRequest, given: Path | None) -> str:
     """What is decided for the step and why, or what comes of the plan in the file ``given``."""
-    options = {} if given is None else {"plan": Plan.from_json(given.read_text(), str(given))}
+    options = {} if given is None else {"plan": Plan.from_json(given.read_text(errors="replace"), str(given))}
     step, args = _sharded(request, **options)
     return step.trace(*args).explain()
 

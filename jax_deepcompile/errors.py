@@ -364,7 +364,10 @@ class MemoryExceededError(DeepCompileError, MemoryError):
 
 
 class PlanError(DeepCompileError, ValueError):
+    """``why`` is said again where the same plan is known by another name."""
+
     def __init__(self, where: str, why: str) -> None:
+        self.why = why
         super().__init__(f"{where} cannot be used: {why}. Drop it, and the step is planned anew.")
 
 

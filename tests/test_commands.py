@@ -10,6 +10,7 @@ import pytest
 from jax_deepcompile import cli, errors
 from jax_deepcompile.commands import StepRequest, load_step
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.lowering.xla_options import DOUBLE_BUFFERING
 from jax_deepcompile.planning.plan import Plan
 
 STEP = """
@@ -34,6 +35,14 @@ def nothing():
 
 number = 3
 """
+
+_PLAN_WITH_A_PROGRAM = (
+    Plan("0", options=((DOUBLE_BUFFERING, True),))
+    .to_json()
+    .replace(DOUBLE_BUFFERING, "xla_gpu_cuda_data_dir")
+    .replace("true", '"/tmp/theirs"')
+    .encode()
+)
 
 
 @pytest.fixture
@@ -117,6 +126,22 @@ def test_a_plan_is_written_and_explained(file, tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["explain", f"{file}:make", "--gpu", "h100", "--nodes", "2", "--plan", str(out)]) == 0
     assert "plan: given" in capsys.readouterr().out
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe", "cannot be used: it cannot be read (not JSON"),
+        (_PLAN_WITH_A_PROGRAM, "cannot be used: it sets the XLA option 'xla_gpu_cuda_data_dir', and plans set"),
+    ],
+)
+def test_a_plan_that_is_none_or_sets_more_than_plans_do_is_refused(file, tmp_path, capsys, content, said):
+    given = tmp_path / "plan.json"
+    given.write_bytes(content)
+    assert cli.main(["explain", f"{file}:make", "--plan", str(given)]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, said in printed.err) == ("", True)
 
 
 @pytest.mark.h100_aot

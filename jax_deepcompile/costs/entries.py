@@ -130,6 +130,10 @@ class OpTime:
     where: str
     source: Source
 
+    def __post_init__(self) -> None:
+        if min(self.per_device_s, default=0.0) < 0:
+            raise ValueError(f"{self.name} took less than no time")
+
     @property
     def key(self) -> str:
         return self.name

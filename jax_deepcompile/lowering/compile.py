@@ -1,4 +1,4 @@
-"""XLA options by target, one typed place."""
+"""XLA options by target, and those that planning chooses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Any
 
 import jax
 
-Options = dict[str, bool | int | str]
+from jax_deepcompile.lowering.xla_options import (
+    DOUBLE_BUFFERING,
+    GATHER_COMBINER,
+    MEMORY_SLOP,
+    OVERLAP_LIMIT,
+    REDUCE_COMBINER,
+    SLOP_PERCENT,
+)
+
+Options = dict[str, bool | int | str | bytes]
 
 
 def compile_options(platform: str) -> Options:
@@ -49,12 +58,12 @@ def kernel_options(platform: str, kernels: Path | None) -> Options:
 
 def double_buffering() -> Options:
     """Two iterations of a loop in one body: what a pipelined loop carries changes buffers without being copied."""
-    return {"xla_gpu_enable_while_loop_double_buffering": True}
+    return {DOUBLE_BUFFERING: True}
 
 
 def two_collectives() -> Options:
     """A second collective may start while one is in flight."""
-    return {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+    return {OVERLAP_LIMIT: 2}
 
 
 def memory_options(limit_bytes: int, argument_bytes: int, device_bytes: int) -> Options:
@@ -73,16 +82,15 @@ def memory_options(limit_bytes: int, argument_bytes: int, device_bytes: int) -> 
     own = device_bytes * _XLA_SHARE - argument_bytes
     if own <= 0:
         return {}
-    return {_SLOP: max(int(_ROOM * 100 * (limit_bytes - argument_bytes) / own), 100)}
+    percent = max(int(_ROOM * 100 * (limit_bytes - argument_bytes) / own), 100)
+    return {MEMORY_SLOP: min(percent, SLOP_PERCENT.most)}
 
 
-def strictly_limited(options: Mapping[str, bool | int | str]) -> Options:
+def strictly_limited(options: Mapping[str, bool | int | str]) -> dict[str, bool | int | str]:
     """``options`` without the room that ``memory_options`` gives XLA's estimate."""
-    slop = options.get(_SLOP)
-    return dict(options) if slop is None else dict(options) | {_SLOP: max(int(int(slop) / _ROOM), 100)}
+    slop = options.get(MEMORY_SLOP)
+    return dict(options) if slop is None else dict(options) | {MEMORY_SLOP: max(int(int(slop) / _ROOM), 100)}
 
-
-_SLOP = "xla_gpu_memory_limit_slop_factor"
 
 _ROOM = 2.4
 """Times the limit."""
@@ -99,10 +107,7 @@ def combiner_options(gather_bytes: int, reduce_bytes: int) -> Options:
       gather_bytes: up to so many bytes of gathered values.
       reduce_bytes: up to so many bytes of what a device keeps of the reduced values; XLA counts results.
     """
-    return {
-        "xla_gpu_all_gather_combine_threshold_bytes": gather_bytes,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": reduce_bytes,
-    }
+    return {GATHER_COMBINER: gather_bytes, REDUCE_COMBINER: reduce_bytes}
 
 
 def _gpu_attached() -> bool:

@@ -14,6 +14,7 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs import frozen_json
 from jax_deepcompile.lowering.compile import Options
 from jax_deepcompile.lowering.latencies import Latency, latency_options
+from jax_deepcompile.lowering.xla_options import objection_to
 from jax_deepcompile.passes.delay_reductions import DelayedReductions
 from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.passes.keep_activations import KeptActivations
@@ -104,7 +105,7 @@ class Plan:
       prefetches: when straight-line gathers start, in the program that all of the above makes.
       reduction_bucket_bytes: so much of straight-line reductions follows one another in the order gradients are ready;
         0 where that is left to XLA.
-      options: XLA options, by name.
+      options: XLA options, by name; those of ``lowering.xla_options`` only.
       latencies: what XLA's scheduler is told that instructions take; empty for its own estimates.
       prediction: for the planned program; None for a plan written by hand.
       records: what was proposed on the way.
@@ -125,6 +126,11 @@ class Plan:
     latencies: tuple[Latency, ...] = ()
     prediction: Prediction | None = None
     records: tuple[Record, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in self.options:
+            if why := objection_to(name, value):
+                raise errors.PlanError("the plan", why)
 
     def replace(self, **changes) -> Plan:
         """A copy with some decisions changed, whose prediction nobody knows; ``options`` may be given as a mapping.
@@ -153,13 +159,15 @@ class Plan:
         """Reads what ``to_json`` wrote.
 
         Raises:
-          PlanError: ``text`` is not a plan, or one of another format.
+          PlanError: ``text`` is not a plan, or one of another format, or sets what plans may not.
         """
         try:
             data = frozen_json.parse(text)
             if not isinstance(data, dict) or data.get("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             return frozen_json.read(_Document, data).plan
+        except errors.PlanError as error:
+            raise errors.PlanError(where, error.why) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise errors.PlanError(where, f"it cannot be read ({error})") from error
 

@@ -70,18 +70,19 @@ def entries(kind, *fields):
     return tuples(st.builds(kind, *fields), unique_by=lambda entry: entry.key)
 
 
+wholes = st.integers(0, 2**63 - 1)
 sources = st.builds(Source, st.sampled_from(Method), words, st.integers(0, 99), words)
-fits = st.none() | st.builds(LinearFit, seconds, seconds, seconds, tuples(st.tuples(st.integers(0), seconds)))
+fits = st.none() | st.builds(LinearFit, seconds, seconds, seconds, tuples(st.tuples(wholes, seconds)))
 axes = st.builds(Axis, words, st.integers(1, 1024), st.integers(1, 64))
 profiles = st.builds(
     Profile,
     words,
     st.builds(Machine, words, tuples(axes), tuples(st.tuples(words, words))),
-    ops=entries(OpTime, words, tuples(seconds), st.integers(0), tuples(st.integers(0)), words, sources),
+    ops=entries(OpTime, words, tuples(seconds), wholes, tuples(wholes), words, sources),
     collectives=entries(CollectiveFit, st.sampled_from(CollectiveKind), tuples(words), fits, sources),
     copies=entries(CopyFit, st.sampled_from(CopyDirection), fits, sources),
     step=st.none() | st.builds(StepTime, seconds, sources),
-    memory=st.none() | st.builds(memory, live_bytes=tuples(st.integers(0))),
+    memory=st.none() | st.builds(memory, live_bytes=tuples(wholes)),
 )
 
 
@@ -138,6 +139,13 @@ def changed_op(**changes) -> str:
         ),
         (PROFILE.to_json().replace("2e-05", "-2e-05"), "a fit with a negative latency, bandwidth or residual"),
         (PROFILE.to_json().replace('"runs"', '"rums"', 1), "an unknown key; there are method, date, runs, note"),
+        ("[" * 200_000, "its lists and objects are nested too deeply"),
+        (PROFILE.to_json().replace("2e-05", "9" * 401), "99999999999999999999... does not fit 64 bits"),
+        (PROFILE.to_json().replace("2e-05", "9" * 5000), "99999999999999999999... does not fit 64 bits"),
+        (PROFILE.to_json().replace("2e-05", "-9e999"), "-9e999 is not a number that JSON has"),
+        (changed(fingerprint="\ud800"), r"profile.fingerprint: expected text, found '\ud800'"),
+        (changed(**{"\udfff": 1}), r"profile.\udfff: an unknown key"),
+        (changed_op(per_device_s=[1.0, -1e-9]), "profile.ops[0]: fusion.1 took less than no time"),
     ],
 )
 def test_text_that_is_no_profile(text: str, problem: str):

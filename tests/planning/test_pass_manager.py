@@ -15,6 +15,7 @@ import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.operation import Stream
+from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.planning import pass_manager
 from jax_deepcompile.planning.pass_manager import Proposal, run_passes
 from jax_deepcompile.planning.plan import Plan, Prediction
@@ -23,8 +24,7 @@ from tests.partition.steps import shapes, training_step
 from tests.passes.programs import sharded, stack_loss, stack_shapes
 
 START = Plan("0")
-BETTER, WORSE, LARGER = (START.replace(options={f"xla_{name}": True}) for name in ("better", "worse", "larger"))
-DEAR, LITTLE = (START.replace(options={f"xla_{name}": True}) for name in ("dear", "little"))
+BETTER, WORSE, LARGER, DEAR, LITTLE, FAILS = (START.replace(reduction_bucket_bytes=size) for size in range(1, 7))
 TAKES = {
     START: (2.0, 100),
     BETTER: (1.0, 100),
@@ -113,9 +113,6 @@ def test_what_cannot_even_be_proposed_is_left_and_reported(try_passes):
     (record,) = best.plan.records
     assert (record.taken, record.after) == (False, None)
     assert record.reason.startswith("could not be proposed: the plan cannot be used: no iterations are left in scan.0")
-
-
-FAILS = START.replace(options={"xla_fails": True})
 
 
 @pytest.mark.pure
@@ -312,8 +309,8 @@ def test_the_limit_is_held_against_what_the_compiler_says(compiled):
 @pytest.mark.h100_aot
 def test_a_proposal_that_slows_the_real_step_is_taken_back(compiled):
     program, environment, base = compiled
-    synchronous = START.replace(options={"xla_gpu_enable_latency_hiding_scheduler": False})
-    best = run_passes(program, environment, (Proposes((synchronous,)),), START)
+    apart = START.replace(options=combiner_options(0, 0))
+    best = run_passes(program, environment, (Proposes((apart,)),), START)
     assert best.prediction.step_s <= base.prediction.step_s
     (record,) = best.plan.records[:1]
     assert record.taken == (record.after is not None and record.after.step_s < record.before.step_s)

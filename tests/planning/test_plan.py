@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jax
 import optax
@@ -11,6 +12,21 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.cache import PlanCache, PlanCacheWarning
+from jax_deepcompile.lowering.compile import (
+    combiner_options,
+    double_buffering,
+    memory_options,
+    strictly_limited,
+    two_collectives,
+)
+from jax_deepcompile.lowering.latencies import Latency
+from jax_deepcompile.lowering.xla_options import (
+    DOUBLE_BUFFERING,
+    GATHER_COMBINER,
+    MEMORY_SLOP,
+    OVERLAP_LIMIT,
+    REDUCE_COMBINER,
+)
 from jax_deepcompile.passes.delay_reductions import DelayedReductions
 from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.passes.keep_activations import KeptActivations
@@ -39,7 +55,7 @@ PLAN = Plan(
     unsharded=(1,),
     prefetches=(Prefetch(3, 40),),
     reduction_bucket_bytes=128 << 20,
-    options=(("xla_gpu_enable_while_loop_double_buffering", True), ("xla_gpu_threshold", 1 << 20)),
+    options=((DOUBLE_BUFFERING, True), (GATHER_COMBINER, 1 << 20)),
     prediction=EXPECTED,
     records=(Record("pipeline_loops", "two loops", EXPECTED, None, False, "does not compile", 0.5),),
 )
@@ -60,19 +76,101 @@ def test_json_gives_the_same_plan_back():
         PLAN.to_json().replace(f'"format": {FORMAT}', '"format": 99'),
         PLAN.to_json().replace("prefetch_layers", "prefetch_players"),
         PLAN.to_json().replace('"scan.0"', "7"),
+        "[" * 200_000 + "]" * 200_000,
+        PLAN.to_json().replace(": 1.25", f": {'9' * 401}"),
+        PLAN.to_json().replace(": 1.25", f": {'9' * 5000}"),
+        PLAN.to_json().replace(": 1.25", ": 1e999"),
+        PLAN.to_json().replace(": 1.25", ": NaN"),
+        PLAN.to_json().replace(": 1000000000", f": {2**63}"),
+        PLAN.to_json().replace("does not compile", "\\ud800"),
+        PLAN.to_json().replace('"loop"', '"\\ud800"'),
+        PLAN.to_json().replace("true", '["\\ud800"]'),
+        PLAN.replace(latencies=(Latency("fusion", 1.5),)).to_json().replace(": 1.5", ": -1.5"),
     ],
-    ids=["empty", "no fields", "a list", "null", "cut off", "another format", "unknown key", "wrong type"],
+    ids=[
+        *("empty", "no fields", "a list", "null", "cut off", "another format", "unknown key", "wrong type"),
+        *("deep", "401 digits", "5000 digits", "infinite", "not a number", "65 bits"),
+        *("half a character", "in a key", "in a wrong type", "before its start"),
+    ],
 )
 def test_what_is_no_plan_is_refused(text):
-    with pytest.raises(errors.PlanError, match=r"somewhere.json cannot be used: it cannot be read .*planned anew"):
+    with pytest.raises(
+        errors.PlanError, match=r"somewhere.json cannot be used: it cannot be read .*planned anew"
+    ) as it:
         Plan.from_json(text, "somewhere.json")
+    assert str(it.value).encode()
+
+
+def test_as_deep_as_can_be_parsed_is_refused_too():
+    for depth in range(800, 1100):
+        with pytest.raises(errors.PlanError, match="it cannot be read"):
+            Plan.from_json(f'{{"format": {FORMAT}, "plan": {"[" * depth + "]" * depth}}}')
+
+
+FOREIGN_OPTIONS = [
+    ("xla_gpu_cuda_data_dir", "/tmp/theirs"),
+    ("xla_dump_to", "/tmp/theirs"),
+    ("xla_gpu_kernel_cache_file", "/tmp/theirs"),
+    ("xla_gpu_pgle_profile_file_or_directory_path", "/tmp/theirs"),
+    ("xla_gpu_autotune_level", 0),
+    ("fdo_profile", "text"),
+    ("", True),
+    ("\x1b[31m", 1),
+]
+WRONG_VALUES = [
+    (DOUBLE_BUFFERING, 1),
+    (DOUBLE_BUFFERING, "true"),
+    (OVERLAP_LIMIT, 0),
+    (OVERLAP_LIMIT, True),
+    (OVERLAP_LIMIT, 2**31),
+    (MEMORY_SLOP, 0),
+    (MEMORY_SLOP, 2**31),
+    (GATHER_COMBINER, -1),
+    (REDUCE_COMBINER, "/tmp/theirs"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), [*FOREIGN_OPTIONS, *WRONG_VALUES])
+def test_a_plan_sets_what_planning_sets_and_nothing_else(tmp_path, name, value):
+    """XLA runs ``bin/ptxas`` in the folder that one option names, and writes where others say."""
+    what = rf"it sets the XLA option {re.escape(repr(name))}, and plans set xla_gpu_enable.* only; .* XLA_FLAGS"
+    match = what if (name, value) in FOREIGN_OPTIONS else rf"it sets {name} to {value!r}, which takes (a whole|True or)"
+    for make in (lambda: Plan("0", options=((name, value),)), lambda: PLAN.replace(options={name: value})):
+        with pytest.raises(errors.PlanError, match=f"the plan cannot be used: {match}"):
+            make()
+    document = json.loads(PLAN.to_json())
+    document["plan"]["options"] = [[name, value]]
+    with pytest.raises(errors.PlanError, match=f"their.json cannot be used: {match}"):
+        Plan.from_json(json.dumps(document), "their.json")
+    cache = PlanCache(tmp_path)
+    cache.store(PLAN)
+    (tmp_path / "plans" / "0123.json").write_text(json.dumps(document))
+    with pytest.warns(PlanCacheWarning, match=match):
+        assert cache.load("0123") is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        double_buffering(),
+        two_collectives(),
+        combiner_options(0, 2**40),
+        memory_options(72 << 30, 25 << 30, 80 << 30),
+        memory_options(72 << 30, (64 << 30) - 1, 80 << 30),
+        strictly_limited(memory_options(2, 1, 80 << 30)),
+    ],
+)
+def test_what_planning_sets_may_be_set(options):
+    plan = Plan("0").replace(options=options)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.compiler_options() == options
 
 
 def test_a_plan_can_be_edited_by_hand():
-    edited = PLAN.replace(options={"xla_b": 1, "xla_a": False}, unsharded=())
-    assert edited.options == (("xla_a", False), ("xla_b", 1))
+    edited = PLAN.replace(options={DOUBLE_BUFFERING: False, GATHER_COMBINER: 1}, unsharded=())
+    assert edited.options == ((GATHER_COMBINER, 1), (DOUBLE_BUFFERING, False))
     assert "- repeated gathers 1: reuse the first" in PLAN.diff(edited).splitlines()
-    assert "+ option xla_a = False" in PLAN.diff(edited).splitlines()
+    assert f"+ option {DOUBLE_BUFFERING} = False" in PLAN.diff(edited).splitlines()
     in_order = "reductions follow one another, 128 MiB at a time"
     assert f"- {in_order}" in PLAN.diff(PLAN.replace(reduction_bucket_bytes=0)).splitlines()
     assert "- gather 3: starts after equation 40" in PLAN.diff(PLAN.replace(prefetches=())).splitlines()
