@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.gathers import hoistable_gathers
+from jax_deepcompile.analysis.gathers import first_uses, hoistable_gathers
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.ir.program import Program, View
@@ -54,14 +54,18 @@ def activations_have_loops(program: Program, plan: Plan) -> None:
 
 
 def schedules_are_possible(program: Program, plan: Plan) -> None:
-    """Each loop of ``plan.loops`` is there, once, and its numbers of layers are none below 0."""
+    """Each loop of ``plan.loops`` is there, once, and its numbers of layers are none below 0 or beyond all use."""
     names = [schedule.loop for schedule in plan.loops]
     _named(program, names)
     _once(names, "pipelines")
     for each in plan.loops:
         for layers in (each.prefetch_layers, each.delay_layers, each.first_layers, each.last_layers):
-            if layers < 0:
+            if not 0 <= layers <= _MOST_LAYERS:
                 raise _refused(f"it pipelines {each.loop} by {layers} layers")
+
+
+_MOST_LAYERS = 64
+"""Iterations ahead, behind or apart: each is code of its own, and planning chooses 1 or 2."""
 
 
 def kept_are_repeated(program: Program, plan: Plan) -> None:
@@ -110,11 +114,18 @@ def unsharded_are_repeated(program: Program, plan: Plan) -> None:
 
 
 def prefetched_are_gathered(program: Program, plan: Plan) -> None:
-    """There are the straight-line gathers of ``plan.prefetches``, and the equations they wait for."""
-    if plan.prefetches:
-        gathers, equations = len(parameter_gathers(program)), len(open_jaxpr(program.jaxpr).eqns)
-        _within([each.gather for each in plan.prefetches], gathers, "starts gather {} of {}")
-        _within([each.after for each in plan.prefetches], equations, "starts a gather after equation {} of {}")
+    """There are the straight-line gathers of ``plan.prefetches``, and before their uses the results they wait for."""
+    if not plan.prefetches:
+        return
+    jaxpr, gathers = open_jaxpr(program.jaxpr), parameter_gathers(program)
+    _within([each.gather for each in plan.prefetches], len(gathers), "starts gather {} of {}")
+    _within([each.after for each in plan.prefetches], len(jaxpr.eqns), "starts a gather after equation {} of {}")
+    uses = first_uses(jaxpr, [gather.result for gather in gathers])
+    moved = {gathers[each.gather].result for each in plan.prefetches}
+    for each in plan.prefetches:
+        made = jaxpr.eqns[each.after].outvars
+        if each.after >= uses[each.gather] or not made or moved.intersection(made):
+            raise _refused(f"it starts gather {each.gather} after equation {each.after}, which cannot be waited for")
 
 
 def buckets_have_bytes(program: Program, plan: Plan) -> None:

@@ -6,11 +6,13 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.cache import PlanCache, PlanCacheWarning
 from jax_deepcompile.lowering.compile import (
     combiner_options,
@@ -31,7 +33,7 @@ from jax_deepcompile.passes.delay_reductions import DelayedReductions
 from jax_deepcompile.passes.hand_over import HandOver
 from jax_deepcompile.passes.keep_activations import KeptActivations
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule, choose_schedules
-from jax_deepcompile.passes.prefetch import Prefetch
+from jax_deepcompile.passes.prefetch import Prefetch, parameter_gathers
 from jax_deepcompile.passes.stack_collectives import StackCollectives
 from jax_deepcompile.planning import apply
 from jax_deepcompile.planning.apply import apply_plan
@@ -214,6 +216,13 @@ def test_a_plan_that_says_nothing_changes_nothing():
         (Plan("0", handed_over=(HandOver("scan.1", "scan.0", (0,)),)), "scan.0 does not follow scan.1 in the same"),
         (Plan("0", loops=(LoopSchedule("scan.0"),) * 2), "it pipelines scan.0 twice"),
         (Plan("0", loops=(LoopSchedule("scan.0", prefetch_layers=-1),)), "it pipelines scan.0 by -1 layers"),
+        (Plan("0", loops=(LoopSchedule("scan.0", first_layers=1 << 62),)), f"it pipelines scan.0 by {1 << 62} layers"),
+        (Plan("0", stacks=(StackCollectives("scan.0", (1 << 62,)),)), f"it takes gather {1 << 62} of 3 out of scan.0"),
+        (Plan("0", activations=(KeptActivations("scan.0", "scan.1", (-1,)),)), "it keeps activation -1 of"),
+        (
+            Plan("0", activations=(KeptActivations("", "", (0,)),)),
+            "it keeps activation 0 of 0 of code outside of loops",
+        ),
         (Plan("0", delayed=(DelayedReductions("scan.9", (0,)),)), "it speaks of scan.9, which the program does not"),
         (Plan("0", delayed=(DelayedReductions("scan.1", ()),) * 2), "it delays reductions of scan.1 twice"),
         (Plan("0", delayed=(DelayedReductions("scan.1", (3, 3)),)), "it delays in scan.1 what is added to sum 3 twice"),
@@ -225,6 +234,23 @@ def test_a_plan_for_another_program_is_refused(plan, why):
     program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
     with pytest.raises(errors.PlanError, match=why):
         apply_plan(program, mesh, plan)
+
+
+@pytest.mark.parametrize("where", ["its own equation", "its first use", "nothing"])
+def test_a_gather_waits_for_what_is_there_before_its_use(where: str):
+    def loss(params, x):
+        jax.debug.print("before")
+        return jnp.mean(jnp.tanh(x @ params["up"]) ** 2)
+
+    program, mesh = sharded(loss, {"up": (16, 64)})
+    eqns = open_jaxpr(program.jaxpr).eqns
+    (gather,) = parameter_gathers(program)
+    own = next(place for place, eqn in enumerate(eqns) if gather.result in eqn.outvars)
+    use = next(place for place, eqn in enumerate(eqns) if gather.result in eqn.invars)
+    nothing = next(place for place, eqn in enumerate(eqns) if not eqn.outvars)
+    after = {"its own equation": own, "its first use": use, "nothing": nothing}[where]
+    with pytest.raises(errors.PlanError, match=f"it starts gather 0 after equation {after}, which cannot be waited"):
+        apply_plan(program, mesh, Plan("0", prefetches=(Prefetch(0, after),)))
 
 
 def test_a_plan_is_for_partitioned_programs():
