@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import logging
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.array import ArrayImpl
+from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.lax import optimization_barrier_p
 from jax._src.random.core import _gamma_one
@@ -23,6 +26,11 @@ from jax.experimental import topologies
 from jax.extend import core as jex
 
 _LIBRARIES = (*(f"site-packages/{name}/" for name in ("jax", "flax", "optax")), f"{Path(__file__).parent}/")
+
+_DESCRIBED_GPU = jax.make_user_context(None)
+"""(version of cuDNN, compute capability) of the GPU that this thread traces for; JAX keeps traces by it."""
+
+_REPLACING = threading.RLock()
 
 __all__ = ["ArrayImpl", "optimization_barrier_p"]
 
@@ -185,6 +193,62 @@ def cuda_topology_devices(name: str, config: str, topology: str) -> Sequence[Any
     return topologies.get_topology_desc(
         topology_name=name, platform="cuda", target_config=config, topology=topology
     ).devices
+
+
+@contextlib.contextmanager
+def described_gpu(cudnn_version: int, compute_capability: str) -> Iterator[None]:
+    """JAX's cuDNN attention, traced inside, is for a GPU that is described, and not for one of this process.
+
+    Other threads' traces ask this process's GPUs, as they do outside.
+
+    Args:
+      cudnn_version: as cuDNN counts: 10,000 times the major version, 100 times the minor one, and the patch.
+      compute_capability: such as ``9.0``.
+    """
+    own = _numbers(compute_capability)
+    answers = {
+        "check_cudnn_version": lambda: cudnn_version,
+        "check_compute_capability": lambda least: own >= _numbers(least),
+        "is_cuda_compute_capability_equal": lambda other: own == _numbers(other),
+    }
+    # 2026-11, jax 0.10 to 0.12: these three are all that attention asks while it is traced; lowering asks nothing.
+    with _REPLACING, _DESCRIBED_GPU((cudnn_version, compute_capability)):
+        asked = {name: getattr(_fused_attention, name) for name in answers}
+        try:
+            for name, answer in answers.items():
+                setattr(_fused_attention, name, _in_this_thread(answer, asked[name]))
+            yield
+        finally:
+            for name, ask in asked.items():
+                setattr(_fused_attention, name, ask)
+
+
+def _in_this_thread(answer: Callable, elsewhere: Callable) -> Callable:
+    thread = threading.get_ident()
+    return lambda *args: (answer if threading.get_ident() == thread else elsewhere)(*args)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def compiles_on_gpus_only(eqn) -> bool:
+    """Whether ``eqn`` is a Pallas kernel that Mosaic GPU compiles, and what it loads for that is not installed."""
+    if not _is_mosaic_gpu(eqn):
+        return False
+    return not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+
+
+def _is_mosaic_gpu(eqn) -> bool:
+    if eqn.params.get("interpret"):
+        return False
+    if eqn.primitive.name != "pallas_call":
+        return eqn.primitive.name == "mpmd_map"
+    params = eqn.params["compiler_params"]
+    if params is None:
+        # 2026-07, jax 0.11: the option went, and what names no compiler is Triton's.
+        return getattr(jax.config, "jax_pallas_use_mosaic_gpu", False)
+    return type(params).__module__.startswith("jax._src.pallas.mosaic_gpu")
 
 
 def _register_cuda_compiler() -> None:

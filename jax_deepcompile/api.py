@@ -16,10 +16,10 @@ from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import is_tracing
 from jax_deepcompile.arguments import are_plain, join_rows, place, refuse_deleted, shapes_only
 from jax_deepcompile.binding import Creation, PureCall, bind
-from jax_deepcompile.costs.devices import machine_of
+from jax_deepcompile.costs.devices import as_if_here, machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.lowering.emit import emit, sharding_of
+from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
 from jax_deepcompile.meshes import AxisNames, MeshUse, attached, resolve_mesh
 from jax_deepcompile.methods import BoundStep
 from jax_deepcompile.options import check_options
@@ -215,18 +215,21 @@ class ShardedStep:
           *args, **kwargs: its arguments; replicated.
 
         Returns:
-          What ``create_state`` returns, its leaves sharded as the step wants them.
+          What ``create_state`` returns, its leaves sharded as the step wants them; where the devices are not attached
+          the leaves are ``jax.ShapeDtypeStruct``s, to trace, plan and compile the step for.
         """
-        self._require_devices()
-        processes = self._processes()
+        creation, mesh, processes = Creation(create_state), self._use.mesh, self._processes()
         with processes.together():
-            creation = Creation(create_state)
-            traced = trace_init(creation, args, kwargs, self._use.axes)
-            program = partition_init(traced.program, self._use.mesh, self._use.state).program
-            outputs = [sharding_of(port, program, self._use.mesh) for port in program.outputs]
-            run, inputs = jax.jit(emit(program, self._use.mesh), out_shardings=outputs), jax.tree.leaves((args, kwargs))
+            with as_if_here(mesh):
+                traced = trace_init(creation, args, kwargs, self._use.axes)
+            program = partition_init(traced.program, mesh, self._use.state).program
+            outputs = [sharding_of(port, program, mesh) for port in program.outputs]
+            if not attached(mesh):
+                leaves = abstract_outputs(program, outputs)
+                return creation.finish(jax.tree.unflatten(traced.program.out_tree, leaves))
+            run, inputs = jax.jit(emit(program, mesh), out_shardings=outputs), jax.tree.leaves((args, kwargs))
             if not processes.is_alone:
-                digest = fingerprint(program_text(program), machine_of(self._use.mesh))[:16]
+                digest = fingerprint(program_text(program), machine_of(mesh))[:16]
                 what = f"{program.name}, which creates the state (program {digest})"
                 processes.agree(f"compile {what}")
                 run.lower(*inputs).compile()
@@ -265,7 +268,9 @@ class ShardedStep:
             donate_argnums=prepared.donated,
         )
         shapes = shapes_only((*call.args, call.kwargs), prepared.targets, prepared.roles)
-        return plain.trace(*shapes).lower(lowering_platforms=(self._use.platform,))
+        with as_if_here(self._use.mesh):
+            traced = plain.trace(*shapes)
+        return traced.lower(lowering_platforms=(self._use.platform,))
 
     def plan(self, *args, **kwargs) -> Plan:
         """The decisions of every pass for these arguments; leaves may be ``jax.ShapeDtypeStruct``s."""

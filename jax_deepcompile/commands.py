@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jax_deepcompile import errors, targets
 from jax_deepcompile.api import ShardedStep, shard
+from jax_deepcompile.costs.devices import as_if_here
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.judge import simulate
 from jax_deepcompile.lowering.compile import compile_options, peak_bytes
@@ -120,7 +121,8 @@ def compare(request: StepRequest) -> str:
 def _sharded(request: StepRequest, **options: Any) -> tuple[ShardedStep, tuple]:
     """The step and its arguments. A step that is sharded already keeps what the request does not say otherwise."""
     mesh = request.mesh
-    step, args = load_step(request.spec)
+    with as_if_here(mesh):
+        step, args = load_step(request.spec)
     if not isinstance(step, ShardedStep):
         step = shard(step)
     silent = StepRequest(request.spec)

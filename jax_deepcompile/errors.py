@@ -147,6 +147,16 @@ class TargetUnavailableError(DeepCompileError, RuntimeError):
         )
 
 
+class KernelNeedsGpuError(DeepCompileError, RuntimeError):
+    def __init__(self, function: str, primitive: str, line: str) -> None:
+        super().__init__(
+            f"{function} has a Pallas kernel for Mosaic GPU ({primitive}), made at {line}, which this machine cannot "
+            f"compile for GPUs that are not here: what it loads is in no package but JAX's CUDA plugin. Install "
+            f"jax-cuda12-plugin of jax's version, plan where the GPUs are, or write the kernel for Triton: "
+            f"pl.pallas_call(..., compiler_params=jax.experimental.pallas.triton.CompilerParams())."
+        )
+
+
 class ProfileFormatError(DeepCompileError, ValueError):
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(

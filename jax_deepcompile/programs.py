@@ -9,12 +9,13 @@ import jax
 from jax.sharding import NamedSharding
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import is_tracing
+from jax_deepcompile._jax_compat import compiles_on_gpus_only, is_tracing, user_line
 from jax_deepcompile.binding import PureCall, PureStep
-from jax_deepcompile.costs.devices import machine_of
+from jax_deepcompile.costs.devices import as_if_here, is_described, machine_of
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.ir.program import Role
+from jax_deepcompile.ir.traversal import equations
 from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
 from jax_deepcompile.meshes import MeshUse
 from jax_deepcompile.partition.partition import Partitioned, partition_step
@@ -25,7 +26,7 @@ from jax_deepcompile.planning.session import Planned, Wishes, plan_program
 from jax_deepcompile.returned import Returned
 from jax_deepcompile.roles import Roles
 from jax_deepcompile.signature import Signature
-from jax_deepcompile.tracing import Traced, abstract_key, trace_function, trace_step
+from jax_deepcompile.tracing import Function, Traced, abstract_key, trace_function, trace_step
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -124,7 +125,7 @@ class Programs:
         if key not in self._signatures:
 
             def returned(signature: Signature) -> Returned:
-                return trace_function(step.fun, args, kwargs, signature).returned
+                return self._function(step, args, kwargs, signature).returned
 
             self._signatures[key] = self.roles.signature(self.name, step, args, kwargs, returned)
         return self._signatures[key]
@@ -136,7 +137,7 @@ class Programs:
         if key not in self._partitions:
             if self.microbatches > 1 and not (signature.batch or signature.keywords):
                 raise errors.NoBatchError(self.name, self.microbatches)
-            function = trace_function(step.fun, args, kwargs, signature)
+            function = self._function(step, args, kwargs, signature)
             traced = trace_step(function, args, kwargs, signature, self.use.axes)
             partitioned = partition_step(
                 traced.program, self.use.mesh, self.use.state, self.use.batch, self.microbatches
@@ -245,6 +246,20 @@ class Programs:
             donate_argnums=prepared.donated,
             compiler_options=planned.plan.compiler_options() or None,
         )
+
+    def _function(self, step: PureStep, args: tuple, kwargs: dict, signature: Signature) -> Function:
+        """The step, traced.
+
+        Raises:
+          KernelNeedsGpuError: it has a kernel that only a machine with a GPU compiles, and is for GPUs that are not
+            here.
+        """
+        with as_if_here(self.use.mesh):
+            function = trace_function(step.fun, args, kwargs, signature)
+        if is_described(self.use.mesh):
+            for eqn in filter(compiles_on_gpus_only, equations(function.closed)):
+                raise errors.KernelNeedsGpuError(self.name, eqn.primitive.name, user_line(eqn))
+        return function
 
     def _taken(self, traced: Traced) -> frozenset[int]:
         return traced.taken_leaves if self.donate else frozenset()

@@ -14,12 +14,13 @@ from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import has_side_effects, user_line
 from jax_deepcompile.analysis.dataflow import needed_for, needs, reached_from, slim_barriers, stays_whole, variables
 from jax_deepcompile.analysis.waits import without_waits
+from jax_deepcompile.analysis.work import PRODUCTS
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs
 
 _COMBINED = frozenset({"psum", "pmax", "pmin", "all_gather"})
 """Collectives that have a meaning over iterations: their running total, extremum, or all of them side by side."""
 
-_MATRIX_WORK = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "fft", "pallas_call"}
+_MATRIX_WORK = PRODUCTS | {"ragged_dot", "fft", "pallas_call"}
 _LINEAR_ALGEBRA = {"cholesky", "lu", "qr", "svd", "eigh", "triangular_solve"}
 _MEANING = {
     "psum": "a sum over examples",

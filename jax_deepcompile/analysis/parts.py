@@ -21,9 +21,9 @@ from jax_deepcompile.analysis.dataflow import (
     without_barriers,
 )
 from jax_deepcompile.analysis.leading import collectives_along_leading_dimension
-from jax_deepcompile.analysis.work import is_anchor
+from jax_deepcompile.analysis.work import PRODUCTS, is_anchor
 
-_HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scan", "while", "cond"})
+_HEAVY = PRODUCTS | {"ragged_dot", "scan", "while", "cond"}
 """Work that is never done ahead of its turn with a gather."""
 
 _REDUCTIONS = frozenset({"reduce_scatter", "psum"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,10 @@ _XLA_NAMES = {
 }
 """What XLA calls the types of elements that it has fast matrix products of."""
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+ATTENTION = frozenset(f"dot_product_attention_{way}{form}" for way in ("fwd", "bwd") for form in ("", "_wrapper"))
+"""cuDNN's fused attention and its gradient."""
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", *ATTENTION})
 """Primitives that run as kernels of their own."""
 
 _UNFUSED = frozenset({*COLLECTIVES, *PRODUCTS, "device_put", "optimization_barrier"})
@@ -71,7 +75,37 @@ class Work:
 def work_of(eqn: Any) -> Work:
     """The work of one of ``PRODUCTS``."""
     moved = float(sum(size_bytes(atom) for atom in (*variables(eqn.invars), *eqn.outvars)))
+    if eqn.primitive.name in ATTENTION:
+        return Work(_attention(eqn), _factor(eqn), moved)
     return Work(2.0 * _depth(eqn) * math.prod(eqn.outvars[0].aval.shape), _factor(eqn), moved)
+
+
+def attention_flops(
+    scores: Sequence[int], head_size: int, mask_type: str, window: int | None, is_gradient: bool
+) -> float:
+    """Multiplications and additions of cuDNN's fused attention, which leaves out what a mask of its own hides.
+
+    Args:
+      scores: sequences, heads, queries and keys.
+      head_size: elements of a query.
+      mask_type: cuDNN's name of the mask.
+      window: keys that a query attends to at most, the last ones; all if there is none.
+      is_gradient: five products instead of two; the scores are computed again.
+    """
+    sequences, heads, queries, keys = scores
+    share = min(window or keys, keys) / keys
+    seen = share * (1 - share / 2) if window or "CAUSAL" in mask_type else 1.0
+    return 2.0 * (5 if is_gradient else 2) * sequences * heads * queries * keys * head_size * seen
+
+
+def _attention(eqn: Any) -> float:
+    """FLOPs of ``query[b, t, h, d], key[b, s, h, d], ...``, or with heads before positions."""
+    heads_first = eqn.params["layout"] == 1
+    (batch, *query, head_size), key = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    queries, heads = reversed(query) if heads_first else query
+    scores = batch, heads, queries, key[2 if heads_first else 1]
+    name, window = eqn.primitive.name, eqn.params["sliding_window_length"]
+    return attention_flops(scores, head_size, eqn.params["mask_type"].name, window, "_bwd" in name)
 
 
 def _depth(eqn: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -13,12 +14,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_deepcompile._jax_compat import described_gpu
 from jax_deepcompile.costs.entries import Axis, Machine
 from jax_deepcompile.costs.hardware import CPU_HOST, CPU_NETWORK, H100_SXM, H200_SXM, Hardware, Network
 from jax_deepcompile.costs.tables import fitted_hardware, latest_table, stored_tables
 from jax_deepcompile.ir.placement import AnyMesh
 
 _NETWORK = re.compile(r" \((\d+) x ([\d.]+) Gbit/s a node\)$")
+_GPU = ("gpu", "cuda")
 
 
 def hardware_of(device_kind: str) -> Hardware:
@@ -58,10 +61,24 @@ def allocator_bytes_of(mesh: Mesh) -> int | None:
     """What programs of this process may take of each GPU of ``mesh``: of three quarters of it, unless JAX is told
     otherwise; in multiples of 64 MiB, equal in all processes. None for devices that are not here, and for CPUs."""
     for device in mesh.devices.flat:
-        if device.platform in ("gpu", "cuda") and device.process_index == jax.process_index() and _is_here(device):
+        if device.platform in _GPU and device.process_index == jax.process_index() and _is_here(device):
             found = (device.memory_stats() or {}).get("bytes_limit")
             return found and found >> 26 << 26
     return None
+
+
+def is_described(mesh: AnyMesh | None) -> bool:
+    """Whether the GPUs of ``mesh`` are not here: programs are compiled for what is known of them."""
+    first = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+    return first is not None and first.platform in _GPU and not _is_here(first)
+
+
+def as_if_here(mesh: AnyMesh | None) -> AbstractContextManager[None]:
+    """What the user's code is traced in: where the GPUs of ``mesh`` are described only, JAX finds their cuDNN."""
+    if not isinstance(mesh, Mesh) or not is_described(mesh):
+        return nullcontext()
+    device = mesh.devices.flat[0]
+    return described_gpu(hardware_of(device.device_kind).cudnn_version, device.compute_capability)
 
 
 def _is_here(device: Any) -> bool:

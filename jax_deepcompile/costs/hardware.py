@@ -29,6 +29,7 @@ class Hardware:
       shortest_kernel_s: what a kernel takes that does almost nothing.
       to_host_bytes_per_s: attained copying from device to pinned host memory.
       from_host_bytes_per_s: attained copying from pinned host to device memory.
+      cudnn_version: of the cuDNN that is assumed where the GPU is only described, as cuDNN counts: 9.10.0 is 91000.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Hardware:
     shortest_kernel_s: float
     to_host_bytes_per_s: float
     from_host_bytes_per_s: float
+    cudnn_version: int = 0
 
     def matmul_rate(self, dtype: str) -> float:
         """Attained FLOP/s of a matrix product of elements of ``dtype``; the vector rate where it has no unit."""
@@ -146,6 +148,7 @@ H100_SXM = Hardware(
     # PCIe 5 x16: 63 GB/s each way; bandwidthTest reaches 55 from pinned memory
     to_host_bytes_per_s=55 * GIGA,
     from_host_bytes_per_s=55 * GIGA,
+    cudnn_version=91000,  # dnn_version of lowering/h100_sxm.txtpb, for which XLA compiles
 )
 
 H200_SXM = Hardware(
@@ -160,6 +163,7 @@ H200_SXM = Hardware(
     shortest_kernel_s=2.9 * MICRO,
     to_host_bytes_per_s=55 * GIGA,
     from_host_bytes_per_s=55 * GIGA,
+    cudnn_version=91000,  # dnn_version of lowering/h200_sxm.txtpb
 )
 
 CPU_HOST = Hardware(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax_deepcompile.analysis.work import attention_flops
 from jax_deepcompile.lowering import opcodes
 from jax_deepcompile.lowering.hlo import Array, Computation, Instruction, Module, Shape, bytes_of, leaves
 
@@ -247,10 +248,13 @@ def _library_matmul(
         precision = config.get("precision_config", {}).get("operand_precision", [])
         factor = _factor(instruction, operands, highest="HIGHEST" in precision)
         return Work(_dot_flops(instruction, operands, contracted), factor, 0.0, moved)
-    products = 5 if "Backward" in instruction.target else 2
-    scores = math.prod(int(size) for size in config["intermediate_tensor_shape"]["dimensions"])
-    causal = "CAUSAL" in config.get("mask_type", "")
-    flops = 2.0 * products * scores * _array(operands[0]).dims[-1] * (0.5 if causal else 1.0)
+    flops = attention_flops(
+        scores=[int(size) for size in config["intermediate_tensor_shape"]["dimensions"]],
+        head_size=_array(operands[0]).dims[-1],
+        mask_type=config.get("mask_type", ""),
+        window=config.get("sliding_window_length"),
+        is_gradient="Backward" in instruction.target,
+    )
     return Work(flops, _factor(instruction, operands), 0.0, moved)
 
 

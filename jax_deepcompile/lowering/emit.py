@@ -40,6 +40,12 @@ def sharding_of(port: Port, program: Program, mesh: AnyMesh) -> NamedSharding:
     return NamedSharding(mesh, port.where.spec(program.mesh))
 
 
+def abstract_outputs(program: Program, shardings: Sequence[NamedSharding]) -> list[jax.ShapeDtypeStruct]:
+    """The outputs of ``program`` as global arrays that nothing computes."""
+    outputs = zip(program.outputs, open_jaxpr(program.jaxpr).outvars, shardings, strict=True)
+    return [jax.ShapeDtypeStruct(port.shape, var.aval.dtype, sharding=sharding) for port, var, sharding in outputs]
+
+
 def lower(program: Program, mesh: AnyMesh, platform: str) -> jax.stages.Lowered:
     """``program`` in StableHLO, its state's buffers donated.
 
