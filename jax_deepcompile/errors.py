@@ -151,9 +151,8 @@ class KernelNeedsGpuError(DeepCompileError, RuntimeError):
     def __init__(self, function: str, primitive: str, line: str) -> None:
         super().__init__(
             f"{function} has a Pallas kernel for Mosaic GPU ({primitive}), made at {line}, which this machine cannot "
-            f"compile for GPUs that are not here: what it loads is in no package but JAX's CUDA plugin. Install "
-            f"jax-cuda12-plugin of jax's version, plan where the GPUs are, or write the kernel for Triton: "
-            f"pl.pallas_call(..., compiler_params=jax.experimental.pallas.triton.CompilerParams())."
+            f"compile for GPUs that are not here: what it loads for that is in no package but jax-cuda12-plugin. "
+            f"Install that, of jax's version and with --no-deps, or plan where the GPUs are."
         )
 
 

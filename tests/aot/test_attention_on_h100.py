@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import threading
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -90,9 +89,7 @@ def attention_calls(step, params, batch, mesh, **options):
     """What is called in the planned, compiled step, and the sequences and heads that each call is of."""
     compiled = deepcompile.shard(step, mesh, **options).lower(params, batch).compile()
     calls = [each for each in instructions(read(compiled.as_text() or "")) if each.target.startswith("__cudnn$fmha")]
-    sizes = [
-        each.config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"][:2] for each in calls
-    ]
+    sizes = [each.config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"][:2] for each in calls]
     return {each.target.removeprefix("__cudnn$fmha") for each in calls}, {tuple(map(int, size)) for size in sizes}
 
 
@@ -139,8 +136,8 @@ def test_attention_that_depends_on_the_whole_batch_is_computed_whole_and_reporte
 
 def test_what_jit_makes_of_the_step_can_be_compared(mesh):
     step, params = train_step(attention(is_causal=True))
-    lowered = deepcompile.shard(step, mesh).lower_gspmd(params, batch_of())
-    assert "__cudnn$fmhaSoftmaxBackward" in lowered.as_text()
+    lowered = deepcompile.shard(step, mesh, passes=()).lower_gspmd(params, batch_of())
+    assert "__cudnn$fmhaSoftmaxBackward" in (lowered.compile().as_text() or "")
 
 
 def test_state_that_is_made_by_a_forward_pass_is_made_of_shapes(mesh):
@@ -169,7 +166,7 @@ def test_what_is_traced_elsewhere_asks_the_gpus_of_this_process(mesh):
     outside, before = [], [getattr(FUSED, name) for name in ASKED]
 
     def elsewhere():
-        with pytest.raises(RuntimeError, match="cuDNN is not detected") as raised:
+        with pytest.raises(RuntimeError, match=r"(?i)cudnn") as raised:
             jax.eval_shape(of_own, 0)
         outside.append(raised.value)
 
@@ -193,7 +190,7 @@ def test_what_jit_keeps_of_a_step_for_other_gpus_is_not_used_for_these(mesh):
     deepcompile.shard(lambda state, batch: (state + attend(batch).sum() + batch.sum(), 0.0), mesh).trace(
         SHAPE((8,), jnp.float32), SHAPE((8, 2), jnp.float32)
     )
-    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+    with pytest.raises(RuntimeError, match=r"(?i)cudnn"):
         attend(0)
 
 
@@ -203,15 +200,15 @@ def test_heads_that_the_target_has_no_kernel_for_are_refused_by_jax(mesh):
         deepcompile.shard(step, mesh).trace(params, batch_of())
 
 
+@pytest.mark.filterwarnings("ignore:.*(attention is deprecated|Pallas Triton backend):DeprecationWarning")
 def test_pallas_kernels_for_triton_are_planned_on_each_devices_own_rows(mesh):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        mha = importlib.import_module("jax.experimental.pallas.ops.gpu.attention").mha
+    mha = importlib.import_module("jax.experimental.pallas.ops.gpu.attention").mha
     step, params = train_step(lambda query, key, value, _: mha(query, key, value, None, causal=True), groups=HEADS)
-    text = deepcompile.shard(step, mesh).lower(params, batch_of()).compile().as_text() or ""
-    calls = re.findall(r"= \(?(\w+\[[\d,]+\]).* custom-call\(.*gpu\.triton", text)
-    assert len(calls) >= 3
-    assert all(call.startswith(f"bf16[{EXAMPLES // GPUS},") for call in calls)
+    sharded = deepcompile.shard(step, mesh, passes=(deepcompile.PrefetchGathers(),))
+    text = sharded.lower(params, batch_of()).compile().as_text() or ""
+    rows = re.findall(r"= \(?\w+\[(\d+),[\d,]+\].* custom-call\(.*gpu\.triton", text)
+    assert len(rows) >= 4, "forward, forward again, and two of the backward pass"
+    assert set(rows) == {f"{EXAMPLES // GPUS}"}
 
 
 def test_a_kernel_that_only_a_gpus_machine_compiles_is_named(mesh, monkeypatch):
@@ -227,6 +224,6 @@ def test_a_kernel_that_only_a_gpus_machine_compiles_is_named(mesh, monkeypatch):
 
     with pytest.raises(
         deepcompile.errors.KernelNeedsGpuError,
-        match=r"step has a Pallas kernel for Mosaic GPU \(pallas_call\), made at .*test_attention_on_h100.py:\d+ \(step\)",
+        match=r"step has a Pallas kernel for Mosaic GPU \(pallas_call\), made at \S*test_attention_on_h100.py:\d+ ",
     ):
         deepcompile.shard(step, mesh).trace(SHAPE((8,), jnp.float32), SHAPE((8, 128), jnp.float32))
