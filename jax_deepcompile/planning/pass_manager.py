@@ -22,6 +22,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import strictly_limited, two_collectives
 from jax_deepcompile.planning.limits import largest_temporaries
 from jax_deepcompile.planning.plan import Plan, Record
+from jax_deepcompile.planning.records import that_led_to
 from jax_deepcompile.planning.told_latencies import told_latencies
 from jax_deepcompile.planning.trials import WORTH_TRYING, Environment, Trial, attempt, compiled, fits, prediction_of
 
@@ -105,7 +106,7 @@ def _run(base: Program, environment: Environment, passes: Sequence[AnyPass], sta
     taken, known = [first.trial], {start, *(each.trial.plan for each in others if each.trial is not None)}
     records: list[Record] = []
     for opening, tried in zip(openings, opened[1:], strict=True):
-        best, told_of = _best_tried(opening.name, taken[-1], tried, environment.expected_s, environment)
+        best, told_of = _best_tried(opening.name, taken[-1], tried, environment.expected_s, environment, of=first.trial)
         records += told_of
         if best is not taken[-1]:
             taken.append(best)
@@ -129,7 +130,7 @@ def _run(base: Program, environment: Environment, passes: Sequence[AnyPass], sta
     for closing in (each for each in passes if isinstance(each, Closing)):
         now, tried = _closed(base, closing, now, environment)
         records += tried
-    return _fitting(now, environment, records)
+    return _fitting(now, environment, that_led_to(now.prediction, records))
 
 
 def _with_what_was_left(
@@ -148,7 +149,9 @@ def _with_what_was_left(
     place = min(fitting, key=lambda place: environment.expected_s(fitting[place]), default=None)
     if place is None or environment.expected_s(fitting[place]) > (1 - _WORTH_MEMORY) * now_s:
         return taken, list(records)
-    reason = f"{now_s:.4g} s to {environment.expected_s(fitting[place]):.4g} s, in memory that nothing else needs"
+    change = f"{now_s:.4g} s to {environment.expected_s(fitting[place]):.4g} s"
+    hoped = _hoped(environment.expected_s, taken[-1], fitting[place])
+    reason = f"{change}{hoped}, in memory that nothing else needs"
     record = dataclasses.replace(records[place], taken=True, reason=reason)
     return [*taken, fitting[place]], [*records[:place], record, *records[place + 1 :]]
 
@@ -264,12 +267,14 @@ def _best_tried(
     seconds: Callable[[Trial], float],
     environment: Environment,
     is_last: bool = False,
+    of: Trial | None = None,
 ) -> tuple[Trial, list[Record]]:
     """The best of ``now`` and what was tried by ``seconds``, and what became of each trial.
 
-    Memory is spent for time, unless this ``is_last`` and nobody else has a use for it.
+    Memory is spent for time, unless this ``is_last`` and nobody else has a use for it. What was tried are changes of
+    ``now``, unless it says ``of`` what.
     """
-    best = now
+    best, of = now, of or now
 
     def objection_to(trial: Trial) -> str:
         spent = 0.0 if is_last else _spent(trial, best, environment)
@@ -282,13 +287,18 @@ def _best_tried(
     for each in tried:
         if each.trial is None:
             failed = f"could not be compiled: {_first_line(each.failure)}"
-            records.append(Record(name, each.decision, now.prediction, None, False, failed, each.wall_s))
+            records.append(Record(name, each.decision, of.prediction, None, False, failed, each.wall_s))
             continue
-        change = f"{seconds(now):.4g} s to {seconds(each.trial):.4g} s"
+        change = f"{seconds(of):.4g} s to {seconds(each.trial):.4g} s" + _hoped(seconds, of, each.trial)
         objection = "" if each.trial is best else objection_to(each.trial)
         taken, after = each.trial is best, each.trial.prediction
-        records.append(Record(name, each.decision, now.prediction, after, taken, objection or change, each.wall_s))
+        records.append(Record(name, each.decision, of.prediction, after, taken, objection or change, each.wall_s))
     return best, records
+
+
+def _hoped(seconds: Callable[[Trial], float], *trials: Trial) -> str:
+    """What to say of ``seconds`` where they are not those of the ``trials`` as they were compiled."""
+    return "" if all(seconds(trial) == _step_s(trial) for trial in trials) else " once scheduled"
 
 
 def _first_line(failure: Exception | None) -> str:
@@ -321,7 +331,7 @@ def _scheduled(taken: Sequence[Trial], environment: Environment) -> tuple[Trial,
             tried.append(_scheduled_by(strict, "and held to the limit", trial, environment))
         elif scheduled is not None and fits(scheduled, environment) and _step_s(scheduled) > hoped_s:
             tried += _otherwise_scheduled(told, trial, environment)
-        best, told_of = _best_tried("schedule", best, tried, _step_s, environment, is_last=True)
+        best, told_of = _best_tried("schedule", best, tried, _step_s, environment, is_last=True, of=trial)
         records += told_of
     return best, records
 
@@ -402,7 +412,7 @@ def _objection(
     if seconds(trial) > (1 - least) * seconds(best):
         slower = seconds(trial) > (1 - _TOLD_APART) * seconds(best)
         grounds = "no faster" if slower else f"for {peak / 2**30:.1f} GiB hardly faster"
-        return f"{grounds}: {seconds(trial):.4g} s against {seconds(best):.4g} s"
+        return f"{grounds}: {seconds(trial):.4g} s against {seconds(best):.4g} s" + _hoped(seconds, trial, best)
     return ""
 
 

@@ -16,6 +16,7 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.lowering.compile import combiner_options
+from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.planning import pass_manager
 from jax_deepcompile.planning.pass_manager import Proposal, run_passes
 from jax_deepcompile.planning.plan import Plan, Prediction
@@ -33,6 +34,11 @@ TAKES = {
     DEAR: (1.986, 190),
     LITTLE: (1.992, 190),
 }
+SMALL = START.replace(options={"xla_small": True})
+PROMISES = START.replace(loops=(LoopSchedule("scan.0"),))
+TAKES |= {SMALL: (1.9975, 100), PROMISES: (2.1, 100)}
+HOPED_S = {PROMISES: 1.5}
+"""Where it is not the step as it is compiled."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ def try_passes(monkeypatch) -> Callable[..., Trial]:
         step_s, peak = TAKES[plan]
         nothing: Any = None
         memory = SimpleNamespace(peak_values=((7 << 20, "fusion.1"), (3 << 20, "copy.2"), (2 << 20, "fusion.3")))
-        simulation: Any = SimpleNamespace(attainable_s=step_s, memory=memory)
+        simulation: Any = SimpleNamespace(attainable_s=HOPED_S.get(plan, step_s), memory=memory)
         module: Any = SimpleNamespace(source_of=lambda name: "step.py:40" if "fusion" in name else "")
         return Trial(plan, base, nothing, module, simulation, Prediction(step_s, step_s, 0.0, 0.0, peak), 10)
 
@@ -223,6 +229,44 @@ def test_memory_is_spent_on_little_once_nothing_else_needs_it(try_passes):
     assert best.plan.records[0].reason == "for 0.0 GiB hardly faster: 1.986 s against 2 s"
     assert decided(try_passes(Proposes((DEAR,)), limit=150)) == START
     assert decided(try_passes(Proposes((LITTLE,)), limit=200)) == START
+
+
+def accepted(plan: Plan) -> list[str]:
+    """The passes that led to ``plan``, each of which began where the last one had ended."""
+    chain = [record for record in plan.records if record.taken]
+    assert [record.after for record in chain[:-1]] == [record.before for record in chain[1:]]
+    assert not chain or chain[-1].after == plan.prediction
+    return [record.pass_name for record in chain]
+
+
+@pytest.mark.pure
+def test_what_is_accepted_is_what_led_to_the_plan(try_passes):
+    best = try_passes(Closes((LARGER,)), Opens(DEAR), Proposes((BETTER, WORSE)))
+    assert accepted(best.plan) == ["opening", "fake", "closing"]
+    assert accepted(try_passes(Proposes((WORSE,))).plan) == []
+
+
+@pytest.mark.pure
+def test_what_the_best_of_what_was_left_is_without_is_not_accepted(try_passes):
+    best = try_passes(Proposes((DEAR,), "dear"), Proposes((SMALL,), "small"), limit=200)
+    assert decided(best) == DEAR
+    assert accepted(best.plan) == ["dear"]
+    assert best.plan.records[1].reason == "2 s to 1.998 s, but a plan without it came out faster"
+
+
+@pytest.mark.pure
+def test_a_promise_that_the_schedule_did_not_keep_is_not_accepted(try_passes):
+    best = try_passes(Proposes((PROMISES,)))
+    assert decided(best) == START
+    assert accepted(best.plan) == []
+    assert best.plan.records[0].reason == "2 s to 1.5 s once scheduled, but a plan without it came out faster"
+
+
+@pytest.mark.pure
+def test_two_openings_are_changes_of_the_same_plan(try_passes):
+    best = try_passes(Opens(BETTER, "first"), Opens(LARGER, "second"))
+    assert decided(best) == LARGER
+    assert accepted(best.plan) == ["second"]
 
 
 @pytest.mark.pure
