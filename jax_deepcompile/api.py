@@ -31,9 +31,11 @@ from jax_deepcompile.planning.session import Wishes
 from jax_deepcompile.processes import ALONE, Alone, processes_of
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.programs import OtherShapes, Prepared, Programs
+from jax_deepcompile.report.summary import summary_of_step
 from jax_deepcompile.report.text import explain
 from jax_deepcompile.roles import Roles
 from jax_deepcompile.stages import LoweredStep, TracedStep
+from jax_deepcompile.summary import Summarized, Summary, Text
 from jax_deepcompile.tracing import function_name, trace_init
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
@@ -147,7 +149,7 @@ def _is_pmapped(fun: Callable) -> bool:
     return wrapper or "pmap" in code.rsplit(".", 1)[-1] or "pmap" in getattr(fun, "__qualname__", "").split(".")[0]
 
 
-class ShardedStep:
+class ShardedStep(Summarized):
     """A train step that runs fully sharded; made by ``shard``."""
 
     def __init__(
@@ -246,6 +248,7 @@ class ShardedStep:
             traced.program,
             partitioned,
             lambda: programs.planned(partitioned),
+            lambda: programs.planned_already(partitioned),
             lambda: programs.run(prepared).trace(*shapes),
             self._use.platform,
         )
@@ -306,12 +309,17 @@ class ShardedStep:
         self._programs.measured(traced.partitioned, taken.profile.step)
         return taken
 
-    def explain(self) -> str:
+    def explain(self) -> Text:
         """What was decided for the last shapes traced, and why, in a screen."""
         if self._last is None:
             raise errors.NotTracedError(self._name)
         last = self._last
         return explain(last.traced.program, last.partitioned, self._programs.planned_already(last.partitioned))
+
+    def _summary(self) -> Summary:
+        partitioned = None if self._last is None else self._last.partitioned
+        planned = None if partitioned is None else self._programs.planned_already(partitioned)
+        return summary_of_step(self._name, self.mesh, partitioned, planned)
 
     def _call(self, args: tuple, kwargs: dict, processes: Alone):
         call = self._bind(args, kwargs)

@@ -45,7 +45,9 @@ def simulate(step: HasText | HasProgram, mesh: Mesh, profile: Profile | None = N
     """Simulates one execution of a step: of a compiled one from its scheduled HLO, of a traced one from its program.
 
     A compiled step is played in the order that XLA chose. A traced one is planned, and its program played with
-    collectives begun as early as their operands and the network allow, whatever memory that takes.
+    collectives begun as early as their operands and the network allow, whatever memory that takes, and kernels that XLA
+    has yet to fuse: it ranks programs before they are compiled, and its seconds are not those of the compiled step. The
+    result's ``is_scheduled`` says which it is, and so does its text.
 
     Args:
       step: compiled by ``jax.jit`` or by this package, or traced by ``ShardedStep.trace``; for the devices of

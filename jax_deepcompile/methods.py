@@ -8,6 +8,7 @@ import jax
 
 from jax_deepcompile import errors
 from jax_deepcompile.binding import holds_objects
+from jax_deepcompile.summary import Summarized, Summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
     from jax_deepcompile.planning.plan import Plan
     from jax_deepcompile.profilers.take import Taken
     from jax_deepcompile.stages import LoweredStep, TracedStep
+    from jax_deepcompile.summary import Text
 
 
-class BoundStep:
+class BoundStep(Summarized):
     """A ``ShardedStep`` that is a method, bound to its object: the first argument of every call."""
 
     def __init__(self, step: ShardedStep, instance: Any) -> None:
@@ -53,7 +55,12 @@ class BoundStep:
     def profile(self, *args, runs: int = 5, known: Profile | None = None) -> Taken:
         return self._step.profile(self._self(), *args, runs=runs, known=known)
 
-    def explain(self) -> str:
+    def _summary(self) -> Summary:
+        bound = f", bound to a {type(self._instance).__name__}"
+        summary = self._step._summary()
+        return Summary(summary.title + bound, summary.rows)
+
+    def explain(self) -> Text:
         return self._step.explain()
 
     @property

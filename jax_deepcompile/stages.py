@@ -14,11 +14,13 @@ from jax_deepcompile.partition.partition import Partitioned
 from jax_deepcompile.planning.limits import require_fit
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.session import Planned
+from jax_deepcompile.report.summary import summary_of_stage, summary_of_trace
 from jax_deepcompile.report.text import explain
+from jax_deepcompile.summary import Summarized, Summary, Text
 
 
-@dataclass(frozen=True)
-class TracedStep:
+@dataclass(frozen=True, repr=False)
+class TracedStep(Summarized):
     """A step traced and partitioned for the shapes it was given.
 
     Attributes:
@@ -29,14 +31,18 @@ class TracedStep:
     program: Program
     partitioned: Partitioned
     _plan: Callable[[], Planned]
+    _planned_already: Callable[[], Planned | None]
     _trace: Callable[[], jax.stages.Traced]
     _platform: str
+
+    def _summary(self) -> Summary:
+        return summary_of_trace(self.program, self.partitioned, self._planned_already())
 
     @property
     def sharded(self) -> Program:
         return self.partitioned.program
 
-    def explain(self) -> str:
+    def explain(self) -> Text:
         """What was decided and why, in a screen."""
         return explain(self.program, self.partitioned, self._plan())
 
@@ -52,17 +58,19 @@ class TracedStep:
     def lower(self) -> LoweredStep:
         """Plans, and lowers to StableHLO for the platform of the mesh."""
         lowered = self._trace().lower(lowering_platforms=(self._platform,))
-        return LoweredStep(lowered, self._platform, self.program.name, self._plan())
+        return LoweredStep(lowered, self._platform, self._plan())
 
 
-@dataclass(frozen=True)
-class LoweredStep:
+@dataclass(frozen=True, repr=False)
+class LoweredStep(Summarized):
     """A step in StableHLO."""
 
     _lowered: jax.stages.Lowered
     _platform: str
-    _name: str
     _planned: Planned
+
+    def _summary(self) -> Summary:
+        return summary_of_stage("LoweredStep", self._planned)
 
     def as_text(self, dialect: str | None = None) -> str:
         """The module's text; ``dialect`` as for ``jax.stages.Lowered.as_text``."""
@@ -80,15 +88,19 @@ class LoweredStep:
         planned = self._planned.plan.compiler_options()
         options: dict[str, Any] = compile_options(self._platform) | planned | (compiler_options or {})
         compiled = self._lowered.compile(compiler_options=options or None)
-        require_fit(self._name, compiled, self._planned.limit_bytes)
-        return CompiledStep(compiled)
+        require_fit(self._planned.program.name, compiled, self._planned.limit_bytes)
+        return CompiledStep(compiled, self._planned)
 
 
-@dataclass(frozen=True)
-class CompiledStep:
+@dataclass(frozen=True, repr=False)
+class CompiledStep(Summarized):
     """A step compiled by XLA."""
 
     _compiled: jax.stages.Compiled
+    _planned: Planned
+
+    def _summary(self) -> Summary:
+        return summary_of_stage("CompiledStep", self._planned)
 
     def as_text(self) -> str:
         """The optimised, scheduled HLO module."""

@@ -19,12 +19,13 @@ from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import cuda_topology_devices
 from jax_deepcompile.costs.devices import kind_with_network
 from jax_deepcompile.costs.hardware import H100_SXM, H200_SXM, Hardware, Network
+from jax_deepcompile.summary import Summarized, Summary, size_text
 
 _DESCRIPTION = re.compile(r'^(device_description_str: )"(.*)"$', re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Target:
+@dataclass(frozen=True, repr=False)
+class Target(Summarized):
     """A cluster of GPUs to compile for.
 
     Attributes:
@@ -40,6 +41,16 @@ class Target:
     nodes: int
     hardware: Hardware
     network: Network
+
+    def _summary(self) -> Summary:
+        network, hardware = self.network, self.hardware
+        rows = (
+            ("GPUs", f"{self.nodes} nodes of {network.gpus_per_node} {hardware.name}"),
+            ("memory", f"{size_text(hardware.memory_bytes)} a GPU"),
+            ("network", f"{network.nics_per_node} cards of {network.nic_gbps:g} Gbit/s a node"),
+            ("use", "make_mesh(shape, names)"),
+        )
+        return Summary(f"Target {self.name}", rows)
 
     @property
     def size(self) -> int:

@@ -14,10 +14,11 @@ pytestmark = pytest.mark.pure
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jax_deepcompile"
 
-BASE = {"errors", "_jax_compat"}
+BASE = {"errors", "_jax_compat", "summary"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_jax_compat": set(),
+    "summary": set(),
     "ir": BASE,
     "signature": BASE | {"ir"},
     "returned": BASE | {"ir", "signature"},

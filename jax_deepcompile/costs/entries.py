@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -221,7 +221,7 @@ class MemoryFigures:
     host_argument_bytes: int
     host_output_bytes: int
     host_temp_bytes: int
-    live_bytes: tuple[int, ...]
+    live_bytes: tuple[int, ...] = field(repr=False)
     source: Source
     allocator_peak_bytes: int | None
     allocator_source: Source

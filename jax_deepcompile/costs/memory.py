@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,9 +34,9 @@ class MemoryUse:
     output_bytes: int
     temporary_bytes: int
     host_bytes: int
-    names: tuple[str, ...]
-    live_bytes: tuple[int, ...]
-    peak_values: tuple[tuple[int, str], ...]
+    names: tuple[str, ...] = field(repr=False)
+    live_bytes: tuple[int, ...] = field(repr=False)
+    peak_values: tuple[tuple[int, str], ...] = field(repr=False)
 
     @property
     def peak_bytes(self) -> int:

@@ -22,6 +22,7 @@ from jax_deepcompile.costs.entries import (
     Source,
     StepTime,
 )
+from jax_deepcompile.summary import Summarized, Summary, size_text
 
 FORMAT = 2
 """Of the JSON text; a change of any field makes it another."""
@@ -29,8 +30,8 @@ FORMAT = 2
 Entry = TypeVar("Entry", OpTime, CollectiveFit, CopyFit)
 
 
-@dataclass(frozen=True)
-class Profile:
+@dataclass(frozen=True, repr=False)
+class Profile(Summarized):
     """Everything measured of one step on one machine.
 
     Attributes:
@@ -52,6 +53,16 @@ class Profile:
     step: StepTime | None = None
     memory: MemoryFigures | None = None
     program: str = ""
+
+    def _summary(self) -> Summary:
+        rows = (
+            ("machine", str(self.machine)),
+            ("step", f"{self.step.seconds:.4g} s, {self.step.source}" if self.step else "not run"),
+            ("memory", f"{size_text(self.memory.device_bytes)} a device" if self.memory else "not compiled"),
+            ("entries", f"{len(self.ops)} ops, {len(self.collectives)} collectives, {len(self.copies)} copies"),
+            ("not measured", "\n".join(self.fallbacks())),
+        )
+        return Summary("Profile", rows)
 
     def __post_init__(self) -> None:
         for entries in (self.ops, self.collectives, self.copies):

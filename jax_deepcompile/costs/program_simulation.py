@@ -51,7 +51,8 @@ def simulate_program(program: Program, costs: CostModel, thresholds: Thresholds 
     player, run = _Player(program, costs, thresholds or Thresholds()), _Run()
     outputs = player.play(program.jaxpr, [{}] * len(program.inputs), run, "")
     run.wait(_merged([*outputs, *run.free.values()]))
-    return Simulation(run.now_s, run.totals, tuple(player.loops), tuple(player.events), memory_of_program(program))
+    loops, events = tuple(player.loops), tuple(player.events)
+    return Simulation(run.now_s, run.totals, loops, events, memory_of_program(program), is_scheduled=False)
 
 
 @dataclass

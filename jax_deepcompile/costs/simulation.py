@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.operation import Stream, Timing
+from jax_deepcompile.summary import Summarized, Summary, size_text
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,8 @@ class Loop:
         return max(0.0, self.trip_s - max(self.trip.compute_s, self.trip.communication_s, self.trip.copy_s))
 
 
-@dataclass(frozen=True)
-class Simulation:
+@dataclass(frozen=True, repr=False)
+class Simulation(Summarized):
     """What a step costs.
 
     Attributes:
@@ -136,6 +137,8 @@ class Simulation:
       loops: each while, inner ones before the one they are in.
       timeline: what ran when, in the order of issue; bodies of loops once.
       memory: what is in the device's memory when.
+      is_scheduled: whether XLA's schedule of the compiled step was played. If not, its program was, before compilation:
+        every kernel reads and writes memory, for want of XLA's fusions, and collectives begin as early as they can.
       in_order_s: the most that collectives a loop needs, with those of the loops before it, and the compute after that
         loop take together: such a phase of the step has no other compute to hide its collectives under.
     """
@@ -146,6 +149,7 @@ class Simulation:
     timeline: tuple[Event, ...]
     memory: MemoryUse
     in_order_s: float = 0.0
+    is_scheduled: bool = True
 
     @property
     def compute_s(self) -> float:
@@ -204,11 +208,27 @@ class Simulation:
 
     def __str__(self) -> str:
         return (
-            f"step {self.step_s:.3f} s: compute {self.compute_s:.3f}, exposed communication "
+            f"step {self.step_s:.3f} s simulated {self._of}: compute {self.compute_s:.3f}, exposed communication "
             f"{self.exposed_communication_s:.3f} of {self.communication_s:.3f}{self._exposed_kinds()}, exposed copies "
             f"{self.exposed_copy_s:.3f} of {self.copy_s:.3f}; {self.gathered_bytes / 1e9:.1f} GB gathered, "
             f"{self.reduced_bytes / 1e9:.1f} GB reduced; {self.peak_bytes / 2**30:.1f} GiB"
         )
+
+    def _summary(self) -> Summary:
+        rows = (
+            ("step", f"{self.step_s:.4g} s"),
+            ("compute", f"{self.compute_s:.4g} s"),
+            ("communication", f"{self.communication_s:.4g} s, {self.exposed_communication_s:.4g} s exposed"),
+            ("copies", f"{self.copy_s:.4g} s, {self.exposed_copy_s:.4g} s exposed" if self.copy_s else ""),
+            ("bytes", f"{size_text(self.gathered_bytes)} gathered, {size_text(self.reduced_bytes)} reduced"),
+            ("peak memory", f"{size_text(self.peak_bytes)} a device"),
+            ("details", f"{len(self.loops)} loops in .loops, {len(self.timeline)} events in .timeline"),
+        )
+        return Summary(f"Simulation {self._of}", rows)
+
+    @property
+    def _of(self) -> str:
+        return "of XLA's schedule" if self.is_scheduled else "before compilation, without XLA's fusions and schedule"
 
     def _exposed_kinds(self) -> str:
         waited = [(stream, seconds) for stream, seconds in sorted(self.totals.exposed_s.items()) if not stream.is_copy]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from jax_deepcompile.ir.placement import MeshAxes, Placement
+from jax_deepcompile.summary import Summarized, Summary, axes_text, size_text
 
 
 class Role(StrEnum):
@@ -61,8 +64,8 @@ class Port:
         return self.placement
 
 
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, repr=False)
+class Program(Summarized):
     """A train step (or a state's initialisation) on its way to the machine.
 
     Attributes:
@@ -87,6 +90,23 @@ class Program:
 
     def replace(self, **changes) -> Program:
         return replace(self, **changes)
+
+    @property
+    def mesh_text(self) -> str:
+        return axes_text(self.mesh.devices.names, self.mesh.devices.sizes)
+
+    def state_rows(self) -> tuple[tuple[str, str], ...]:
+        """Its state's leaves and bytes, for a summary."""
+        avals = [var.aval for var, port in zip(self.jaxpr.jaxpr.invars, self.inputs, strict=True) if port.role.is_state]
+        size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+        where = "a device" if self.view is View.LOCAL else "in all"
+        return (("state", f"{size_text(size)} {where}, {len(avals)} leaves"),)
+
+    def _summary(self) -> Summary:
+        roles = Counter("state" if port.role.is_state else str(port.role) for port in self.inputs)
+        inputs = ", ".join(f"{count} {role}" for role, count in roles.items())
+        rows = (("mesh", self.mesh_text), ("inputs", inputs), *self.state_rows())
+        return Summary(f"Program {self.name}, {self.view} view; print() shows its jaxpr", rows)
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in zip(self.mesh.names, self.mesh.sizes, strict=True))

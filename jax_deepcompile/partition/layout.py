@@ -12,6 +12,7 @@ from jax.extend import core as jex
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.partition.rules.base import Kind, OpRule
+from jax_deepcompile.summary import Summarized, Summary, axes_text
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class Step:
         return self.how.layouts if isinstance(self.how, Nested) else ()
 
 
-@dataclass(frozen=True)
-class Layout:
+@dataclass(frozen=True, repr=False)
+class Layout(Summarized):
     """A jaxpr, decided.
 
     Attributes:
@@ -101,6 +102,10 @@ class Layout:
     wanted: tuple[tuple[Placement, ...], ...]
     regathered: tuple[bool, ...]
     batch_outputs: tuple[bool, ...]
+
+    def _summary(self) -> Summary:
+        mesh = axes_text(self.mesh.names, self.mesh.sizes)
+        return Summary("Layout", (("mesh", mesh), ("equations", f"{len(self.steps)}, decided one by one in .steps")))
 
     @property
     def output_placements(self) -> tuple[Placement, ...]:

@@ -20,10 +20,11 @@ from jax_deepcompile.partition.reshard import Move, MoveKind, apply_move
 from jax_deepcompile.partition.rewrite import run_layout
 from jax_deepcompile.partition.rules.families import REGISTRY
 from jax_deepcompile.partition.state import LeafChoice, choose_state_placements
+from jax_deepcompile.summary import Summarized, Summary
 
 
-@dataclass(frozen=True)
-class Partitioned:
+@dataclass(frozen=True, repr=False)
+class Partitioned(Summarized):
     """A program in the local view, and the decisions that made it.
 
     Attributes:
@@ -35,6 +36,11 @@ class Partitioned:
     program: Program
     layout: Layout
     leaves: tuple[LeafChoice, ...]
+
+    def _summary(self) -> Summary:
+        split = sum(not leaf.placement.is_replicated for leaf in self.leaves)
+        rows = (("mesh", self.program.mesh_text), *self.program.state_rows(), ("sharded", f"{split} leaves"))
+        return Summary(f"Partitioned {self.program.name}", (*rows, ("equations", str(len(self.layout.steps)))))
 
 
 def partition_step(program: Program, mesh: AnyMesh, state_axes, batch_axes, microbatches: int = 1) -> Partitioned:

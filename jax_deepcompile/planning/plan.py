@@ -21,6 +21,8 @@ from jax_deepcompile.passes.keep_activations import KeptActivations
 from jax_deepcompile.passes.pipeline_loops import LoopSchedule
 from jax_deepcompile.passes.prefetch import Prefetch
 from jax_deepcompile.passes.stack_collectives import StackCollectives
+from jax_deepcompile.planning.shown import expected_rows, plan_rows
+from jax_deepcompile.summary import Summarized, Summary, Text
 
 FORMAT = 7
 """Of the JSON; a plan of another format is replanned."""
@@ -60,7 +62,7 @@ class Prediction:
     bound_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Record:
     """What became of one pass's proposal.
 
@@ -81,14 +83,18 @@ class Record:
     reason: str
     wall_s: float
 
+    def __repr__(self) -> str:
+        verdict = "accepted" if self.taken else "rejected"
+        return f"Record({self.pass_name}, {verdict}: {self.decision}: {self.reason})"
+
 
 _IN_LOOPS = frozenset({"stacks", "handed_over", "activations", "loops", "kept"})
 _OF_LOOPS = _IN_LOOPS | {"delayed", "overlapped"}
 _POSITIONS_AFTER = {"delayed": _IN_LOOPS, "unsharded": _OF_LOOPS, "prefetches": _OF_LOOPS | {"unsharded"}}
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Summarized):
     """The decisions for one program on one mesh.
 
     Attributes:
@@ -177,7 +183,10 @@ class Plan:
         lines = [f"- {line}" for line in mine if line not in theirs] + [
             f"+ {line}" for line in theirs if line not in mine
         ]
-        return "\n".join(lines)
+        return Text("\n".join(lines))
+
+    def _summary(self) -> Summary:
+        return Summary("Plan", (*plan_rows(self), *expected_rows(self.prediction)))
 
     def __str__(self) -> str:
         return "\n".join(_decisions(self)) or "fully sharded, nothing more"

@@ -29,9 +29,11 @@ from jax_deepcompile.planning.limits import MemoryLimit, limit_bytes, require_ro
 from jax_deepcompile.planning.pass_manager import AnyPass, carried_out
 from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.planner import DEFAULT_PASSES, ONE_DEVICE_PASSES, argument_bytes, make_plan
+from jax_deepcompile.planning.shown import plan_rows, planned_rows
 from jax_deepcompile.planning.trials import Environment
 from jax_deepcompile.planning.turns import find_turns
 from jax_deepcompile.processes import processes_of
+from jax_deepcompile.summary import Summarized, Summary
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class Wishes:
     cache_dir: Path | None = None
 
 
-@dataclass(frozen=True)
-class Planned:
+@dataclass(frozen=True, repr=False)
+class Planned(Summarized):
     """A program as it will run.
 
     Attributes:
@@ -72,6 +74,10 @@ class Planned:
     origin: str
     profile: Profile | None = None
     measured: StepTime | None = None
+
+    def _summary(self) -> Summary:
+        rows = (("mesh", self.program.mesh_text), *self.program.state_rows(), *plan_rows(self.plan))
+        return Summary(f"Planned {self.program.name}", (*rows, *planned_rows(self)))
 
 
 def plan_program(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes) -> Planned:

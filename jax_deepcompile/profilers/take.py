@@ -21,10 +21,11 @@ from jax_deepcompile.profilers.op_time import measure_ops, measure_step, unmeasu
 from jax_deepcompile.profilers.probes import NOT_ATTACHED, ProbeLimits
 from jax_deepcompile.profilers.processes import of_first_process
 from jax_deepcompile.profilers.runs import StepRuns
+from jax_deepcompile.summary import Summarized, Summary
 
 
-@dataclass(frozen=True)
-class Taken:
+@dataclass(frozen=True, repr=False)
+class Taken(Summarized):
     """A profile, and what the next call of the step takes.
 
     Attributes:
@@ -34,6 +35,10 @@ class Taken:
 
     profile: Profile
     args: tuple
+
+    def _summary(self) -> Summary:
+        rows = self.profile._summary().rows
+        return Summary("Taken: a .profile, and .args for the next call", (*rows, ("args", f"{len(self.args)}")))
 
 
 def take_profile(

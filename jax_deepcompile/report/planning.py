@@ -1,18 +1,18 @@
-"""The planner's part of ``explain()``: what was tried, what was taken, what it is expected to take."""
+"""The planner's part of ``explain()``: what was tried, what was accepted, what it is expected to take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.planning.plan import Prediction, Record
+from jax_deepcompile.planning.plan import Plan, Prediction, Record
 from jax_deepcompile.planning.session import Planned
 
 _GIB = 1 << 30
 _EACH = 8
 """So many gathers that start early have a line each."""
-_LEFT = 6
-"""So many proposals that were not taken have."""
+_REJECTED = 6
+"""So many proposals that were rejected have."""
 
 
 def explain_plan(planned: Planned) -> list[str]:
@@ -24,13 +24,7 @@ def explain_plan(planned: Planned) -> list[str]:
     else:
         lines += [f"  {line}" for line in str(plan.replace(prefetches=())).splitlines()]
         lines += [f"  {len(plan.prefetches)} gathers start ahead of their use"]
-    left = [record for record in plan.records if not record.taken]
-    shown = [record for record in plan.records if record.taken or record in left[:_LEFT]]
-    for record in shown:
-        verdict = "taken" if record.taken else "left"
-        lines.append(f"  {record.pass_name} [{verdict}, {record.wall_s:.1f} s]: {record.decision}: {record.reason}")
-    if len(left) > _LEFT:
-        lines.append(f"  {len(left) - _LEFT} more were left; plan.records has them")
+    lines += _how_it_came(plan)
     if plan.prediction is not None:
         lines += _expected(plan.prediction, planned.limit_bytes)
         lines += [f"to go further: {line}" for line in _further(plan.prediction, plan.records, planned.limit_bytes)]
@@ -39,6 +33,37 @@ def explain_plan(planned: Planned) -> list[str]:
     if planned.profile is not None:
         lines += _measured(planned.profile)
     return lines
+
+
+def _how_it_came(plan: Plan) -> list[str]:
+    """What was accepted, each on top of the last, so that gains add up; then what was rejected, and what all took."""
+    if not plan.records:
+        return []
+    accepted = [record for record in plan.records if record.taken]
+    rejected = [record for record in plan.records if not record.taken]
+    first = accepted[0].before if accepted else rejected[0].before
+    last = accepted[-1].after if accepted else first
+    lines = [
+        "steps simulated of XLA's schedule, from change to change:",
+        f"  as divided, before any change: {first.step_s:.4g} s",
+        *map(_accepted, accepted),
+    ]
+    if last is not None and plan.prediction is not None and last != plan.prediction:
+        lines.append(f"  [given] the plan was edited since: {last.step_s:.4g} s to {plan.prediction.step_s:.4g} s")
+    lines += [f"  {each.pass_name} [rejected]: {each.decision}: {each.reason}" for each in rejected[:_REJECTED]]
+    if len(rejected) > _REJECTED:
+        lines.append(f"  {len(rejected) - _REJECTED} more were rejected; plan.records has them")
+    spent_s = sum(record.wall_s for record in plan.records)
+    candidates = f"{len(plan.records)} candidate" + "s" * (len(plan.records) > 1)
+    return [*lines, f"planning: {candidates} compiled and simulated, some side by side, in {spent_s:.1f} s in sum"]
+
+
+def _accepted(record: Record) -> str:
+    """A step as compiled before and after; a promise that was judged by, such as of a better schedule, beside it."""
+    after_s = record.before.step_s if record.after is None else record.after.step_s
+    change = f"{record.before.step_s:.4g} s to {after_s:.4g} s"
+    grounds = record.reason.removeprefix(change).lstrip(", ")
+    return f"  {record.pass_name} [accepted]: {record.decision}: {change}" + f" ({grounds})" * bool(grounds)
 
 
 def _measured(profile: Profile) -> list[str]:
@@ -53,7 +78,7 @@ def _expected(expected: Prediction, limit_bytes: int | None) -> list[str]:
     bound_s = max(expected.compute_s, expected.communication_s, expected.bound_s)
     over = f"{100 * (expected.step_s / bound_s - 1):.1f} % above its bound" if bound_s else "nothing to do"
     lines = [
-        f"expected step: {expected.step_s:.4g} s, {over} "
+        f"expected step: {expected.step_s:.4g} s, simulated: {over} "
         f"(compute {expected.compute_s:.4g} s, communication {expected.communication_s:.4g} s, "
         f"of which {expected.exposed_s:.4g} s exposed)"
     ]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_line
+from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.analysis.work import PRODUCTS, work_of
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.ir.traversal import nested_jaxprs
 from jax_deepcompile.partition.layout import Split
 from jax_deepcompile.partition.partition import Partitioned
 from jax_deepcompile.partition.reshard import MoveKind, full_bytes, plan_moves
+from jax_deepcompile.partition.state import LeafChoice
 from jax_deepcompile.planning.session import Planned
 from jax_deepcompile.report.planning import explain_plan
+from jax_deepcompile.summary import Text, axes_text, size_text
 
 _LINES = 8
 """How many lines a list may take before it is cut."""
@@ -35,22 +38,22 @@ _COLLECTIVES = {
 """Our names of JAX's collectives."""
 
 
-def explain(program: Program, partitioned: Partitioned, planned: Planned | None = None) -> str:
+def explain(program: Program, partitioned: Partitioned, planned: Planned | None = None) -> Text:
     """The text of ``explain()``."""
     mesh = program.mesh
-    shape = " x ".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
-    lines = [f"{program.name} on {shape}: {len(partitioned.layout.steps)} equations", _arguments(program), ""]
+    shape = axes_text(mesh.names, mesh.sizes)
+    lines = [f"{program.name} on {shape}: {len(partitioned.layout.steps)} equations", arguments(program), ""]
     lines += _state(partitioned)
     lines += _like_examples(partitioned)
-    lines += ["", *_microbatches(partitioned), *_collectives(partitioned.program)]
+    lines += ["", *_microbatches(partitioned), *_collectives(partitioned.program, planned)]
     lines += ["", *_moved_activations(partitioned)]
     lines += ["", *_replicated(partitioned)]
     if planned is not None:
         lines += ["", *explain_plan(planned)]
-    return "\n".join(lines)
+    return Text("\n".join(lines))
 
 
-def _arguments(program: Program) -> str:
+def arguments(program: Program) -> str:
     """What every argument was taken for."""
     taken: dict[str, dict[str, None]] = {"state": {}, "read only": {}, "batch": {}, "replicated": {}}
     returned = {source for source, _ in program.state_outputs}
@@ -70,12 +73,22 @@ def _state(partitioned: Partitioned) -> list[str]:
     whole_bytes = sum(leaf.bytes_per_device for leaf in leaves if leaf.placement.is_replicated)
     split_bytes = sum(leaf.bytes_per_device for leaf in split)
     lines = [
-        f"state: {len(split)} of {len(leaves)} leaves sharded, {_size(split_bytes)} a device; "
-        f"{len(leaves) - len(split)} replicated, {_size(whole_bytes)} a device"
+        f"state: {len(split)} of {len(leaves)} leaves sharded, {size_text(split_bytes)} a device; "
+        f"{len(leaves) - len(split)} replicated, {size_text(whole_bytes)} a device"
     ]
-    notable = [leaf for leaf in leaves if not leaf.reason.startswith("dimension") and leaf.reason]
-    notable.sort(key=lambda leaf: -leaf.bytes_per_device)
-    return lines + _cut([f"  {leaf.path}: {leaf.reason}" for leaf in notable])
+    alike: dict[str, list[LeafChoice]] = defaultdict(list)
+    for leaf in leaves:
+        if leaf.reason and not leaf.reason.startswith("dimension"):
+            alike[leaf.reason].append(leaf)
+    sizes = {reason: sum(leaf.bytes_per_device for leaf in group) for reason, group in alike.items()}
+    worst = sorted(alike, key=lambda reason: -sizes[reason])
+    return lines + _cut([f"  {_first_of(alike[reason], sizes[reason])}: {reason}" for reason in worst])
+
+
+def _first_of(leaves: Sequence[LeafChoice], size_bytes: int) -> str:
+    """One leaf by its path, several by the first one's and what all take."""
+    more = f" and {len(leaves) - 1} more like it, {size_text(size_bytes)} a device" if len(leaves) > 1 else ""
+    return leaves[0].path + more
 
 
 def _like_examples(partitioned: Partitioned) -> list[str]:
@@ -115,27 +128,30 @@ def _microbatches(partitioned: Partitioned) -> list[str]:
     return [f"gradient accumulation: {length} microbatches of {of} a device; {summed}", ""]
 
 
-def _collectives(program: Program) -> list[str]:
+def _collectives(sharded: Program, planned: Planned | None) -> list[str]:
     """Collectives a step launches, and the bytes each device gathers, or has reduced or exchanged."""
     count: Counter = Counter()
     size: dict[str, float] = defaultdict(float)
-    for eqn, trips in _executions(program.jaxpr, 1):
+    for eqn, trips in _executions((sharded if planned is None else planned.program).jaxpr, 1):
         if name := _COLLECTIVES.get(eqn.primitive.name):
             axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
             key = f"{name} over {', '.join(axes if isinstance(axes, tuple) else (axes,))}"
             atoms = eqn.outvars if name == "all_gather" else eqn.invars
             count[key] += trips
             size[key] += trips * sum(full_bytes(atom.aval) for atom in atoms)
-    lines = [f"  {key}: {count[key]} a step, {_size(size[key])}" for key in sorted(count)]
-    return ["collectives:", *(lines or ["  none"])]
+    lines = [f"  {key}: {count[key]} a step, {size_text(size[key])}" for key in sorted(count)]
+    stage = "before planning" if planned is None else "as planned, before XLA joins any"
+    return [f"collectives, {stage}:", *(lines or ["  none"])]
 
 
 def _executions(jaxpr: Any, trips: int) -> Iterator[tuple[Any, int]]:
     """Every equation with how often a step runs it; loops of unknown length count once."""
+    known = known_counts(jaxpr)
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn, trips
+        repeats = trips_of(eqn, known) if eqn.primitive.name == "while" else eqn.params.get("length", 1)
         for body in nested_jaxprs(eqn):
-            yield from _executions(body, trips * eqn.params.get("length", 1))
+            yield from _executions(body, trips * (1 if repeats is None else repeats))
 
 
 def _moved_activations(partitioned: Partitioned) -> list[str]:
@@ -148,7 +164,10 @@ def _moved_activations(partitioned: Partitioned) -> list[str]:
     if not where:
         return ["activations moved between devices: none"]
     worst = sorted(where.items(), key=lambda item: -item[1])
-    return ["activations moved between devices:", *_cut([f"  {text}: {_size(size)} a step" for text, size in worst])]
+    return [
+        "activations moved between devices:",
+        *_cut([f"  {text}: {size_text(size)} a step" for text, size in worst]),
+    ]
 
 
 def _replicated(partitioned: Partitioned) -> list[str]:
@@ -194,11 +213,3 @@ def _cut(lines: list[str], names: bool = False) -> list[str]:
     shown, rest = lines[: _LINES - 1], lines[_LINES - 1 :]
     listed = f": {', '.join(dict.fromkeys(line.split()[0] for line in rest))}" if names else ""
     return [*shown, f"  … and {len(rest)} more{listed}"]
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -82,11 +82,27 @@ def test_explain_tells_decisions_and_expectations(planned):
     text = planned.explain()
     best = expected(planned.plan())
     assert "plan: made for this run" in text
-    assert "pipeline_loops [taken" in text
-    assert "keep_activations [taken" in text
+    assert "pipeline_loops [accepted]" in text
+    assert "keep_activations [accepted]" in text
     assert "parameters of every layer stay gathered" in text
     assert f"expected step: {best.step_s:.4g} s" in text
     assert f"peak memory: {best.peak_bytes / 2**30:.2f} GiB a device of 24.00 GiB" in text
+    chain = [record for record in planned.plan().records if record.taken]
+    assert [record.before for record in chain[1:]] == [record.after for record in chain[:-1]]
+    assert chain[-1].after == best
+
+
+def test_what_ends_a_cell_is_short(planned):
+    mesh = deepcompile.targets.h100(nodes=4).make_mesh((DEVICES,), ("fsdp",))
+    run, plan = deepcompile.simulate(planned, mesh), planned.plan()
+    shown = [planned, plan, run, planned.planned, planned.partitioned, planned.partitioned.layout, run.memory]
+    assert all(len(repr(each)) < 1500 for each in [*shown, *plan.records])
+    step_s = f"{expected(plan).step_s:.4g} s, simulated"
+    assert step_s in repr(planned)
+    assert step_s in repr(plan)
+    assert "of 24.0 GiB" in repr(planned)
+    assert f"{len(plan.latencies)} latencies to schedule by" in repr(plan)
+    assert repr(run).startswith("Simulation before compilation, without XLA's fusions and schedule")
 
 
 @pytest.mark.usefixtures("nothing_compiled")

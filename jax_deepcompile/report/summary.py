@@ -1,0 +1,37 @@
+"""What a step and its stages show of themselves; everything is read from programs, nothing from arrays."""
+
+from __future__ import annotations
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.partition.partition import Partitioned
+from jax_deepcompile.planning.session import Planned
+from jax_deepcompile.planning.shown import planned_rows
+from jax_deepcompile.report.text import arguments
+from jax_deepcompile.summary import Summary, axes_text
+
+
+def summary_of_step(name: str, mesh: Mesh | AbstractMesh, partitioned: Partitioned | None, planned: Planned | None):
+    """Of a ``ShardedStep`` that was last traced and planned so, if at all."""
+    axes = axes_text(mesh.axis_names, mesh.axis_sizes)
+    kind = "abstract" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind
+    rows = (("mesh", f"{axes} ({kind})"),)
+    if partitioned is None:
+        return Summary(f"ShardedStep {name}", (*rows, ("shapes", "none yet: call it, or trace(...) it")))
+    program = partitioned.program
+    rows = (*rows, ("arguments", arguments(program)), *program.state_rows(), *planned_rows(planned))
+    return Summary(f"ShardedStep {name}", rows)
+
+
+def summary_of_trace(program: Program, partitioned: Partitioned, planned: Planned | None) -> Summary:
+    """Of a ``TracedStep``."""
+    rows = (("mesh", program.mesh_text), ("arguments", arguments(program)), *partitioned.program.state_rows())
+    return Summary(f"TracedStep {program.name}", (*rows, *planned_rows(planned)))
+
+
+def summary_of_stage(kind: str, planned: Planned) -> Summary:
+    """Of what came of a planned program: a stage called ``kind``."""
+    program = planned.program
+    rows = (("mesh", program.mesh_text), *program.state_rows(), *planned_rows(planned))
+    return Summary(f"{kind} {program.name}", rows)

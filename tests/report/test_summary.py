@@ -1,0 +1,211 @@
+"""What objects show of themselves, last in a notebook's cell: a few lines, from shapes alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AbstractMesh
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.summary import Summary, Text, size_text
+from models import llama
+
+CONFIG = llama.LlamaConfig(vocab_size=64, d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=64)
+MOST = 1500
+
+
+def create(key):
+    model = llama.Llama(CONFIG)
+    params = model.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
+
+
+def train_step(state, tokens):
+    def loss_of(params):
+        return llama.next_token_loss(state.apply_fn({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+TOKENS = jax.ShapeDtypeStruct((16, 17), jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    step = deepcompile.shard(train_step, {"fsdp": 8})
+    return step, step.trace(jax.eval_shape(create, jax.random.key(0)), TOKENS)
+
+
+@pytest.mark.pure
+def test_a_step_says_what_it_is_before_and_after_it_is_traced_and_planned():
+    step = deepcompile.shard(train_step, {"data": 2, "fsdp": 4})
+    assert repr(step) == (
+        "ShardedStep train_step\n  mesh    data=2 x fsdp=4 (cpu)\n  shapes  none yet: call it, or trace(...) it"
+    )
+    stage = step.trace(jax.eval_shape(create, jax.random.key(0)), TOKENS)
+    for shown in (repr(step), repr(stage)):
+        assert "data=2 x fsdp=4" in shown
+        assert "state: state; batch: tokens" in shown
+        assert "KiB a device, 38 leaves" in shown
+        assert "not planned yet" in shown
+    stage.plan()
+    for shown in (repr(step), repr(stage), repr(stage.planned), repr(stage.plan())):
+        assert "not planned yet" not in shown
+        assert len(shown) < MOST
+    assert "expected step  not simulated" in repr(stage)
+    assert "train_step on data=2 x fsdp=4" in step.explain()
+
+
+@pytest.mark.pure
+def test_an_abstract_mesh_has_no_devices_to_name():
+    step = deepcompile.shard(train_step, AbstractMesh((8,), ("fsdp",)))
+    assert "fsdp=8 (abstract)" in repr(step)
+
+
+@pytest.mark.pure
+def test_a_target_says_how_many_gpus_and_what_network():
+    shown = repr(deepcompile.targets.h100(nodes=4, nics_per_node=1))
+    assert "4 nodes of 8 H100 SXM" in shown
+    assert "1 cards of 400 Gbit/s a node" in shown
+    assert len(shown) < MOST
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.usefixtures("quick_compilation")
+def test_every_stage_and_what_is_simulated_of_it(traced):
+    step, stage = traced
+    lowered = stage.lower()
+    compiled = lowered.compile()
+    before, after = deepcompile.simulate(stage, step.mesh), deepcompile.simulate(compiled, step.mesh)
+    for shown in map(repr, (step, stage, lowered, compiled)):
+        assert "train_step" in shown
+        assert "fsdp=8" in shown
+        assert "46.8 KiB a device, 38 leaves" in shown
+        assert "nothing to hide: collectives here do not run beside compute" in shown
+    assert (before.is_scheduled, after.is_scheduled) == (False, True)
+    assert "simulated before compilation, without XLA's fusions and schedule" in str(before)
+    assert "simulated of XLA's schedule" in str(after)
+    others = (stage.partitioned, stage.partitioned.layout, stage.program, stage.sharded, before, after, after.memory)
+    for shown in (step, stage, lowered, compiled, *others):
+        assert len(repr(shown)) < MOST
+    assert "in all" in repr(stage.program)
+    assert str(stage.program).startswith("# train_step: global view on fsdp=8\n")
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.usefixtures("quick_compilation")
+def test_what_is_measured_and_arrays_that_are_gone():
+    """Whatever reads a deleted array raises."""
+
+    class Trainer(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+        @deepcompile.shard
+        def descend(self, x):
+            loss, grads = nnx.value_and_grad(lambda dense: jnp.mean(dense(x) ** 2))(self.dense)
+            nnx.update(self.dense, jax.tree.map(lambda leaf, grad: leaf - grad, nnx.state(self.dense), grads))
+            return loss
+
+    trainer = Trainer()
+    trainer.descend(np.ones((8, 64), np.float32))
+    bound = trainer.descend
+    jax.tree.map(lambda leaf: leaf.delete(), nnx.state(trainer))
+    assert "bound to a Trainer" in repr(bound).splitlines()[0]
+    assert "2 leaves" in repr(bound)
+
+    @deepcompile.shard(passes=())
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(state)
+        return state - 0.1 * grads, loss
+
+    taken = step.profile(jnp.ones((64, 64)), jnp.ones((64, 64)), runs=1)
+    jax.tree.map(lambda leaf: leaf.delete(), taken.args)
+    assert taken.profile.step is not None
+    for shown in (taken, taken.profile, taken.profile.memory, step):
+        assert len(repr(shown)) < MOST
+    for shown in map(repr, (taken, taken.profile)):
+        assert f"{taken.profile.step.seconds:.4g} s, measured" in shown
+        assert f"{len(taken.profile.ops)} ops" in shown
+    assert f"measured step  {taken.profile.step.seconds:.4g} s" in repr(step)
+
+
+@pytest.mark.pure
+def test_explain_reads_the_same_printed_and_shown(traced):
+    step, stage = traced
+    for text in (stage.explain(), step.explain(), stage.plan().diff(stage.plan().replace(unsharded=(1,)))):
+        assert isinstance(text, str)
+        assert repr(text) == str(text) == "".join(text)
+    assert "state: state; batch: tokens" in stage.explain()
+    assert "\\n" not in repr(stage.explain())
+
+
+@pytest.mark.pure
+def test_counters_are_summed_up_and_what_could_be_padded_is_not():
+    def step(state, x):
+        return {name: leaf + x.mean() for name, leaf in state.items()}, None
+
+    counters = {f"count_{number}": jax.ShapeDtypeStruct((1,), jnp.float32) for number in range(30)}
+    state = counters | {
+        "odd": jax.ShapeDtypeStruct((4, 101), jnp.float32),
+        "w": jax.ShapeDtypeStruct((8,), jnp.float32),
+    }
+    text = deepcompile.shard(step, {"fsdp": 8}).trace(state, jax.ShapeDtypeStruct((8,), jnp.float32)).explain()
+    assert "state: 1 of 32 leaves sharded, 4 B a device; 31 replicated, 1.7 KiB a device" in text
+    lines = [line for line in text.splitlines() if "padded by" in line]
+    assert [line.partition(": ")[0] for line in lines] == [
+        "  state['odd']",
+        "  state['count_0'] and 29 more like it, 120 B a device",
+    ]
+
+
+@pytest.mark.pure
+def test_collectives_are_counted_of_the_program_that_runs():
+    """Over microbatches weights are gathered once, as planned; and before that in each."""
+
+    def step(params, batch):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(params)
+        return params - 0.1 * grads, loss
+
+    shapes = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    counted = {}
+    for passes in (None, ()):
+        traced = deepcompile.shard(step, {"fsdp": 8}, microbatches=4, passes=passes).trace(*shapes)
+        (line,) = (line for line in traced.explain().splitlines() if "all_gather" in line)
+        counted[passes] = line
+        assert "collectives, as planned, before XLA joins any:" in traced.explain()
+    assert counted[None] == "  all_gather over fsdp: 1 a step, 16.0 KiB"
+    assert counted[()] == "  all_gather over fsdp: 4 a step, 64.0 KiB"
+
+
+@pytest.mark.pure
+def test_a_table_of_what_is_shown():
+    summary = Summary("Step <f>", (("mesh", "a=1 & b=2"), ("nothing", ""), ("lines", "\n".join("abcdefgh"))))
+    assert str(summary) == "Step <f>\n  mesh   a=1 & b=2\n" + "  lines  a\n" + "".join(
+        f"         {line}\n" for line in ("b", "c", "d", "e", "f", "… and 2 more")
+    ).rstrip("\n")
+    html = summary.html()
+    assert "<caption>Step &lt;f&gt;</caption>" in html
+    assert "a=1 &amp; b=2</td>" in html
+    assert html.count("<tr>") == 2
+    assert "a<br>b" in html
+    step = deepcompile.shard(train_step, {"fsdp": 8})
+    assert step._repr_html_() == step._summary().html()
+
+
+@pytest.mark.pure
+def test_long_values_are_cut():
+    assert len(str(Summary("x", (("y", "z" * 10_000), ("w", "v " * 10_000))))) < MOST
+
+
+@pytest.mark.pure
+def test_texts_and_sizes():
+    assert repr(Text("a\nb")) == "a\nb"
+    assert Text("a") + "b" == "ab"
+    assert [size_text(size) for size in (0, 1023, 1024, 3 << 40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 TiB"]
