@@ -45,6 +45,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jax_deepcompile as deepcompile
 from experiments.bench.steps import OPTIMIZER, UnrolledLlama, accumulated, training_step
 from experiments.random_batches import images, tokens
+from experiments.small_models import SmallResNet, SmallTransformer
 from models import gpt2, llama, mixtral, resnet, vit
 
 WARM_UP_ROUNDS = 2
@@ -176,11 +177,26 @@ class StatisticsTrainState(TrainState):
     statistics: Any = None
 
 
+def transformer_training(model: SmallTransformer, length: int, examples: int) -> Training:
+    def create_params() -> Any:
+        return model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32))["params"]
+
+    def loss_of(params: Any, batch: jax.Array, _: jax.Array) -> jax.Array:
+        logits: Any = model.apply({"params": params}, batch[:, :-1])
+        return gpt2.next_token_loss(logits, batch[:, 1:])
+
+    return training(create_params, loss_of, tokens(examples, length, model.vocab_size))
+
+
 def resnet_training(config: resnet.ResNetConfig, pixels: int, examples: int) -> Training:
-    model = resnet.ResNet(config)
+    return image_training(resnet.ResNet(config), config.n_classes, pixels, examples)
+
+
+def image_training(model: nn.Module, n_classes: int, pixels: int, examples: int) -> Training:
+    """A Linen model with BatchNorm."""
 
     def create() -> StatisticsTrainState:
-        variables = model.init(jax.random.key(0), jnp.zeros((1, pixels, pixels, 3)))
+        variables = model.init(jax.random.key(0), jnp.zeros((1, pixels, pixels, 3)), train=False)
         return StatisticsTrainState.create(
             apply_fn=None, params=variables["params"], tx=OPTIMIZER, statistics=variables["batch_stats"]
         )
@@ -194,7 +210,7 @@ def resnet_training(config: resnet.ResNetConfig, pixels: int, examples: int) -> 
         (loss, statistics), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
         return state.apply_gradients(grads=grads, statistics=statistics), loss
 
-    return Training(create, step, images(examples, pixels, config.n_classes))
+    return Training(create, step, images(examples, pixels, n_classes))
 
 
 LLAMA = llama.LlamaConfig(
@@ -229,6 +245,9 @@ WORKLOADS: dict[str, Callable[[], Training]] = {
     "ViT": lambda: vit_training(VIT, 16),
     "ResNet-50": lambda: resnet_training(resnet.RESNET50, 128, 16),
     "ResNet-50, images of 32 pixels": lambda: resnet_training(resnet.RESNET50, 32, 16),
+    "small ResNet-20, layer by layer, 64 images": lambda: image_training(SmallResNet(), 10, 32, 64),
+    "small ResNet-20, layer by layer, 8 images": lambda: image_training(SmallResNet(), 10, 32, 8),
+    "small transformer, layer by layer": lambda: transformer_training(SmallTransformer(256, 64), 64, 16),
     "Llama, scanned, remat, 4 microbatches": lambda: llama_training(LLAMA, 32, 32, microbatches=4),
     "GPT-2, 4 microbatches": lambda: gpt2_training(GPT2, 32, 32, microbatches=4),
     "Mixtral, capped, 4 microbatches": lambda: mixtral_training(MIXTRAL_CAPPED, 32, 32, microbatches=4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from jax_deepcompile._jax_compat import open_jaxpr, user_line
 from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.analysis.work import PRODUCTS, work_of
+from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.ir.traversal import nested_jaxprs
 from jax_deepcompile.partition.layout import Split
@@ -160,7 +162,7 @@ def _moved_activations(partitioned: Partitioned) -> list[str]:
     for step, trips in partitioned.layout.walk():
         for atom, fetch in zip(step.eqn.invars, step.fetches, strict=True):
             if fetch.moves_activation:
-                where[f"{step.eqn.primitive.name} at {user_line(step.eqn)}"] += trips * full_bytes(atom.aval)
+                where[f"{step.eqn.primitive.name} at {_line(step.eqn)}"] += trips * full_bytes(atom.aval)
     if not where:
         return ["activations moved between devices: none"]
     worst = sorted(where.items(), key=lambda item: -item[1])
@@ -175,7 +177,7 @@ def _replicated(partitioned: Partitioned) -> list[str]:
     where: Counter = Counter()
     for step, _ in partitioned.layout.walk():
         if isinstance(step.how, Split) and step.how.rule.reported and not any(step.how.splits):
-            where[f"  {step.eqn.primitive.name} at {user_line(step.eqn)}: {step.how.rule.reported}"] += 1
+            where[f"  {step.eqn.primitive.name} at {_line(step.eqn)}: {step.how.rule.reported}"] += 1
     lines = [text if number == 1 else f"{text} ({number} times)" for text, number in where.items()]
     lines += _whole_products(partitioned)
     if not lines:
@@ -201,9 +203,21 @@ def _whole_products(partitioned: Partitioned) -> list[str]:
         flops = work_of(step.eqn).flops / mesh.size_of(axes)
         total += flops
         if not axes:
-            whole[f"{step.eqn.primitive.name} at {user_line(step.eqn)}"] += flops
+            whole[f"{step.eqn.primitive.name} at {_line(step.eqn)}"] += flops
     shares = sorted(((flops / total, text) for text, flops in whole.items() if flops > _NOTABLE * total), reverse=True)
     return [f"  {text}: {share:.0%} of products outside of loops; split, it would move more" for share, text in shares]
+
+
+def _line(eqn: Equation) -> str:
+    """The user's line, its file as seen from here if that is shorter; of a notebook's cell nobody knows the file."""
+    path, colon, rest = user_line(eqn).partition(":")
+    if _CELL.search(path):
+        return f"a cell's line {rest}"
+    return min(path, os.path.relpath(path), key=len) + colon + rest if colon else path
+
+
+_CELL = re.compile(r"ipykernel_\d+/\d+\.py$")
+"""The file that a kernel compiles a cell as."""
 
 
 def _cut(lines: list[str], names: bool = False) -> list[str]:

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from experiments import cpu_side_by_side as side
+from experiments.small_models import SmallResNet, SmallTransformer
 from models import gpt2, llama, mixtral, resnet, vit
 
 pytestmark = pytest.mark.cpu_mesh
@@ -23,6 +24,8 @@ SMALL: dict[str, Callable[[], side.Training]] = {
     "mixtral": lambda: side.mixtral_training(mixtral.MIXTRAL_TINY, 16, 16),
     "vit": lambda: side.vit_training(vit.VIT_TINY, 16),
     "resnet": lambda: side.resnet_training(resnet.RESNET_TINY, 32, 16),
+    "small resnet": lambda: side.image_training(SmallResNet(blocks=1), 10, 16, 16),
+    "small transformer": lambda: side.transformer_training(SmallTransformer(64, 16, 32, 2, 2), 16, 16),
     "gpt2 in microbatches": lambda: side.gpt2_training(gpt2.GPT2_TINY, 64, 32, microbatches=4),
 }
 

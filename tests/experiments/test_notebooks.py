@@ -1,0 +1,80 @@
+"""The notebooks run from their first cell to their last, and say little: as committed, and now."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[2] / "experiments" / "notebooks"
+NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+MOST_CHARACTERS = 5000
+MOST_IMAGE_CHARACTERS = 60_000
+OF_A_MACHINE = re.compile(r"/(tmp|home|root|work|usr|Users)/|site-packages|0x[0-9a-f]{6}|Warning|WARNING")
+
+
+OF_THE_PLUGIN = re.compile("WARNING: All log messages before absl|.* Could not find cuda drivers|$")
+"""What JAX's CUDA plugin says, before anybody can silence it, where there is no GPU."""
+
+
+def texts(notebook) -> list[str]:
+    """What the cells print and end with; each image is only looked at for its size."""
+    found = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            assert output.output_type != "error", output
+            if output.get("name") == "stderr":
+                assert all(OF_THE_PLUGIN.match(line) for line in output.text.splitlines()), output.text
+                continue
+            data = output.get("data", {})
+            assert len(data.get("image/png", "")) < MOST_IMAGE_CHARACTERS
+            found += [output.get("text", ""), data.get("text/plain", ""), data.get("text/html", "")]
+    return [text for text in found if text]
+
+
+def require_short(notebook) -> str:
+    shown = texts(notebook)
+    assert all(len(text) < MOST_CHARACTERS for text in shown)
+    return "\n".join(shown)
+
+
+def run(name: str) -> str:
+    notebook = nbformat.read(FOLDER / name, as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    return require_short(notebook)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_committed_is_a_whole_run_that_names_no_machine(name: str):
+    notebook = nbformat.read(FOLDER / name, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    shown = require_short(notebook)
+    assert not OF_A_MACHINE.search(shown), OF_A_MACHINE.search(shown)
+    assert "\\n" not in shown.replace("\\n'", "")
+
+
+@pytest.mark.cpu_mesh
+def test_first_steps(monkeypatch):
+    monkeypatch.setenv("STEPS", "6")
+    shown = run("first_steps.ipynb")
+    assert "train_step on fsdp=8" in shown
+    assert "gradient accumulation: 4 microbatches" in shown
+    assert "True" in shown.splitlines()
+
+
+@pytest.mark.h100_aot
+def test_seventy_billion_on_a_laptop(monkeypatch):
+    """With two layers on 8 GPUs; the whole model is what is committed."""
+    for name, value in {"LAYERS": "2", "NODES": "1", "LIMITS_GIB": "72", "SEQUENCES": "256"}.items():
+        monkeypatch.setenv(name, value)
+    shown = run("seventy_billion.ipynb")
+    assert "ShardedStep" not in shown
+    assert "expected step  not simulated" not in shown
+    assert "Simulation of XLA's schedule" in shown
+    assert "Simulation before compilation" in shown
+    assert "tokens/s/GPU, simulated" in shown
