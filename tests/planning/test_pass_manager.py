@@ -34,7 +34,7 @@ TAKES = {
     DEAR: (1.986, 190),
     LITTLE: (1.992, 190),
 }
-SMALL = START.replace(options={"xla_small": True})
+SMALL = START.replace(options=combiner_options(1, 1))
 PROMISES = START.replace(loops=(LoopSchedule("scan.0"),))
 TAKES |= {SMALL: (1.9975, 100), PROMISES: (2.1, 100)}
 HOPED_S = {PROMISES: 1.5}
