@@ -146,6 +146,11 @@ def coordination_client() -> Any:
     return _distributed.global_state.client
 
 
+def is_typed_literal(value: Any) -> bool:
+    """Whether ``value`` is a number that remembers the mesh it was written down under."""
+    return type(value).__name__ == "TypedNdArray"
+
+
 def is_drop_var(var) -> bool:
     return isinstance(var, _core.DropVar)
 

@@ -99,6 +99,24 @@ class MeshAxisError(DeepCompileError, ValueError):
         )
 
 
+class ManualAxisError(DeepCompileError, ValueError):
+    def __init__(self, axis: str, theirs: Mapping[str, int], ours: Mapping[str, int], where: str) -> None:
+        super().__init__(
+            f"the shard_map at {where} runs over {theirs[axis]} blocks along its axis '{axis}' (its mesh is "
+            f"{dict(theirs)}), and no axes of this step's mesh {dict(ours)} have as many. Give the step a mesh with an "
+            f"axis of {theirs[axis]} devices, or the shard_map the mesh of the step; where it only computes faster, "
+            f"leave it out."
+        )
+
+
+class ManualAxesOrderError(DeepCompileError, NotImplementedError):
+    def __init__(self, spec: str, axes: Sequence[str], where: str) -> None:
+        super().__init__(
+            f"the shard_map at {where} divides a dimension by {spec}, and this step's mesh has its axes in the order "
+            f"{', '.join(axes)}. Name the axes of a dimension in the order of the mesh."
+        )
+
+
 class MeshTooLargeError(DeepCompileError, ValueError):
     def __init__(self, axes: Mapping[str, int], needed: int, present: int, platform: str) -> None:
         shape = ", ".join(f"{name}={size}" for name, size in axes.items())

@@ -7,13 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import bind, closed_consts, eval_local, line_of, open_jaxpr, provenance, scan_counts
+from jax_deepcompile._jax_compat import (
+    bind,
+    closed_consts,
+    eval_local,
+    is_typed_literal,
+    line_of,
+    open_jaxpr,
+    provenance,
+    scan_counts,
+)
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.traversal import equations, nested_jaxprs
+from jax_deepcompile.ir.traversal import equations, inline_calls, nested_jaxprs
 
 Compute = Callable[[Any, list], Sequence]
 """``(equation, operands) -> results``, traced in the place of an equation."""
@@ -91,6 +101,51 @@ def replace_equations(program: Program, mesh: AnyMesh, replacements: Mapping[int
         return _evaluate(program.jaxpr, blocks, replacements, consts)
 
     return program.replace(jaxpr=trace_blocks(body, program, mesh))
+
+
+def run_manual(jaxpr: Any, operands: Sequence, axes: Mapping[str, tuple[str, ...]]) -> list:
+    """The body of a ``shard_map``, traced here and now under one that does not check along which axes values vary.
+
+    Args:
+      jaxpr: the body.
+      operands: its blocks.
+      axes: other names for axes that its collectives name.
+    """
+    flat = inline_calls(jex.ClosedJaxpr(open_jaxpr(jaxpr), closed_consts(jaxpr)))
+    instead: dict[int, Replacement] = {}
+
+    def unchecked(eqn, operands: list) -> Sequence:
+        name = eqn.primitive.name
+        operands = [np.asarray(value) if is_typed_literal(value) else value for value in operands]
+        if name in _REGIONS:
+            with provenance(eqn):
+                return _REGIONS[name](eqn, operands, instead)
+        if name == "pvary":
+            return operands
+        if name == "sharding_constraint":
+            return bind(eqn, operands)
+        renamed = eqn.replace(params={key: _renamed(key, value, axes) for key, value in eqn.params.items()})
+        if name == "psum_invariant":
+            return lax.psum(operands, renamed.params["axes"])
+        if name == "axis_index":
+            return [lax.axis_index(renamed.params["axis_name"])]
+        return bind(renamed, operands)
+
+    instead |= {id(eqn): unchecked for eqn in equations(flat)}
+    return _evaluate(flat, operands, instead)
+
+
+def _renamed(key: str, value: Any, axes: Mapping[str, tuple[str, ...]]) -> Any:
+    """The parameter ``key`` of a collective, its axes by their other names; or what is whole on its mesh anywhere."""
+    if key in ("sharding", "out_sharding") and isinstance(value, jax.sharding.NamedSharding) and not any(value.spec):
+        return None
+    if key not in ("axes", "axis_name"):
+        return value
+    names = value if isinstance(value, tuple) else (value,)
+    renamed = tuple(
+        other for name in names for other in (axes.get(name, (name,)) if isinstance(name, str) else (name,))
+    )
+    return renamed if isinstance(value, tuple) or len(renamed) != 1 else renamed[0]
 
 
 def compute(eqns: Sequence, known: Mapping[Any, Any], replacements: Mapping[int, Replacement] | None = None) -> dict:

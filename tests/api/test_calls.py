@@ -318,6 +318,79 @@ def test_values_that_the_user_reshards_between_explicit_axes(shape, expected):
     assert "computed whole on every device: nothing" in sharded.explain()
 
 
+def manual_step(mesh, spec, body):
+    """The square of each element, times one, by a ``shard_map`` as its users write it."""
+
+    def manual(state, batch):
+        def loss_of(w):
+            return jnp.mean(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)(batch["x"] @ w))
+
+        loss, grad = jax.value_and_grad(loss_of)(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, loss
+
+    return manual
+
+
+def rolled(axis):
+    """With a nested ``jit``, a scan, an index and collectives of values that vary or do not."""
+
+    def body(y):
+        def add(total, part):
+            return total + jnp.roll(part, 1).sum(), part
+
+        total, _ = jax.lax.scan(add, jax.lax.pcast(jnp.zeros(()), axis, to="varying"), y)
+        mean = jax.lax.pmean(total + jax.lax.axis_index(axis), axis) / 8.0
+        return y**2 * (1 + jnp.tanh(mean - jax.lax.psum(total, axis))) + jnp.roll(y, 1, axis=0)
+
+    return body
+
+
+@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 8, "fsdp": 1}])
+@pytest.mark.parametrize("axis", ["fsdp", "replica"])
+def test_a_checked_manual_region_over_an_axis_of_any_name(axis, shape):
+    mesh = jax.make_mesh((8,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
+    manual = manual_step(mesh, PartitionSpec(axis), rolled(axis))
+    assert_equal(deepcompile.shard(manual, shape)(create(), batch()), jax.jit(manual)(create(), batch()))
+
+
+def test_a_manual_region_over_fewer_blocks_than_there_are_devices():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    manual = manual_step(mesh, PartitionSpec("x"), rolled("x"))
+    found = deepcompile.shard(manual, {"data": 2, "fsdp": 4})(create(), batch())
+    assert_equal(found, jax.jit(manual)(create(), batch()))
+
+
+@pytest.mark.parametrize("shape", [{"fsdp": 1}, {"fsdp": 2}])
+def test_a_manual_region_that_no_axes_of_the_mesh_stand_for(shape):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = deepcompile.shard(manual_step(mesh, PartitionSpec("x"), rolled("x")), shape)
+    with pytest.raises(
+        deepcompile.errors.ManualAxisError, match=r"shard_map at .*test_calls.py:\d+ .* 8 blocks along its axis 'x'"
+    ):
+        step(create(), batch())
+
+
+def test_a_manual_region_that_divides_in_another_order():
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    step = deepcompile.shard(manual_step(mesh, PartitionSpec(("fsdp", "data")), jnp.square), {"data": 2, "fsdp": 4})
+    with pytest.raises(deepcompile.errors.ManualAxesOrderError, match="axes in the order data, fsdp"):
+        step(create(), batch())
+
+
+@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"fsdp": 1}])
+def test_constraints_by_axes_that_the_mesh_lacks_are_left_out(shape, expected):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+
+    def constrained(state, batch):
+        loss, grad = jax.value_and_grad(
+            lambda w: jnp.mean(jax.lax.with_sharding_constraint(batch["x"] @ w, split) ** 2)
+        )(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, loss
+
+    assert_equal(deepcompile.shard(constrained, shape)(create(), batch()), expected)
+
+
 def test_a_manual_region_of_the_users_own(expected):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
 

@@ -1,4 +1,4 @@
-"""Equations that place their operands themselves: barriers, the user's own constraints and manual regions, printing."""
+"""Equations that place their operands themselves: barriers, the user's own constraints, printing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_deepcompile import _jax_compat
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import REPLICATE, MeshAxes, Placement
 from jax_deepcompile.partition.layout import Decision, Nested, Propagate, RegionRule, Request, Run, Step
@@ -17,7 +16,7 @@ from jax_deepcompile.partition.reshard import axis_position
 from jax_deepcompile.partition.rules.registry import REGISTRY
 
 
-class _SingleTrip(RegionRule):
+class SingleTrip(RegionRule):
     def trip_count(self, eqn: Equation) -> int:
         return 1
 
@@ -26,7 +25,7 @@ class _SingleTrip(RegionRule):
 
 
 @dataclass(frozen=True)
-class BarrierRule(_SingleTrip):
+class BarrierRule(SingleTrip):
     """``optimization_barrier``: every value passes as it is, partial sums included."""
 
     def batch(self, eqn, operands):
@@ -55,8 +54,10 @@ class TransferRule(BarrierRule):
 
 
 @dataclass(frozen=True)
-class ConstraintRule(_SingleTrip):
+class ConstraintRule(SingleTrip):
     """``sharding_constraint``, ``reshard``: axes of ours are obeyed, automatic axes are passed on to XLA.
+
+    Those that the mesh does not have are left out: how values are divided is derived here.
 
     Attributes:
       param: the parameter that the sharding is in.
@@ -77,7 +78,8 @@ class ConstraintRule(_SingleTrip):
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
         sharding = step.eqn.params[self.param]
-        automatic = [tuple(name for name in names if name not in mesh.names) or None for names in _entries(sharding)]
+        others = {*jax.sharding.get_abstract_mesh().axis_names}.difference(mesh.names)
+        automatic = [tuple(name for name in names if name in others) or None for names in _entries(sharding)]
         if not any(automatic):
             return operands
         target = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*automatic))
@@ -94,46 +96,7 @@ def _entries(sharding) -> list[tuple[str, ...]]:
 
 
 @dataclass(frozen=True)
-class ManualRule(_SingleTrip):
-    """The user's own ``shard_map``: its specs are the placements, its body is local already."""
-
-    def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
-        operands = tuple(_from_spec(spec, request.mesh) for spec in eqn.params["in_specs"])
-        results = tuple(_from_spec(spec, request.mesh) for spec in eqn.params["out_specs"])
-        return Decision(Nested(self), operands, results)
-
-    def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
-        params = step.eqn.params
-        automatic = frozenset(params["newly_manual_axes"]) - frozenset(mesh.names)
-        if not automatic:
-            return _jax_compat.eval_local(params["jaxpr"], operands)
-        return jax.shard_map(
-            lambda *blocks: _jax_compat.eval_local(params["jaxpr"], blocks),
-            in_specs=tuple(_only(spec, automatic) for spec in params["in_specs"]),
-            out_specs=tuple(_only(spec, automatic) for spec in params["out_specs"]),
-            axis_names=automatic,
-            check_vma=False,
-        )(*operands)
-
-
-def _from_spec(spec: PartitionSpec, mesh: MeshAxes) -> Placement:
-    dims = {}
-    for dim, entry in enumerate(spec):
-        names = entry if isinstance(entry, tuple) else (entry,)
-        dims[dim] = [name for name in names if name in mesh.names]
-    return mesh.place(dims)
-
-
-def _only(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
-    kept = []
-    for entry in spec:
-        listed = entry if isinstance(entry, tuple) else (entry,)
-        kept.append(tuple(name for name in listed if name in names) or None)
-    return PartitionSpec(*kept)
-
-
-@dataclass(frozen=True)
-class PrintRule(_SingleTrip):
+class PrintRule(SingleTrip):
     """``jax.debug.print`` and ``jax.debug.callback``: whole values, from the first device alone."""
 
     def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
@@ -155,6 +118,5 @@ REGISTRY.register_region("optimization_barrier", BarrierRule())
 REGISTRY.register_region("device_put", TransferRule())
 REGISTRY.register_region("sharding_constraint", ConstraintRule("sharding"))
 REGISTRY.register_region("reshard", ConstraintRule("dst_sharding"))
-REGISTRY.register_region("shard_map", ManualRule())
 REGISTRY.register_region("debug_print", PrintRule())
 REGISTRY.register_region("debug_callback", PrintRule())
