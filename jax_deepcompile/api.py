@@ -30,7 +30,7 @@ from jax_deepcompile.planning.plan import Plan
 from jax_deepcompile.planning.session import Wishes
 from jax_deepcompile.processes import ALONE, Alone, processes_of
 from jax_deepcompile.profilers.take import Taken, take_profile
-from jax_deepcompile.programs import OtherShapes, Prepared, Programs
+from jax_deepcompile.programs import Launch, OtherShapes, Prepared, Programs
 from jax_deepcompile.report.summary import summary_of_step
 from jax_deepcompile.report.text import explain
 from jax_deepcompile.roles import Roles
@@ -193,11 +193,13 @@ class ShardedStep(Summarized):
     def __call__(self, *args, **kwargs):
         """Runs one step; state is donated, batches may be numpy arrays or arrays anywhere.
 
-        In a run of several processes each passes its own rows of the batch, or arrays that all of them have.
+        In a run of several processes each passes its own rows of the batch, or arrays that all of them have. What goes
+        wrong in one before its step runs, and its program's end, is an error in all of them.
 
         Raises:
           BatchNotDivisibleError, NoBatchError, MicrobatchNotDivisibleError, AmbiguousRowsError, StateDonatedError,
           DevicesNotAttachedError, and what tracing finds wrong with the step: see ``jax_deepcompile.errors``.
+          ProcessStoppedError, ProcessMismatchError: another process cannot run it, or would run another.
         """
         if self._fast is not None and not kwargs and are_plain(args):
             try:
@@ -327,13 +329,12 @@ class ShardedStep(Summarized):
         run = self._programs.run(prepared)
         args_of_run = (*call.args, call.kwargs)
         refuse_deleted(args_of_run, prepared.traced.program.inputs, self._name)
-        launch = None if processes.is_alone else self._programs.launch(prepared, call)
-        if launch is not None:
-            processes.agree(f"{'run' if launch.is_compiled else 'compile'} {launch.what}")
+        launch = Launch("", is_compiled=True) if processes.is_alone else self._programs.launch(prepared, call)
+        processes.agree(f"{'run' if launch.is_compiled else 'compile'} {launch.what}")
         placed, moved_inputs = place(args_of_run, prepared.targets, prepared.returned, prepared.taken, self._use.mesh)
         try:
             self._programs.require_fit(prepared, placed)
-            if launch is not None and not launch.is_compiled:
+            if not launch.is_compiled:
                 self._programs.compiled(prepared, placed)
                 processes.agree(f"run {launch.what}")
                 launch.is_compiled = True
