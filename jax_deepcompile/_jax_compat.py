@@ -10,9 +10,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
+from jax._src import compilation_cache as _compilation_cache
 from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info
@@ -177,6 +178,24 @@ def new_jaxpr(inputs: Sequence, outputs: Sequence, eqns: Sequence) -> jex.Jaxpr:
 def has_side_effects(eqn) -> bool:
     """Whether ``eqn`` does more than compute its results; using a mesh axis's name does not count."""
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
+
+
+class CacheOfExecutables(Protocol):
+    """What JAX asks of its persistent compilation cache."""
+
+    @property
+    def _path(self) -> Path: ...
+
+    def get(self, key: str) -> bytes | None: ...
+
+    def put(self, key: str, value: bytes) -> None: ...
+
+
+def keep_executables(cache: CacheOfExecutables) -> None:
+    """What JAX compiles from now on is looked up in ``cache``, and kept there however fast it was compiled."""
+    # 2026-11, jax 0.10 to 0.12: JAX can be told a folder only, and runs what stands there under a program's name.
+    _compilation_cache._cache = cache  # type: ignore[assignment]
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def cuda_topology_devices(name: str, config: str, topology: str) -> Sequence[Any]:

@@ -1,9 +1,9 @@
-"""Plans on disk, by fingerprint; JAX's persistent compilation cache lies beside them."""
+"""Plans on disk, by fingerprint; what was compiled lies beside them, see ``executables.py``."""
 
 from __future__ import annotations
 
 import os
-import tempfile
+import uuid
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from jax_deepcompile.planning.plan import Plan
 
 
 class PlanCacheWarning(UserWarning):
-    """A cached plan could not be read or kept; the step is planned anew, and nothing else changes."""
+    """What is kept between runs could not be used or kept; it is made anew, and nothing else changes."""
 
 
 @dataclass(frozen=True)
@@ -23,51 +23,76 @@ class PlanCache:
     directory: Path
 
     def load(self, fingerprint: str) -> Plan | None:
-        """The plan for ``fingerprint``, or None; an entry that cannot be used is reported and left out."""
+        """The plan for ``fingerprint``, or None; an entry that cannot be used is reported and put aside."""
         path = self._path(fingerprint)
         try:
-            text = path.read_text()
+            plan = Plan.from_json(path.read_text("utf-8", "replace"), str(path))
         except FileNotFoundError:
             return None
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             _warn(path, str(error))
             return None
-        try:
-            plan = Plan.from_json(text, str(path))
         except errors.PlanError as error:
-            _warn(path, str(error))
+            self._put_aside(path, error.why)
             return None
         if plan.fingerprint != fingerprint:
-            _warn(path, f"it was made for another program ({plan.fingerprint[:12]}, not {fingerprint[:12]})")
+            why = f"it was made for another program ({plan.fingerprint[:12]!r}, not {fingerprint[:12]!r})"
+            self._put_aside(path, why)
             return None
         return plan
 
     def store(self, plan: Plan) -> None:
         """Writes ``plan`` whole or not at all; a directory that cannot be written to is reported."""
-        path = self._path(plan.fingerprint)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-            with os.fdopen(handle, "w") as file:
-                file.write(plan.to_json())
-            os.replace(name, path)
+            write_whole(self._path(plan.fingerprint), plan.to_json().encode())
         except OSError as error:
             warnings.warn(f"the plan was not kept: {error}", PlanCacheWarning, stacklevel=2)
 
     def refuse(self, plan: Plan, why: str) -> None:
-        """Reports that ``plan``, which was found, is not used."""
-        _warn(self._path(plan.fingerprint), why)
+        """Reports that ``plan``, which was found, is not used, and puts it aside."""
+        self._put_aside(self._path(plan.fingerprint), why)
 
     @property
     def executables(self) -> Path:
-        """Where JAX's compilation cache goes."""
+        """Where what was compiled goes."""
         return self.directory / "executables"
 
     def _path(self, fingerprint: str) -> Path:
         return self.directory / "plans" / f"{fingerprint}.json"
 
+    def _put_aside(self, path: Path, why: str) -> None:
+        """Later runs do not meet it again; where the directory is somebody else's, they do."""
+        aside = path.with_suffix(".unusable")
+        try:
+            os.replace(path, aside)
+        except OSError as error:
+            _warn(path, f"{why}. It stays there ({error.strerror})")
+        else:
+            _warn(path, f"{why}. It is now {aside.name}")
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Writes a file that others see whole or not at all; leaves nothing else behind.
+
+    Args:
+      path: where; folders are made.
+      content: of the file.
+      mode: who may read and write it, as far as the umask lets them.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
 
 def _warn(path: Path, why: str) -> None:
     warnings.warn(
-        f"the cached plan {path} is not used: {why}. The step is planned anew.", PlanCacheWarning, stacklevel=3
+        f"the cached plan {path} is not used: {why}. The step is planned anew.", PlanCacheWarning, stacklevel=4
     )

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import keep_executables
 from jax_deepcompile.cache import PlanCache
 from jax_deepcompile.costs.devices import allocator_bytes_of, has_table, machine_of
 from jax_deepcompile.costs.entries import StepTime
@@ -21,6 +22,7 @@ from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.hardware import CPU_HOST, Hardware
 from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.executables import executables_in
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planning.apply import apply_plan
@@ -160,14 +162,15 @@ def _passes(program: Program, environment: Environment, wishes: Wishes) -> tuple
 
 
 def _keep_executables(cache: PlanCache, mesh: Mesh) -> None:
-    """Switches on JAX's persistent compilation cache, unless the user did.
+    """Keeps what JAX compiles, unless the user has it kept elsewhere.
 
     Not for devices that are not here: what is compiled for them can be written, but not read back.
     """
     config: Any = jax.config
     if config.jax_compilation_cache_dir is None and mesh.devices.flat[0] in jax.devices():
-        config.update("jax_compilation_cache_dir", str(cache.executables))
-        config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        executables = executables_in(cache.executables)
+        if executables is not None:
+            keep_executables(executables)
 
 
 _KEPT, _MADE = "kept from an earlier run", "made for this run"
@@ -180,8 +183,8 @@ def _kept_or_made(
     if cache is not None and kept is not None:
         try:
             return _kept(program, environment, kept)
-        except errors.PlanError as error:
-            cache.refuse(kept, str(error))
+        except (errors.PlanError, errors.InvariantError) as error:
+            cache.refuse(kept, error.why if isinstance(error, errors.PlanError) else str(error))
     made = make_plan(program, environment, mark, passes)
     if cache is not None:
         cache.store(made.plan)

@@ -100,6 +100,18 @@ def test_a_kept_plan_for_other_loops_is_said_and_made_anew(planned, tmp_path):
     cache.store(PLAN.replace(handed_over=(HandOver("scan.7", "scan.8", (0,)),)))
     with pytest.warns(PlanCacheWarning, match="scan.7"):
         assert planned(caches=[cache]) == [(PLAN, "made for this run")]
+    assert (tmp_path / "plans" / f"{MARK}.unusable").exists()
+
+
+def test_a_kept_plan_that_makes_no_program_is_said_and_made_anew(planned, tmp_path, monkeypatch):
+    def apply_plan(*_):
+        raise errors.InvariantError(1, "defined before used", "x")
+
+    cache = PlanCache(tmp_path)
+    cache.store(PLAN)
+    monkeypatch.setattr(session, "apply_plan", apply_plan)
+    with pytest.warns(PlanCacheWarning, match="invariant 1 does not hold"):
+        assert planned(caches=[cache]) == [(PLAN, "made for this run")]
 
 
 def test_what_a_plan_is_found_by(monkeypatch):
