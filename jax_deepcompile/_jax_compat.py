@@ -16,6 +16,7 @@ import jax
 from jax._src import compilation_cache as _compilation_cache
 from jax._src import core as _core
 from jax._src import distributed as _distributed
+from jax._src import pretty_printer as _pretty_printer
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.array import ArrayImpl
@@ -135,6 +136,11 @@ def gamma_variables(keys: jax.Array, alphas: jax.Array, log_space: bool) -> jax.
 
 def threefry_is_partitionable() -> bool:
     return jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+
+
+def without_colors() -> contextlib.AbstractContextManager:
+    """Jaxprs printed inside, and those in parameters of their equations, are plain text; on terminals they are not."""
+    return _pretty_printer._PPRINT_USE_COLOR(False)
 
 
 def is_tracing() -> bool:

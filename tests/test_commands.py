@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import jax_deepcompile as deepcompile
 from jax_deepcompile import cli, errors
 from jax_deepcompile.commands import StepRequest, load_step
 from jax_deepcompile.costs.profile import Profile
@@ -126,6 +127,19 @@ def test_a_plan_is_written_and_explained(file, tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["explain", f"{file}:make", "--gpu", "h100", "--nodes", "2", "--plan", str(out)]) == 0
     assert "plan: given" in capsys.readouterr().out
+
+
+@pytest.mark.cpu_mesh
+def test_a_script_finds_what_the_command_line_planned(file, tmp_path, capsys, monkeypatch):
+    """The command line says in XLA's flags how many devices a CPU is, which the mesh says again."""
+    cache = tmp_path / "cache"
+    told = [f"{file}:make", "--memory-limit", "1GiB", "--cache-dir", str(cache)]
+    assert cli.main(["plan", *told]) == 0
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_hlo_as_text")
+    step, args = load_step(f"{file}:make")
+    sharded = deepcompile.shard(step, memory_limit="1GiB", cache_dir=cache)
+    assert "plan: kept from an earlier run" in sharded.trace(*args).explain()
+    assert len(list((cache / "plans").iterdir())) == 1
 
 
 @pytest.mark.cpu_mesh

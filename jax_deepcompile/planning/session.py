@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from jax_deepcompile.planning.planner import DEFAULT_PASSES, ONE_DEVICE_PASSES, 
 from jax_deepcompile.planning.shown import plan_rows, planned_rows
 from jax_deepcompile.planning.trials import Environment
 from jax_deepcompile.planning.turns import find_turns
+from jax_deepcompile.planning.version import planner_digest
 from jax_deepcompile.processes import processes_of
 from jax_deepcompile.summary import Summarized, Summary
 
@@ -229,21 +228,13 @@ def _fingerprint(
 ) -> str:
     """The digest of all that a plan depends on."""
     wishes = {
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "hardware": environment.costs.hardware,
-        "jax_deepcompile": _own_version(),
         "limit_bytes": environment.limit_bytes,
         "passes": passes,
+        "planner": planner_digest(),
         "profile": "" if profile is None else hashlib.sha256(profile.to_json().encode()).hexdigest(),
     }
     return fingerprint(program_text(program), machine_of(environment.mesh), wishes)
-
-
-def _own_version() -> str:
-    try:
-        return version("jax_deepcompile")
-    except PackageNotFoundError:
-        return "from its sources"
 
 
 def _memory_bytes(hardware: Hardware) -> int | None:

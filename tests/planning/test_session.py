@@ -123,10 +123,20 @@ def test_what_a_plan_is_found_by(monkeypatch):
         environment = Environment(mesh, "cpu", CostModel(), limit)
         return session._fingerprint(program, environment, passes, profile)  # pyright: ignore
 
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
-    flagged = mark()
-    monkeypatch.delenv("XLA_FLAGS")
-    others = [flagged, mark(larger), mark(limit=2 << 30), mark(passes=(BucketCollectives(),)), mark(profile=profile)]
+    with monkeypatch.context() as patched:
+        patched.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+        flagged = mark()
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "planner_digest", lambda: "another planner")
+        planned_otherwise = mark()
+    others = [
+        flagged,
+        planned_otherwise,
+        mark(larger),
+        mark(limit=2 << 30),
+        mark(passes=(BucketCollectives(),)),
+        mark(profile=profile),
+    ]
     assert mark() == mark()
     assert len({mark(), *others}) == 1 + len(others)
 
