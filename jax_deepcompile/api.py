@@ -96,7 +96,7 @@ def shard(
       passes: what to try to make the step faster, in order; by default everything there is. ``()`` shards and no more.
       profile: measured times to plan by; by default tables for the device.
       plan: decisions to carry out as they are, such as another run's ``step.plan(...)``.
-      cache_dir: a folder that keeps plans and executables between runs.
+      cache_dir: a folder that keeps plans between runs, and executables if nobody else can write them.
       donate: reuse the memory of the state passed in for the one returned. Without an optimizer's state only of what
         ``state_argnums`` names or cannot be mistaken: gradients look like new parameters.
 

@@ -26,9 +26,9 @@ class PlanCache:
         """The plan for ``fingerprint``, or None; an entry that cannot be used is reported and put aside."""
         path = self._path(fingerprint)
         try:
+            if not path.is_file():
+                return None
             plan = Plan.from_json(path.read_text("utf-8", "replace"), str(path))
-        except FileNotFoundError:
-            return None
         except OSError as error:
             _warn(path, str(error))
             return None
