@@ -198,9 +198,13 @@ class CacheOfExecutables(Protocol):
 
 
 def keep_executables(cache: CacheOfExecutables) -> None:
-    """What JAX compiles from now on is looked up in ``cache``, and kept there however fast it was compiled."""
+    """What JAX compiles from now on is looked up in ``cache``, and kept there however fast it was compiled.
+
+    Unless it is for devices that are not here: that can be written, but not read back.
+    """
     # 2026-11, jax 0.10 to 0.12: JAX can be told a folder only, and runs what stands there under a program's name.
     _compilation_cache._cache = cache  # type: ignore[assignment]
+    _compilation_cache._UNSUPPORTED_RUNTIMES.add("compile_only_runtime")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

@@ -149,6 +149,7 @@ def test_a_script_finds_what_the_command_line_planned(file, tmp_path, capsys, mo
         (b"\xff\xfe", "cannot be used: it cannot be read (not JSON"),
         (_PLAN_WITH_A_PROGRAM, "cannot be used: it sets the XLA option 'xla_gpu_cuda_data_dir', and plans set"),
     ],
+    ids=["no text", "a program"],
 )
 def test_a_plan_that_is_none_or_sets_more_than_plans_do_is_refused(file, tmp_path, capsys, content, said):
     given = tmp_path / "plan.json"

@@ -221,3 +221,16 @@ def test_a_cache_of_the_users_own_is_left_alone(tmp_path, no_cache_of_executable
         jax.config.update("jax_compilation_cache_dir", None)
     assert (tmp_path / "own").exists()
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.h100_aot
+def test_what_is_compiled_for_devices_that_are_not_here_is_not_kept(tmp_path, no_cache_of_executables):
+    """It could be written, and not be read back: JAX would warn of that ever after."""
+    assert multiplied(2.0, tmp_path) == 2.0
+    kept = list((tmp_path / "executables").iterdir())
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("fsdp")))
+    for _ in range(2):
+        jax.clear_caches()
+        jax.jit(lambda x: x + 1).trace(x).lower(lowering_platforms=("cuda",)).compile()
+    assert list((tmp_path / "executables").iterdir()) == kept
