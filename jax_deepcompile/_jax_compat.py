@@ -208,13 +208,14 @@ def keep_executables(cache: CacheOfExecutables) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def cuda_topology_devices(name: str, config: str, topology: str) -> Sequence[Any]:
+def cuda_topology_devices(name: str, config: str, topology: str, folder: Path) -> Sequence[Any]:
     """Described GPUs, which only compile; there need not be any, nor any CUDA library.
 
     Args:
       name: of the topology.
       config: a text ``GpuTargetConfigProto``.
       topology: slices x hosts x GPUs of each.
+      folder: where the CUDA plugin is, unless it is installed.
 
     Raises:
       ImportError: there is no CUDA plugin.
@@ -223,7 +224,7 @@ def cuda_topology_devices(name: str, config: str, topology: str) -> Sequence[Any
     with _quiet(_xla_bridge.__name__):
         jax.devices()
     if "cuda" not in _xla_bridge._topology_factories:
-        _register_cuda_compiler()
+        _register_cuda_compiler(folder)
     return topologies.get_topology_desc(
         topology_name=name, platform="cuda", target_config=config, topology=topology
     ).devices
@@ -285,13 +286,13 @@ def _is_mosaic_gpu(eqn) -> bool:
     return type(params).__module__.startswith("jax._src.pallas.mosaic_gpu")
 
 
-def _register_cuda_compiler() -> None:
+def _register_cuda_compiler(folder: Path) -> None:
     """Makes the CUDA plugin known, which refuses to be without a GPU's driver and libraries.
 
     Backends have started by now, so no client of it will: it is there to compile only.
     """
     # 2026-06, jax 0.10 to 0.12: `initialize` skips its checks where the platforms asked for leave CUDA out.
-    plugin = _cuda_plugin()
+    plugin = _cuda_plugin(folder)
     asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_platforms", "cpu")
     try:
@@ -301,11 +302,17 @@ def _register_cuda_compiler() -> None:
         jax.config.update("jax_platforms", asked)
 
 
-def _cuda_plugin() -> Any:
+def _cuda_plugin(folder: Path) -> Any:
     for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
         with contextlib.suppress(ModuleNotFoundError):
             return importlib.import_module(name)
-    raise ImportError("neither jax-cuda12-pjrt nor jax-cuda13-pjrt is installed")
+    name = "jax_plugins.xla_cuda12"
+    found = importlib.util.spec_from_file_location(name, folder.joinpath(*name.split("."), "__init__.py"))
+    if found is None or found.loader is None or not Path(found.origin or "").exists():
+        raise ImportError("neither jax-cuda12-pjrt nor jax-cuda13-pjrt is installed")
+    plugin = importlib.util.module_from_spec(found)
+    found.loader.exec_module(plugin)
+    return plugin
 
 
 @contextlib.contextmanager

@@ -217,6 +217,27 @@ def _run_step_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_install_compiler(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "install-compiler",
+        help="bring XLA's compiler for GPUs that are not here, once for each version of jax",
+        description="Downloads XLA's compiler for GPUs that are not here, for the jax that is installed: some 180 MB, "
+        "by pip, into a folder of its own, so that other JAX programs do not find it.",
+    )
+    parser.set_defaults(run=_install_compiler)
+
+
+def _install_compiler(arguments: argparse.Namespace) -> int:
+    from jax_deepcompile import cuda_compiler, errors
+
+    try:
+        print(cuda_compiler.install())
+    except errors.DeepCompileError as error:
+        print(f"deepcompile: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def _is_override(word: str) -> bool:
     """Whether a word after ``--data`` is a ``key=value`` rather than one more file."""
     return bool(_OVERRIDE.match(word)) and not Path(word).exists()
@@ -233,4 +254,4 @@ def _unrecognized(option: str, known: Sequence[str]) -> str:
     return f"there is no option {option}" + (f"; the nearest is {nearest[0]}" if nearest else "")
 
 
-_SUBCOMMANDS: tuple[Callable[..., None], ...] = (_add_train, _add_bench, _add_step_commands)
+_SUBCOMMANDS: tuple[Callable[..., None], ...] = (_add_train, _add_bench, _add_step_commands, _add_install_compiler)

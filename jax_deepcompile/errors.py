@@ -161,7 +161,16 @@ class TargetUnavailableError(DeepCompileError, RuntimeError):
     def __init__(self, target: str, reason: str) -> None:
         super().__init__(
             f"compiling for {target} GPUs that are not here needs JAX's CUDA compiler plugin and ptxas: install them "
-            f"with `pip install 'jax-deepcompile[h100]'` (no CUDA libraries are needed). JAX said: {reason}"
+            f"with `pip install 'jax-deepcompile[h100]'` and `deepcompile install-compiler` (no CUDA libraries are "
+            f"needed). JAX said: {reason}"
+        )
+
+
+class CompilerNotInstalledError(DeepCompileError, RuntimeError):
+    def __init__(self, package: str, folder: str) -> None:
+        super().__init__(
+            f"pip did not install {package} into {folder}, and said why above. Where there is no pip, as in an "
+            f"environment of uv's, run `uv pip install --no-deps --target {folder} {package}`."
         )
 
 

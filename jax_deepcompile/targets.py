@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jax_deepcompile import errors
+from jax_deepcompile import cuda_compiler, errors
 from jax_deepcompile._jax_compat import cuda_topology_devices
 from jax_deepcompile.costs.devices import kind_with_network
 from jax_deepcompile.costs.hardware import H100_SXM, H200_SXM, Hardware, Network
@@ -67,7 +67,7 @@ class Target(Summarized):
         config = _DESCRIPTION.sub(lambda found: f'{found[1]}"{kind_with_network(found[2], self.network)}"', self.config)
         topology = f"1x{self.nodes}x{self.network.gpus_per_node}"
         try:
-            return cuda_topology_devices(self.name, config, topology)
+            return cuda_topology_devices(self.name, config, topology, cuda_compiler.folder())
         except (ImportError, RuntimeError, NotImplementedError, ValueError) as error:
             raise errors.TargetUnavailableError(self.name, str(error)) from error
 

@@ -76,10 +76,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tracing",
     },
     "judge": BASE | {"costs", "ir", "lowering"},
-    "targets": BASE | {"costs"},
+    "cuda_compiler": {"errors"},
+    "targets": BASE | {"costs", "cuda_compiler"},
     "__init__": {"judge", "api", "costs", "errors", "targets", "partition", "planning"},
     "commands": BASE | {"api", "costs", "judge", "lowering", "planning", "targets"},
-    "cli": {"experiments", "commands", "errors"},
+    "cli": {"experiments", "commands", "cuda_compiler", "errors"},
 }
 """What each folder or file of the package may import from the package; ``cli`` also the experiments it runs."""
 

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile import cli
 from jax_deepcompile.lowering.hlo import read
 from tests.schedules import instructions
 
@@ -154,6 +155,28 @@ def test_state_that_is_made_by_a_forward_pass_is_made_of_shapes(mesh):
     )
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(state)} == {mesh}
     assert sharded.trace(state, batch_of()).plan() is not None
+
+
+STEP = """
+import jax, jax.numpy as jnp
+
+def make():
+    def attend(x):
+        return jax.nn.dot_product_attention(x, x, x, implementation="cudnn").sum().astype(jnp.float32)
+
+    x = jax.ShapeDtypeStruct((8, 256, 8, 64), jnp.bfloat16)
+    state = jax.eval_shape(lambda x: jnp.zeros(8) + attend(x), x)
+    return lambda state, batch: (state + attend(batch), 0.0), state, x
+"""
+
+
+def test_the_command_line_makes_the_step_as_if_its_gpus_were_here(tmp_path, capsys, monkeypatch):
+    for name in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):  # which the command line sets
+        monkeypatch.setenv(name, "")
+    path = tmp_path / "step_with_cudnn.py"
+    path.write_text(STEP)
+    assert cli.main(["trace", f"{path}:make", "--gpu", "h100"]) == 0
+    assert "dot_product_attention" in capsys.readouterr().out
 
 
 def of_own(batch):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -107,12 +109,42 @@ def test_nothing_need_be_set_before_importing_jax(uses_jax_first):
     assert printed == "True None\n3.0 cpu\n"
 
 
+def test_the_compiler_may_be_where_other_programs_do_not_find_it(tmp_path):
+    """In the folder of ``deepcompile install-compiler``; as if no plugin was installed."""
+    found = importlib.util.find_spec("jax_plugins.xla_cuda12")
+    assert found is not None
+    program = """
+        import sys
+        sys.prefix, sys.modules["jax_plugins"] = {prefix!r}, None
+        import jax, jax.numpy as jnp
+        import jax_deepcompile as deepcompile
+        from jax_deepcompile import cuda_compiler
+        if {installed}:
+            folder = cuda_compiler.folder() / "jax_plugins"
+            folder.mkdir(parents=True)
+            (folder / "xla_cuda12").symlink_to({plugin!r})
+        try:
+            mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+        except deepcompile.errors.TargetUnavailableError as error:
+            sys.exit(print(error))
+        step = deepcompile.shard(lambda state, batch: (state + batch.sum(), batch.mean()), mesh)
+        shapes = jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((8, 2), jnp.float32)
+        print("all-reduce" in step.lower(*shapes).compile().as_text(), jax.default_backend())
+        """
+    plugin = str(Path(found.origin or "").parent)
+    for installed, sentence in ((False, "`deepcompile install-compiler`"), (True, "True cpu")):
+        assert sentence in in_fresh_process(program.format(prefix=str(tmp_path), installed=installed, plugin=plugin))
+
+
 def test_what_is_missing_is_named(monkeypatch):
     def missing(*_):
         raise ImportError("neither jax-cuda12-pjrt nor jax-cuda13-pjrt is installed")
 
     monkeypatch.setattr("jax_deepcompile.targets.cuda_topology_devices", missing)
-    sentence = r"h100 GPUs that are not here .*pip install 'jax-deepcompile\[h100\]'.*neither jax-cuda12-pjrt"
+    sentence = (
+        r"h100 GPUs that are not here .*pip install 'jax-deepcompile\[h100\]'` and `deepcompile install-compiler`"
+        r".*neither jax-cuda12-pjrt"
+    )
     with pytest.raises(deepcompile.errors.TargetUnavailableError, match=sentence):
         _ = deepcompile.targets.h100().devices
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib import resources
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +38,15 @@ def gpu(process: int, kind: str = "NVIDIA H100 80GB HBM3", client=DESCRIBED, **m
 def test_a_kind_has_its_table(kind, hardware):
     assert hardware_of(kind) is hardware
     assert has_table(kind)
+
+
+@pytest.mark.parametrize(("target", "hardware"), [("h100", H100_SXM), ("h200", H200_SXM)])
+def test_jax_is_told_of_the_cudnn_that_xla_compiles_for(target, hardware):
+    text = resources.files("jax_deepcompile.lowering").joinpath(f"{target}_sxm.txtpb").read_text()
+    major, minor, patch = map(
+        int, re.findall(r"dnn_version_info \{ major: (\d+) minor: (\d+) patch: (\d+) \}", text)[0]
+    )
+    assert hardware.cudnn_version == 10_000 * major + 100 * minor + patch
 
 
 def test_another_gpu_is_taken_for_an_h100():

@@ -87,6 +87,18 @@ def test_cudnn_attention(target: str, mask: str, products: float):
     assert (found.matmul_flops, found.dtype) == (products * 2 * 2 * 8 * 100 * 100 * 64, "bf16")
 
 
+@pytest.mark.parametrize(("window", "share"), [(0, 0.5), (100, 0.5), (200, 0.5), (50, 0.375), (10, 0.095)])
+def test_cudnn_attention_leaves_out_what_a_window_hides(window: int, share: float):
+    """Of 100 keys the query at t sees t, and of those the last ones of the window."""
+    config = (
+        '{"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"dimensions":["2","8","100","100"]},'
+        f'"mask_type":"CAUSAL","sliding_window_length":{window}}}}}'
+    )
+    sizes = ["bf16[2,100,8,64]{3,2,1,0}"] * 3
+    found = gemm(config, *sizes, "__cudnn$fmhaSoftmax")
+    assert found.matmul_flops == pytest.approx(share * 2 * 2 * 2 * 8 * 100 * 100 * 64)
+
+
 CONVOLUTION = 2.0 * (2 * 14 * 14 * 32) * (3 * 3 * 16)
 IMAGE, KERNEL, OUTPUT = "f32[2,14,14,16]{3,2,1,0}", "f32[32,3,3,16]{3,2,1,0}", "f32[2,14,14,32]{3,2,1,0}"
 
