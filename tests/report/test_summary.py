@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.report import text
 from jax_deepcompile.summary import Summary, Text, size_text
 from models import llama
 
@@ -139,9 +142,9 @@ def test_what_is_measured_and_arrays_that_are_gone():
 @pytest.mark.pure
 def test_explain_reads_the_same_printed_and_shown(traced):
     step, stage = traced
-    for text in (stage.explain(), step.explain(), stage.plan().diff(stage.plan().replace(unsharded=(1,)))):
-        assert isinstance(text, str)
-        assert repr(text) == str(text) == "".join(text)
+    for told in (stage.explain(), step.explain(), stage.plan().diff(stage.plan().replace(unsharded=(1,)))):
+        assert isinstance(told, str)
+        assert repr(told) == str(told) == "".join(told)
     assert "state: state; batch: tokens" in stage.explain()
     assert "\\n" not in repr(stage.explain())
 
@@ -156,9 +159,9 @@ def test_counters_are_summed_up_and_what_could_be_padded_is_not():
         "odd": jax.ShapeDtypeStruct((4, 101), jnp.float32),
         "w": jax.ShapeDtypeStruct((8,), jnp.float32),
     }
-    text = deepcompile.shard(step, {"fsdp": 8}).trace(state, jax.ShapeDtypeStruct((8,), jnp.float32)).explain()
-    assert "state: 1 of 32 leaves sharded, 4 B a device; 31 replicated, 1.7 KiB a device" in text
-    lines = [line for line in text.splitlines() if "padded by" in line]
+    told = deepcompile.shard(step, {"fsdp": 8}).trace(state, jax.ShapeDtypeStruct((8,), jnp.float32)).explain()
+    assert "state: 1 of 32 leaves sharded, 4 B a device; 31 replicated, 1.7 KiB a device" in told
+    lines = [line for line in told.splitlines() if "padded by" in line]
     assert [line.partition(": ")[0] for line in lines] == [
         "  state['odd']",
         "  state['count_0'] and 29 more like it, 120 B a device",
@@ -209,3 +212,18 @@ def test_texts_and_sizes():
     assert repr(Text("a\nb")) == "a\nb"
     assert Text("a") + "b" == "ab"
     assert [size_text(size) for size in (0, 1023, 1024, 3 << 40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 TiB"]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("{here}/models/llama.py:84 (call)", "models/llama.py:84 (call)"),
+        ("/m.py:84 (call)", "/m.py:84 (call)"),
+        ("/tmp/ipykernel_123/456789.py:5 (loss_of)", "a cell's line 5 (loss_of)"),
+        ("an unknown line", "an unknown line"),
+    ],
+)
+def test_lines_are_told_by_the_shorter_path(monkeypatch, line: str, shown: str):
+    monkeypatch.setattr(text, "user_line", lambda eqn: line.format(here=Path.cwd()))
+    assert text._line(None) == shown  # pyright: ignore
