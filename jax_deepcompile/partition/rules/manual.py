@@ -59,7 +59,7 @@ def _axis_map(eqn, mesh: MeshAxes) -> AxisMap:
     wanted = [name for name in theirs if name in eqn.params["newly_manual_axes"]]
     same = {name: (name,) for name in wanted if name in ours.names and ours.size_of((name,)) == theirs[name]}
     free = [name for name in ours.names if name not in same]
-    found = dict(same)
+    found: dict[str, tuple[str, ...]] = dict(same)
     for name in wanted:
         if name in same:
             continue
