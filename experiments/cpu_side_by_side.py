@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import json
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -416,7 +417,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the results as JSON; a table is written beside it")
     arguments = parser.parse_args()
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    command = f"JAX_PLATFORMS=cpu python -m experiments.cpu_side_by_side {' '.join(sys.argv[1:])}".strip()
+    command = f"JAX_PLATFORMS=cpu python -m experiments.cpu_side_by_side {shlex.join(sys.argv[1:])}".strip()
     rows: list[dict[str, Any]] = []
     for workload in arguments.only:
         new = measure(workload, mesh, arguments.rounds)
