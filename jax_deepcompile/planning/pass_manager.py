@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from jax_deepcompile.costs.simulator import simulate
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import strictly_limited, two_collectives
 from jax_deepcompile.planning.limits import largest_temporaries
+from jax_deepcompile.planning.parallel import in_parallel, results_of
 from jax_deepcompile.planning.plan import Plan, Record
 from jax_deepcompile.planning.records import that_led_to
 from jax_deepcompile.planning.told_latencies import told_latencies
@@ -93,7 +92,8 @@ def run_passes(base: Program, environment: Environment, passes: Sequence[AnyPass
     Raises:
       MemoryExceededError: not even ``start`` fits the limit.
     """
-    with tempfile.TemporaryDirectory(prefix="deepcompile_kernels_") as folder:
+    # Errors: a compilation that was left behind on Ctrl-C may still be writing into it.
+    with tempfile.TemporaryDirectory(prefix="deepcompile_kernels_", ignore_cleanup_errors=True) as folder:
         return _run(base, dataclasses.replace(environment, kernels=Path(folder) / "kernels"), passes, start)
 
 
@@ -244,20 +244,17 @@ def _all_tried(base: Program, proposals: Sequence[Sequence[Proposal]], environme
 
     As many are tried at a time as there are cores: most of a trial is one thread of XLA.
     """
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        under_way = [
-            [pool.submit(_attempt_or_less, base, each, environment) for each in of_one_pass]
-            for of_one_pass in proposals
-        ]
-        return [[tried for each in of_one_pass for tried in each.result()] for of_one_pass in under_way]
+    ladders = [_attempt_or_less(base, each, environment) for of_one_pass in proposals for each in of_one_pass]
+    tried = iter(in_parallel(ladders))
+    return [[each for _ in of_one_pass for each in next(tried)] for of_one_pass in proposals]
 
 
-def _attempt_or_less(base: Program, proposal: Proposal, environment: Environment) -> list[_Tried]:
+def _attempt_or_less(base: Program, proposal: Proposal | None, environment: Environment) -> Iterator[_Tried]:
     """The proposal and, as long as they do not fit, the more modest ones."""
-    tried = _Tried.of(proposal.decision, lambda: attempt(base, proposal.plan, environment))
-    if proposal.otherwise is None or (tried.trial is not None and fits(tried.trial, environment)):
-        return [tried]
-    return [tried, *_attempt_or_less(base, proposal.otherwise, environment)]
+    while proposal is not None:
+        tried = _Tried.of(proposal.decision, partial(attempt, base, proposal.plan, environment))
+        yield tried
+        proposal = None if tried.trial is not None and fits(tried.trial, environment) else proposal.otherwise
 
 
 def _best_tried(
@@ -348,9 +345,7 @@ def _otherwise_scheduled(told: Plan, trial: Trial, environment: Environment) -> 
         "and two collectives at a time": told.replace(options=options, latencies=latencies),
         "a little less of collectives": told.replace(latencies=told_latencies(trial.simulation, scale=_LESS)),
     }
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        tried = [pool.submit(_scheduled_by, plan, decision, trial, environment) for decision, plan in others.items()]
-    return [each.result() for each in tried]
+    return results_of(partial(_scheduled_by, plan, decision, trial, environment) for decision, plan in others.items())
 
 
 _LESS = 0.95
@@ -366,12 +361,11 @@ def _closed(base: Program, closing: Closing, now: Trial, environment: Environmen
     except (errors.InvariantError, errors.PlanError) as error:
         failed = f"could not be proposed: {_first_line(error)}"
         return now, [Record(closing.name, "another schedule", now.prediction, None, False, failed, 0.0)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        tried = [
-            pool.submit(_Tried.of, each.decision, partial(_attempt_scheduled, base, each.plan, environment))
-            for each in proposals
-        ]
-    return _best_tried(closing.name, now, [each.result() for each in tried], _step_s, environment, is_last=True)
+    tried = results_of(
+        partial(_Tried.of, each.decision, partial(_attempt_scheduled, base, each.plan, environment))
+        for each in proposals
+    )
+    return _best_tried(closing.name, now, tried, _step_s, environment, is_last=True)
 
 
 def _attempt_scheduled(base: Program, plan: Plan, environment: Environment) -> Trial:

@@ -16,6 +16,7 @@ from jax_deepcompile.lowering.compile import alone_options, compile_options, ker
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.hlo import Module, read
 from jax_deepcompile.planning.apply import apply_plan
+from jax_deepcompile.planning.parallel import interruptible
 from jax_deepcompile.planning.plan import Plan, Prediction
 
 
@@ -94,7 +95,7 @@ def compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environm
         **kernel_options(platform, environment.kernels),
         **plan.compiler_options(),
     }
-    compiled = lowered.compile(compiler_options=options or None)
+    compiled = interruptible(lambda: lowered.compile(compiler_options=options or None))
     memory: Any = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes
     module = read(compiled.as_text() or "")
