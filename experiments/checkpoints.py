@@ -1,16 +1,22 @@
 """Saving and resuming a run exactly: the sharded state, the place in the data, and the step (Orbax)."""
 
 import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from experiments.config import Experiment, Train
-from experiments.metrics import read_metrics
+from experiments.metrics import metrics_path
 from experiments.settings import flatten, spell
 from experiments.values import ConfigError
+from jax_deepcompile.files import write_whole
 
 # A change of these is a different run; a change of the others (more steps, another log interval) is the same one.
 _SAME_ON_RESUME = ("model.", "data.", "optimizer.")
@@ -19,38 +25,96 @@ _FREE_ON_RESUME = "data.files"
 _FINGERPRINT = "data.text_fingerprint"
 
 
+@dataclass(frozen=True)
+class Restored:
+    """A run as a checkpoint has it.
+
+    Attributes:
+        step: after which it was saved.
+        state: placed as was asked for.
+        damaged: newer checkpoints that could not be restored, and why.
+    """
+
+    step: int
+    state: Any
+    damaged: Mapping[int, str]
+
+    def __str__(self) -> str:
+        said = [
+            f"the checkpoint after step {step} is damaged ({why}): moved to damaged_checkpoints"
+            for step, why in self.damaged.items()
+        ]
+        return "\n".join([*said, f"going on from the checkpoint after step {self.step}"])
+
+
 class Checkpoints:
     """The checkpoints of one run, in ``folder/checkpoints``, the newest ``train.keep_checkpoints`` of them."""
 
     def __init__(self, folder: Path, config: Train):
+        self._damaged = folder / "damaged_checkpoints"
         # Synchronous: the next step donates the buffers that a background save would still be reading.
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep_checkpoints, enable_async_checkpointing=False, create=True
+            max_to_keep=config.keep_checkpoints,
+            enable_async_checkpointing=False,
+            create=True,
+            cleanup_tmp_directories=True,  # what a run that was killed left half-written
         )
-        self._manager = ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options)
+        self._manager = ocp.CheckpointManager(_checkpoints_of(folder), options=options)
 
     def save(self, step: int, state: Any, iterator_state: Any) -> None:
         """Saves the run after ``step`` steps, unless that checkpoint exists."""
-        if step in self._manager.all_steps():
+        if step in self.steps():
             return
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), iterator=ocp.args.JsonSave(iterator_state))
         self._manager.save(step, args=args)
 
-    def restore(self, state: Any) -> tuple[int, Any, Any]:
-        """The newest checkpoint: its step, the state placed as ``state`` is, and the iterator's state.
+    def steps(self) -> list[int]:
+        """The steps after which there is a checkpoint, whole or damaged; not one that was being written."""
+        return sorted(self._manager.all_steps())
+
+    def restore(self, state: Any, set_iterator: Callable[[Any], None]) -> Restored:
+        """The newest checkpoint that is whole.
+
+        Those newer than it are moved to ``damaged_checkpoints``, out of the way of what the run saves in their place.
 
         Args:
             state: arrays, or their shapes, dtypes and shardings (see :func:`abstract`).
+            set_iterator: takes the iterator's state.
 
         Raises:
-            ConfigError: there is no checkpoint.
+            ConfigError: none is whole; all stay where they are.
         """
-        step = self._manager.latest_step()
-        if step is None:
-            raise ConfigError(f"nothing to resume: {self._manager.directory} holds no checkpoint")
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            try:
+                restored, failure = self._restored(step, state, set_iterator), "another process cannot restore it"
+            except Exception as error:  # Orbax raises all kinds of them for files that are missing, short or garbled
+                restored, failure = None, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:120]}"
+            if _everywhere(restored is not None):
+                self._set_aside(damaged)
+                return Restored(step, restored, damaged)
+            del restored  # before its successor takes its place in memory
+            damaged[step] = failure
+        reasons = "; ".join(f"{step}: {failure}" for step, failure in damaged.items())
+        raise ConfigError(
+            f"cannot resume: no checkpoint in {self._manager.directory} is whole ({reasons}); put a copy of one there, "
+            f"or start a new run in another --out"
+        )
+
+    def _restored(self, step: int, state: Any, set_iterator: Callable[[Any], None]) -> Any:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(state), iterator=ocp.args.JsonRestore())
         restored = self._manager.restore(step, args=args)
-        return step, restored["state"], restored["iterator"]
+        set_iterator(restored["iterator"])
+        return restored["state"]
+
+    def _set_aside(self, damaged: Iterable[int]) -> None:
+        if jax.process_index() == 0:
+            for step in damaged:
+                aside = self._damaged / f"{step}_{time.strftime('%Y%m%d-%H%M%S')}"
+                aside.parent.mkdir(exist_ok=True)
+                (Path(self._manager.directory) / str(step)).rename(aside)
+        _everywhere(True)  # the others wait for it
+        self._manager.reload()
 
     def reached_preemption(self, step: int) -> bool:
         """Whether any process of the job has had SIGTERM, and all are to stop after this step."""
@@ -73,18 +137,40 @@ def claim_folder(
     settings = {key: spell(value) for key, value in flatten(experiment).items()}
     settings[_FINGERPRINT] = str(text_fingerprint)
     if resume:
-        if not path.exists():
-            raise ConfigError(f"nothing to resume: {folder} holds no run; leave --resume out to start one")
-        _check_same_run(json.loads(path.read_text(encoding="utf-8")), settings)
+        _check_same_run(_recorded(path), settings)
         return
-    if read_metrics(folder):
+    if _holds_run(folder):
         raise ConfigError(f"{folder} holds a run already; add --resume to continue it, or give another --out")
     if is_primary:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(settings, indent=2) + "\n")
 
 
-def _check_same_run(recorded: dict[str, str], settings: dict[str, str]) -> None:
+def _holds_run(folder: Path) -> bool:
+    """Whether there is something to lose: a step on record, a line that may have been one, or a checkpoint."""
+    metrics, checkpoints = metrics_path(folder), _checkpoints_of(folder)
+    if metrics.exists() and metrics.stat().st_size:
+        return True
+    return checkpoints.is_dir() and any(each.name.isdecimal() for each in checkpoints.iterdir())
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    if not path.exists() and not _holds_run(path.parent):
+        raise ConfigError(f"nothing to resume: {path.parent} holds no run; leave --resume out to start one")
+    try:
+        recorded = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        if isinstance(recorded, dict):
+            return recorded
+        problem = f"it holds a {type(recorded).__name__}, not settings"
+    raise ConfigError(
+        f"cannot resume: {path} does not say which run this is ({problem}); put a copy of it there, or start a new run "
+        f"in another --out"
+    )
+
+
+def _check_same_run(recorded: dict[str, Any], settings: dict[str, str]) -> None:
     for key, value in settings.items():
         if not key.startswith(_SAME_ON_RESUME) or key == _FREE_ON_RESUME or recorded.get(key) == value:
             continue
@@ -94,6 +180,15 @@ def _check_same_run(recorded: dict[str, str], settings: dict[str, str]) -> None:
             f"cannot resume: {key} was {recorded.get(key)} and is now {value}; "
             f"set {key}={recorded.get(key)}, or start a new run in another --out"
         )
+
+
+def _checkpoints_of(folder: Path) -> Path:
+    return (folder / "checkpoints").absolute()
+
+
+def _everywhere(fact: bool) -> bool:
+    """Whether ``fact`` holds in all processes, once all have come here."""
+    return bool(np.all(multihost_utils.process_allgather(np.bool_(fact))))
 
 
 def abstract(state: Any) -> Any:

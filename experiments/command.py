@@ -1,14 +1,19 @@
 """``deepcompile train`` behind its parser: from words to an experiment, a folder and an exit code."""
 
 import dataclasses
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from experiments.config import Experiment, load, names
 from experiments.settings import flatten, spell
 from experiments.values import ConfigError
+
+if TYPE_CHECKING:
+    from experiments.stopping import Watch
 
 # Coordinator's address, number of processes, index of this one; None is for JAX to find out.
 Cluster = tuple[str | None, int | None, int | None]
@@ -24,8 +29,14 @@ def run(
     resume: bool = False,
     cluster: Cluster | None = None,
     list_only: bool = False,
+    watch: "Watch | None" = None,
 ) -> int:
-    """Trains, or lists; returns the exit code, 2 after printing one line about a mistake of the user's."""
+    """Trains, or lists.
+
+    Returns:
+        The exit code: 2 after printing one line about a mistake of the user's, 128 and the signal's number (130 for
+        Ctrl-C, 143 for SIGTERM) after a run that was asked to stop.
+    """
     try:
         if list_only:
             print(listing(name))
@@ -35,11 +46,10 @@ def run(
         experiment = configure(name, overrides=overrides, files=files, steps=steps)
         if folder is None:
             folder = new_folder(name, resume=resume, is_shared=cluster is not None)
-        start(experiment, folder, resume=resume, cluster=cluster)
+        return start(experiment, folder, resume=resume, cluster=cluster, watch=watch)
     except ConfigError as error:
         print(f"deepcompile: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def configure(
@@ -69,8 +79,8 @@ def new_folder(name: str, *, resume: bool, is_shared: bool) -> Path:
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def start(experiment: Experiment, folder: Path, *, resume: bool, cluster: Cluster | None) -> None:
-    """Brings JAX up, with the other processes where there are any, and trains."""
+def start(experiment: Experiment, folder: Path, *, resume: bool, cluster: Cluster | None, watch: "Watch | None") -> int:
+    """Brings JAX up, with the other processes where there are any, and trains; returns the exit code."""
     import jax
 
     from experiments.train import train
@@ -80,4 +90,5 @@ def start(experiment: Experiment, folder: Path, *, resume: bool, cluster: Cluste
             jax.distributed.initialize(*cluster)
         except ValueError as error:
             raise ConfigError(f"cannot join the other processes: {error}") from error
-    train(experiment, folder, resume=resume)
+    summary = train(experiment, folder, resume=resume, watch=watch)
+    return 0 if summary.stopped_by is None else 128 + signal.Signals[summary.stopped_by]

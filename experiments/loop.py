@@ -12,14 +12,23 @@ from experiments.metrics import Record, memory_in_use
 from experiments.values import ConfigError
 
 
+def compile_s(step: Any, state: Any, batch: Any) -> float:
+    """Traces, plans and compiles the step before the first one, and returns the seconds that takes.
+
+    Apart from the steps, so that ``step_s`` and ``tokens_per_s`` are of training alone, and that who stops the run now
+    does not wait for the compiler: there is nothing to save yet.
+    """
+    started = time.perf_counter()
+    step.lower(state, batch).compile()
+    return time.perf_counter() - started
+
+
 def training_steps(
     step: Any, state: Any, batches: Iterator[Any], steps: range, tokens_per_step: int
 ) -> Iterator[tuple[Any, Record]]:
     """Runs the steps and yields the state and the record of each.
 
-    The program is compiled before the first step and timed apart, as ``compile_s`` in the first record, so that
-    ``step_s`` and ``tokens_per_s`` are of training alone. A step's time begins with asking for its batch, and ends when
-    its metrics are on the host.
+    A step's time begins with asking for its batch, and ends when its metrics are on the host.
 
     Args:
         step: the sharded step, ``(state, batch) -> (state, metrics)``.
@@ -34,12 +43,6 @@ def training_steps(
     for number in steps:
         started = time.perf_counter()
         batch = next(batches)
-        compile_record: Record = {}
-        if number == steps.start:
-            loaded = time.perf_counter()
-            step.lower(state, batch).compile()
-            compile_record = {"compile_s": time.perf_counter() - loaded}
-            started += compile_record["compile_s"]
         state, metrics = step(state, batch)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         seconds = time.perf_counter() - started
@@ -51,7 +54,6 @@ def training_steps(
                 "tokens_per_s": tokens_per_step / seconds,
                 "step_s": seconds,
                 "memory_bytes": memory_in_use()[0],
-                **compile_record,
             },
         )
         if not math.isfinite(metrics["loss"]):

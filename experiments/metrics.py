@@ -9,6 +9,8 @@ from pathlib import Path
 import jax
 from tensorboardX import SummaryWriter
 
+from jax_deepcompile.files import write_whole
+
 Record = dict[str, float]
 
 
@@ -28,8 +30,8 @@ class MetricsWriter:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = metrics_path(folder)
-        kept = [record for record in read_metrics(folder) if record["step"] <= after_step]
-        path.write_text("".join(_line(record) for record in kept), encoding="utf-8")
+        kept = {record["step"]: record for record in read_metrics(folder) if record["step"] <= after_step}
+        write_whole(path, "".join(map(_line, kept.values())))
         self._file = path.open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1, flush_secs=10)
 
@@ -61,16 +63,32 @@ def metrics_path(folder: Path) -> Path:
 
 
 def read_metrics(folder: Path) -> list[Record]:
-    """The records a run has written; a last line cut short by a crash is left out."""
+    """The records a run has written; lines that hold none are left out."""
+    return [record for record in _records_by_line(folder) if record is not None]
+
+
+def unreadable_lines(folder: Path) -> list[int]:
+    """The lines, from 1, that hold no record: cut short when the run was killed, or damaged since."""
+    return [number for number, record in enumerate(_records_by_line(folder), 1) if record is None]
+
+
+def _records_by_line(folder: Path) -> list[Record | None]:
     if not metrics_path(folder).exists():
         return []
-    records = []
-    for line in metrics_path(folder).read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+    return [_record(line) for line in metrics_path(folder).read_bytes().splitlines()]
+
+
+def _record(line: bytes) -> Record | None:
+    """The record of a line, null being a number that JSON cannot hold; none if it is something else."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):  # of which JSONDecodeError and UnicodeDecodeError are two
+        return None
+    if not isinstance(found, dict) or type(found.get("step")) is not int or found["step"] < 1:
+        return None
+    if not all(value is None or type(value) in (int, float) for value in found.values()):
+        return None
+    return {name: math.nan if value is None else value for name, value in found.items()}
 
 
 def memory_in_use() -> tuple[int, str]:

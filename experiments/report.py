@@ -12,6 +12,7 @@ import jax
 from experiments.config import Experiment
 from experiments.data import Text
 from experiments.metrics import Record
+from jax_deepcompile.files import write_whole
 
 _MEAN_OVER_STEPS = 10  # one batch's loss says little about the model
 
@@ -29,6 +30,7 @@ class Summary:
         tokens_per_s: at the median step.
         step_s: the median.
         compile_s: tracing, planning and compiling, before the first step.
+        stopped_by: the signal that asked the run to end, ``SIGINT`` or ``SIGTERM``; none where nothing did.
     """
 
     steps: int
@@ -39,26 +41,39 @@ class Summary:
     tokens_per_s: float
     step_s: float
     compile_s: float
+    stopped_by: str | None = None
 
 
-def summarise(records: Sequence[Record], text: Text, *, total_steps: int, held_out_loss: float | None) -> Summary:
-    """The summary of a run with these records, of which there is at least one."""
+def summarise(
+    records: Sequence[Record],
+    text: Text,
+    *,
+    total_steps: int,
+    held_out_loss: float | None,
+    stopped_by: str | None = None,
+) -> Summary:
+    """The summary of a run with these records, of which there is at least one whole: the last."""
+
+    def values(name: str) -> list[float]:
+        return [record[name] for record in records if name in record]
+
     return Summary(
         steps=int(records[-1]["step"]),
         finished=records[-1]["step"] >= total_steps,
-        final_loss=statistics.fmean(record["loss"] for record in records[-_MEAN_OVER_STEPS:]),
+        final_loss=statistics.fmean(values("loss")[-_MEAN_OVER_STEPS:]),
         held_out_loss=held_out_loss,
         unigram_entropy=text.unigram_entropy_nats,
-        tokens_per_s=statistics.median(record["tokens_per_s"] for record in records),
-        step_s=statistics.median(record["step_s"] for record in records),
-        compile_s=sum(record.get("compile_s", 0.0) for record in records),
+        tokens_per_s=statistics.median(values("tokens_per_s")),
+        step_s=statistics.median(values("step_s")),
+        compile_s=sum(values("compile_s")),
+        stopped_by=stopped_by,
     )
 
 
 def write(folder: Path, summary: Summary, explanation: str) -> None:
     """Writes ``summary.json`` and ``explain.txt``."""
-    (folder / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n", encoding="utf-8")
-    (folder / "explain.txt").write_text(explanation + "\n", encoding="utf-8")
+    write_whole(folder / "summary.json", json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+    write_whole(folder / "explain.txt", explanation + "\n")
 
 
 def opening(experiment: Experiment, folder: Path, text: Text, mesh: jax.sharding.Mesh, parameters: int) -> str:

@@ -5,6 +5,7 @@ this project does to them is in the three calls ``deepcompile.shard``, ``step.in
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ from experiments.checkpoints import Checkpoints, abstract, claim_folder
 from experiments.config import Experiment, Mesh, Optimizer
 from experiments.data import held_out_batches, load_text, training_batches
 from experiments.language_models import Batch, LanguageModel, Metrics, language_model
-from experiments.loop import mean_loss, training_steps
-from experiments.metrics import MetricsWriter, Record, read_metrics
+from experiments.loop import compile_s, mean_loss, training_steps
+from experiments.metrics import MetricsWriter, Record, metrics_path, read_metrics, unreadable_lines
 from experiments.progress import progress_view
-from experiments.stopping import StopRequest
+from experiments.stopping import StopRequest, Watch
 from experiments.values import ConfigError
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -106,15 +107,22 @@ def check_batch_size(batch_size: int, mesh: jax.sharding.Mesh) -> None:
 
 
 def train(
-    experiment: Experiment, folder: Path, *, resume: bool = False, console: Console | None = None
+    experiment: Experiment,
+    folder: Path,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    watch: Watch | None = None,
 ) -> report.Summary:
     """Runs an experiment; leaves metrics, TensorBoard events, checkpoints and the compiler's report in ``folder``.
 
     Args:
         experiment: a checked config.
         folder: the output folder; it must not hold a run already, unless ``resume``.
-        resume: continue the run in ``folder`` from its newest checkpoint, exactly.
+        resume: continue the run in ``folder`` from its newest whole checkpoint, exactly; from the beginning where it
+            came to none.
         console: where to report; by default the standard output of the first process.
+        watch: who ends the process where a signal is not answered in time; see ``StopRequest``.
 
     Raises:
         ConfigError: something the user can put right, said in one sentence.
@@ -134,23 +142,35 @@ def train(
     with contextlib.closing(Checkpoints(folder, settings)) as checkpoints:
         state = step.init(create_state, jax.random.key(settings.seed))
         done = 0
-        if resume:
+        if resume and checkpoints.steps():
             target = abstract(state)
             del state  # before its successor takes its place in memory
-            done, state, place = checkpoints.restore(target)
-            batches.set_state(place)
+            restored = checkpoints.restore(target, batches.set_state)
+            done, state = restored.step, restored.state
+            console.print(restored, markup=False)
+        elif resume:
+            console.print(f"{folder} holds no checkpoint yet: starting from the beginning", markup=False)
         if done >= settings.steps:
             raise ConfigError(f"the run in {folder} has done its {done} steps; raise train.steps to go on")
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
         console.print(report.opening(experiment, folder, text, mesh, parameters))
-        state, records = run_steps(experiment, folder, step, state, batches, checkpoints, done=done, console=console)
+        stop = StopRequest(checkpoints.reached_preemption, watch)
+        state, records = run_steps(
+            experiment, folder, step, state, batches, checkpoints, stop, done=done, console=console
+        )
 
     held_out_loss = None
-    if records[-1]["step"] >= settings.steps:
+    if records[-1]["step"] >= settings.steps and stop.signal is None:
         evaluate_step = deepcompile.shard(make_evaluate_step(model), mesh)
         held_out = held_out_batches(text.held_out, experiment.data, settings.held_out_batches, **share_of_batch())
         held_out_loss = mean_loss(evaluate_step, state, held_out)
-    summary = report.summarise(records, text, total_steps=settings.steps, held_out_loss=held_out_loss)
+    summary = report.summarise(
+        records,
+        text,
+        total_steps=settings.steps,
+        held_out_loss=held_out_loss,
+        stopped_by=stop.signal.name if stop.signal is not None else None,
+    )
     explanation = str(step.explain())
     if is_primary:
         report.write(folder, summary, explanation)
@@ -167,6 +187,7 @@ def run_steps(
     state: TrainState,
     batches: Any,
     checkpoints: Checkpoints,
+    stop: StopRequest,
     *,
     done: int,
     console: Console,
@@ -178,21 +199,35 @@ def run_steps(
     """
     settings, data = experiment.train, experiment.data
     view = progress_view(console, settings.steps, first_step=done, log_every_steps=settings.log_every_steps)
+    if bad := unreadable_lines(folder):
+        console.print(f"{metrics_path(folder)}: left out line {', '.join(map(str, bad))}: no record", markup=False)
     writer = MetricsWriter(folder, after_step=done, enabled=jax.process_index() == 0)
     records = read_metrics(folder)
     steps = range(done + 1, settings.steps + 1)
-    with contextlib.closing(writer), view, StopRequest(checkpoints.reached_preemption) as stop:
-        for new_state, record in training_steps(step, state, batches, steps, data.batch_size * data.sequence_length):
-            state = new_state
-            done += 1
-            records.append(record)
-            writer.write(record)
-            view.show(record)
-            stopping = stop.is_due(done)
-            if stopping or done % settings.checkpoint_every_steps == 0 or done == settings.steps:
-                checkpoints.save(done, state, batches.get_state())
-            if stopping:
-                break
+
+    def save() -> None:
+        with stop.waiting_for(f"the checkpoint after step {done}"):
+            checkpoints.save(done, state, batches.get_state())
+
+    with contextlib.closing(writer), view:
+        first = next(batches)
+        compiled = {"compile_s": compile_s(step, state, first)}
+        all_batches = itertools.chain([first], batches)
+        with stop:
+            for new_state, record in training_steps(
+                step, state, all_batches, steps, data.batch_size * data.sequence_length
+            ):
+                state = new_state
+                done += 1
+                record |= compiled if done == steps.start else {}
+                records.append(record)
+                writer.write(record)
+                view.show(record)
+                if done % settings.checkpoint_every_steps == 0 or done == settings.steps:
+                    save()
+                if stop.is_due(done):
+                    save()
+                    break
     return state, records
 
 

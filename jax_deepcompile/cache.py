@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import uuid
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 from jax_deepcompile import errors
+from jax_deepcompile.files import write_whole
 from jax_deepcompile.planning.plan import Plan
 
 
@@ -44,7 +44,7 @@ class PlanCache:
     def store(self, plan: Plan) -> None:
         """Writes ``plan`` whole or not at all; a directory that cannot be written to is reported."""
         try:
-            write_whole(self._path(plan.fingerprint), plan.to_json().encode())
+            write_whole(self._path(plan.fingerprint), plan.to_json())
         except OSError as error:
             warnings.warn(f"the plan was not kept: {error}", PlanCacheWarning, stacklevel=2)
 
@@ -69,27 +69,6 @@ class PlanCache:
             _warn(path, f"{why}. It stays there ({error.strerror})")
         else:
             _warn(path, f"{why}. It is now {aside.name}")
-
-
-def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Writes a file that others see whole or not at all; leaves nothing else behind.
-
-    Args:
-      path: where; folders are made.
-      content: of the file.
-      mode: who may read and write it, as far as the umask lets them.
-
-    Raises:
-      OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(content)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _warn(path: Path, why: str) -> None:

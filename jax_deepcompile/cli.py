@@ -14,13 +14,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_deepcompile import interrupts
+
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _DEFAULT_VIRTUAL_DEVICES = 8
+_EXIT_CODES = (
+    "exit codes: 0 done, 1 failed, 2 a mistake on the line or in a file, 130 stopped by Ctrl-C, 143 by SIGTERM"
+)
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line ``argv`` (default: the process's) and returns the exit code: 2 for a mistake in it."""
+    """Runs the command line ``argv`` (default: the process's) and returns the exit code: 2 for a mistake in it.
+
+    Ctrl-C and SIGTERM end the process itself, here or in the watch's thread.
+    """
     parser = _make_parser()
     arguments, extra = parser.parse_known_args(argv)
     if getattr(arguments, "takes_overrides", False):
@@ -28,10 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         extra = [word for word in extra if word.startswith("-")]
     if extra:
         parser.error(_unrecognized(extra[0], [f"--{name}" for name in vars(arguments)]))
+    arguments.watch = interrupts.Watch()
     try:
-        return arguments.run(arguments)
-    except KeyboardInterrupt:
-        return 130
+        with arguments.watch.armed():
+            return arguments.run(arguments)
+    except interrupts.StoppedBySignal as stopped:
+        arguments.watch.end(stopped.number)
 
 
 def use_virtual_devices(count: int | None) -> None:
@@ -47,7 +57,9 @@ def use_virtual_devices(count: int | None) -> None:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="deepcompile", description="Fully sharded training of JAX train steps.")
+    parser = argparse.ArgumentParser(
+        prog="deepcompile", description="Fully sharded training of JAX train steps.", epilog=_EXIT_CODES
+    )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in _SUBCOMMANDS:
         add(subparsers)
@@ -60,7 +72,9 @@ def _add_train(subparsers: Any) -> None:
         help="train an experiment's model on text",
         usage="deepcompile train CONFIG [options] [key=value ...]",
         description="Trains an experiment's model on text. Any setting of its config can be overridden by key=value.",
-        epilog="example: deepcompile train tiny_llama --steps 40 --out /tmp/run optimizer.learning_rate=3e-3",
+        epilog="example: deepcompile train tiny_llama --steps 40 --out /tmp/run optimizer.learning_rate=3e-3. "
+        "Ctrl-C and SIGTERM stop the run after the step under way, and save it for --resume; a second one ends it at "
+        f"once. {_EXIT_CODES}",
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="name of the experiment")
     parser.add_argument("--list", action="store_true", help="list the experiments; with CONFIG, its settings")
@@ -98,6 +112,7 @@ def _train(arguments: argparse.Namespace) -> int:
         resume=arguments.resume,
         cluster=cluster if arguments.distributed or any(part is not None for part in cluster) else None,
         list_only=arguments.list,
+        watch=arguments.watch,
     )
 
 

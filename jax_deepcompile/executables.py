@@ -16,7 +16,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from jax_deepcompile.cache import PlanCacheWarning, write_whole
+from jax_deepcompile.cache import PlanCacheWarning
+from jax_deepcompile.files import write_whole
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.values import nearest_name
+from jax_deepcompile.files import write_whole
 
 
 def run(
@@ -55,9 +56,8 @@ def _measure(name: str, out: Path | None, rows: Sequence[int], resume: bool, aga
         step = f"{latest.figures.step_s:.3f} s" if latest.figures is not None else "does not fit"
         print(f"{latest.workload.model} {latest.system}: {step}", file=sys.stderr, flush=True)
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(results.to_json())
-            out.with_suffix(".md").write_text(table(results, benchmark))
+            write_whole(out, results.to_json())
+            write_whole(out.with_suffix(".md"), table(results, benchmark))
     if results is not None:
         print(table(results, benchmark), end="")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.gpu_suite.cases import Row
+from jax_deepcompile.files import write_whole
 
 FORMAT = 1
 """Of the JSON text."""
@@ -96,13 +96,6 @@ class Results:
 
     def write(self, path: Path) -> None:
         write_whole(path, self.to_json() + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Never leaves half a file: a run may be ended while it writes."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text)
-    os.replace(beside, path)
 
 
 def section_of(name: str, lines: Sequence[Mapping[str, Any]], problems: Sequence[str], seconds: float) -> SectionResult:

@@ -15,10 +15,11 @@ from pathlib import Path
 from experiments.gpu_suite import lines
 from experiments.gpu_suite.cases import Deadline, Row, error_text, until
 from experiments.gpu_suite.children import run_together
-from experiments.gpu_suite.results import Results, SectionResult, section_of, write_whole
+from experiments.gpu_suite.results import Results, SectionResult, section_of
 from experiments.gpu_suite.sizes import Budgets, Sizes, full
 from experiments.gpu_suite.summary import summary
 from experiments.gpu_suite.worker import section_module
+from jax_deepcompile.files import write_whole
 
 FACTS_S = 60.0
 """For finding out what the machine is: JAX loads CUDA."""
@@ -57,7 +58,6 @@ def run_sizes(out: Path, sizes: Sizes, deadline: Deadline, facts: Row, run_part:
       facts: as ``worker.machine_facts`` says.
       run_part: how to run one part of a section.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
     results = Results(datetime.date.today().isoformat(), facts["device_kind"], facts["versions"], sizes.name)
     for index, (name, _) in enumerate(sizes.budgets.sections_s):
         seconds = section_seconds(sizes.budgets, index, deadline.left_s)

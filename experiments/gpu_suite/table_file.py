@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from experiments.gpu_suite.cases import Row
-from experiments.gpu_suite.results import Results, write_whole
+from experiments.gpu_suite.results import Results
 from jax_deepcompile.costs.entries import CopyDirection
 from jax_deepcompile.costs.tables import CopyTime, KernelTable, KernelTime, MatmulTime
+from jax_deepcompile.files import write_whole
 
 
 def kernel_table(results: Results) -> KernelTable:
@@ -43,7 +44,6 @@ def write_table(results_file: Path, folder: Path) -> Path:
     results = Results.from_json(results_file.read_text())
     if results.sizes != "full":
         raise ValueError(f"{results_file} has figures of the sizes {results.sizes}, and a table needs those of full")
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{file_stem(results)}.json"
     write_whole(path, kernel_table(results).to_json() + "\n")
     return path
