@@ -37,9 +37,12 @@ class StopRequest:
 
     def is_due(self, step: int) -> bool:
         """Whether to stop after ``step``; every process gets the same answer."""
-        if not self._is_alone and self._agreed(step):
+        if self._is_alone:
+            return self.signal is not None
+        agreed = self._agreed(step)
+        if agreed:
             self.signal = signal.SIGTERM
-        return self.signal is not None
+        return agreed
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:

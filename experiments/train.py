@@ -147,7 +147,7 @@ def train(
             del state  # before its successor takes its place in memory
             restored = checkpoints.restore(target, batches.set_state)
             done, state = restored.step, restored.state
-            console.print(restored, markup=False)
+            console.print(str(restored), markup=False)
         elif resume:
             console.print(f"{folder} holds no checkpoint yet: starting from the beginning", markup=False)
         if done >= settings.steps:

@@ -14,9 +14,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -67,6 +67,7 @@ class Watch:
         os.set_blocking(write, False)
         pipe_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         before = {number: signal.signal(number, _raise) for number in _NAMES}
+        hook_before, sys.unraisablehook = sys.unraisablehook, _silent_about_signals(sys.unraisablehook)
         watching = threading.Thread(target=self._watch, args=(read,), name="deepcompile signals", daemon=True)
         watching.start()
         try:
@@ -75,6 +76,7 @@ class Watch:
             for number, handler in before.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(pipe_before)
+            sys.unraisablehook = hook_before
             os.close(write)
             watching.join()
             os.close(read)
@@ -114,6 +116,11 @@ class Watch:
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
     raise StoppedBySignal(number)
+
+
+def _silent_about_signals(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """A signal that comes in a callback, such as JAX's of the garbage collector, ends the process by the watch alone."""
+    return lambda unraisable: None if isinstance(unraisable.exc_value, StoppedBySignal) else hook(unraisable)
 
 
 def _next_signal(pipe: int, timeout_s: float | None) -> int | None:

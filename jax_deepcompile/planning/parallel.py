@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from itertools import takewhile
 from typing import TypeVar
 
@@ -48,6 +48,9 @@ def in_parallel(works: Sequence[Iterable[T]]) -> list[list[T]]:
     try:
         for _ in range(min(len(works), os.cpu_count() or 1)):
             _Worker(target=work_off).start()
+        wait(results, return_when=FIRST_EXCEPTION)
+        for failed in (each for each in results if each.done() and each.exception()):
+            failed.result()
         return [each.result() for each in results]
     finally:
         abandoned.set()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from experiments.metrics import MetricsWriter, memory_in_use, metrics_path, read_metrics
+from experiments.metrics import MetricsWriter, memory_in_use, metrics_path, read_metrics, unreadable_lines
 
 pytestmark = pytest.mark.pure
 
@@ -45,6 +45,27 @@ def test_resuming_drops_records_after_the_checkpoint_and_a_line_cut_short(tmp_pa
     writer.write({"step": 3, "loss": 9.0})
     writer.close()
     assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "",
+        "{",
+        "[" * 100_000,
+        '"step"',
+        "{}",
+        '{"step": "2"}',
+        '{"step": true}',
+        '{"step": 0}',
+        '{"step": 2, "loss": []}',
+    ],
+    ids=str.__len__,
+)
+def test_a_line_that_is_no_record_is_left_out_alone(tmp_path, bad):
+    metrics_path(tmp_path).write_text(f'{{"step": 1, "loss": 1.5}}\n{bad}\n{{"step": 3, "loss": null}}\n')
+    assert unreadable_lines(tmp_path) == [2]
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 3]
 
 
 def test_a_number_json_cannot_hold_is_null(tmp_path):

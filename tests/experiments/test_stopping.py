@@ -54,3 +54,16 @@ def test_several_processes_stop_when_they_agree(monkeypatch):
     with StopRequest(lambda step: step == 5) as stop:
         assert signal.getsignal(signal.SIGTERM) is before
         assert [step for step in range(8) if stop.is_due(step)] == [5]
+
+
+def test_the_watch_is_told_what_a_stop_waits_for():
+    class Watch:
+        waits_for: str | None = None
+
+    watch = Watch()
+    with StopRequest(lambda step: False, watch) as stop:
+        assert watch.waits_for == "the step under way and its checkpoint"
+        with stop.waiting_for("the checkpoint after step 3"):
+            assert watch.waits_for == "the checkpoint after step 3"
+        assert watch.waits_for == "the step under way and its checkpoint"
+    assert watch.waits_for is None

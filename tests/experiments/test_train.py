@@ -3,7 +3,11 @@
 import dataclasses
 import io
 import json
+import shutil
 import signal
+import subprocess
+import sys
+import time
 
 import jax
 import numpy as np
@@ -103,13 +107,111 @@ def test_a_stopped_run_resumes_to_the_same_numbers(experiment, run, tmp_path, mo
     with (tmp_path / "metrics.jsonl").open("a") as file:  # as if the run had gone on, and been killed
         file.write('{"step": 4, "loss": 123.0}\n')
     resumed = train(experiment, tmp_path, resume=True, console=console)
-    records = read_metrics(tmp_path)
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
-    assert [record["loss"] for record in records] == [record["loss"] for record in read_metrics(run.folder)]
+    assert losses(tmp_path) == losses(run.folder)
     assert resumed.held_out_loss == run.summary.held_out_loss
 
     with pytest.raises(ConfigError, match=r"has done its 6 steps; raise train\.steps to go on$"):
         train(experiment, tmp_path, resume=True, console=console)
+
+
+def losses(folder) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in read_metrics(folder)]
+
+
+def killed_after(step: int):
+    """Steps of a run that a signal without a handler ends after ``step``."""
+
+    def steps(*args):
+        for state, record in training_steps(*args):
+            yield state, record
+            if record["step"] == step:
+                raise KeyboardInterrupt
+
+    return steps
+
+
+@pytest.mark.cpu_mesh
+def test_a_run_killed_before_its_first_checkpoint_begins_again(experiment, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "training_steps", killed_after(1))
+    with pytest.raises(KeyboardInterrupt):
+        train(experiment, tmp_path, console=Console(quiet=True))
+    assert losses(tmp_path) == losses(run.folder)[:1]
+    with pytest.raises(ConfigError, match=r" holds a run already; add --resume to continue it, or give another --out$"):
+        train(experiment, tmp_path, console=Console(quiet=True))
+
+    monkeypatch.setattr(training, "training_steps", training_steps)
+    out = io.StringIO()
+    train(experiment, tmp_path, resume=True, console=Console(file=out, soft_wrap=True, highlight=False))
+    assert f"{tmp_path} holds no checkpoint yet: starting from the beginning\n" in out.getvalue()
+    assert losses(tmp_path) == losses(run.folder)
+
+
+def cut_short(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("damage", [cut_short, lambda file: file.unlink(), lambda file: file.write_bytes(b"\0" * 4096)])
+def test_a_run_goes_on_from_its_newest_whole_checkpoint(experiment, run, tmp_path, damage):
+    folder = shutil.copytree(run.folder, tmp_path / "run")
+    newest = folder / "checkpoints" / str(STEPS)
+    for file in [file for file in newest.rglob("*") if file.is_file()]:
+        damage(file)
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([lines[0], '{"step": ', *lines[1:]]) + "\n")
+
+    out = io.StringIO()
+    train(experiment, folder, resume=True, console=Console(file=out, soft_wrap=True, highlight=False))
+    assert f"the checkpoint after step {STEPS} is damaged (" in out.getvalue()
+    assert f"): moved to damaged_checkpoints\ngoing on from the checkpoint after step {STEPS - 2}\n" in out.getvalue()
+    assert f"{metrics}: left out line 2: no record\n" in out.getvalue()
+    assert losses(folder) == losses(run.folder)
+    assert [each.name.split("_")[0] for each in (folder / "damaged_checkpoints").iterdir()] == [str(STEPS)]
+    assert newest.is_dir()
+
+
+@pytest.mark.cpu_mesh
+def test_a_run_with_no_whole_checkpoint_is_left_as_it_is(experiment, run, tmp_path):
+    folder = shutil.copytree(run.folder, tmp_path / "run")
+    for file in [file for file in (folder / "checkpoints").rglob("*") if file.is_file()]:
+        cut_short(file)
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(ConfigError) as caught:
+        train(experiment, folder, resume=True, console=Console(quiet=True))
+    begins, _, ends = str(caught.value).partition(" is whole (6: ")
+    assert begins == f"cannot resume: no checkpoint in {folder / 'checkpoints'}"
+    assert ends.endswith("); put a copy of one there, or start a new run in another --out")
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.cpu_mesh
+def test_signals_end_the_command_with_their_exit_codes(tmp_path):
+    folder = tmp_path / "run"
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 4000)
+    command = [sys.executable, "-c", "import sys; from jax_deepcompile.cli import main; sys.exit(main())"]
+    command += ["train", "tiny_llama", "--data", str(text), "--out", str(folder)]
+
+    def signalled(number: signal.Signals, when) -> tuple[int, float, str]:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while not when():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        began = time.monotonic()
+        process.send_signal(number)
+        out, said = process.communicate(timeout=60)
+        return process.returncode, time.monotonic() - began, out + said
+
+    def has_steps() -> bool:
+        return (folder / "metrics.jsonl").exists() and len(read_metrics(folder)) > 1
+
+    code, seconds, said = signalled(signal.SIGINT, lambda: (folder / "experiment.json").exists())
+    assert (code, seconds < 2.0) == (130, True)
+    assert said.endswith("deepcompile: Ctrl-C: stopped\n")
+    code, seconds, said = signalled(signal.SIGTERM, has_steps)
+    assert (code, "continue with the same command and --resume" in said) == (143, True)
+    assert [step.name for step in (folder / "checkpoints").iterdir()] == [str(len(read_metrics(folder)))]
 
 
 @pytest.mark.pure
