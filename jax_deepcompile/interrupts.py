@@ -119,7 +119,7 @@ def _raise(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _silent_about_signals(hook: Callable[[Any], object]) -> Callable[[Any], object]:
-    """A signal that comes in a callback, such as JAX's of the garbage collector, ends the process by the watch alone."""
+    """A signal that comes in a callback, such as JAX's of the garbage collector, ends the process by the watch."""
     return lambda unraisable: None if isinstance(unraisable.exc_value, StoppedBySignal) else hook(unraisable)
 
 

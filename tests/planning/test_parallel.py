@@ -39,7 +39,7 @@ def test_the_first_error_is_raised_and_what_waits_never_begins(monkeypatch):
         begun.append("fails")
         raise ValueError("the first")
 
-    with pytest.raises(ValueError, match="^the first$"):
+    with pytest.raises(ValueError, match=r"^the first$"):
         results_of([fails, lambda: time.sleep(0.2), *[lambda: begun.append("later")] * 3])
     time.sleep(0.4)
     assert begun == ["fails"]
@@ -58,10 +58,10 @@ def test_work_under_way_ends_with_the_item_it_is_at(monkeypatch):
     def fails():
         while not begun:
             time.sleep(0.01)
-        raise ValueError
+        raise ValueError("at once")
         yield
 
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="at once"):
         in_parallel([items(), fails()])
     failed.set()
     time.sleep(0.2)
