@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from experiments import command
-from jax_deepcompile import cli
+from jax_deepcompile import cli, interrupts
 
 pytestmark = pytest.mark.pure
 
@@ -19,7 +19,8 @@ def asked(monkeypatch) -> dict:
     """What the command line asks of ``command.run``, instead of running it."""
     seen = {}
 
-    def run(name, **options):
+    def run(name, *, watch, **options):
+        assert isinstance(watch, interrupts.Watch)
         seen.update(name=name, **options)
         return 0
 
