@@ -17,6 +17,7 @@ from jax_deepcompile.ir.traversal import nested_jaxprs
 from jax_deepcompile.partition.layout import Split
 from jax_deepcompile.partition.partition import Partitioned
 from jax_deepcompile.partition.reshard import MoveKind, full_bytes, plan_moves
+from jax_deepcompile.partition.rules.regions import ConstraintRule
 from jax_deepcompile.partition.state import LeafChoice
 from jax_deepcompile.planning.session import Planned
 from jax_deepcompile.report.planning import explain_plan
@@ -50,6 +51,7 @@ def explain(program: Program, partitioned: Partitioned, planned: Planned | None 
     lines += ["", *_microbatches(partitioned), *_collectives(partitioned.program, planned)]
     lines += ["", *_moved_activations(partitioned)]
     lines += ["", *_replicated(partitioned)]
+    lines += _annotations(partitioned)
     if planned is not None:
         lines += ["", *explain_plan(planned)]
     return Text("\n".join(lines))
@@ -206,6 +208,18 @@ def _whole_products(partitioned: Partitioned) -> list[str]:
             whole[f"{step.eqn.primitive.name} at {_line(step.eqn)}"] += flops
     shares = sorted(((flops / total, text) for text, flops in whole.items() if flops > _NOTABLE * total), reverse=True)
     return [f"  {text}: {share:.0%} of products outside of loops; split, it would move more" for share, text in shares]
+
+
+def _annotations(partitioned: Partitioned) -> list[str]:
+    """The user's sharding constraints that are not how values are divided here."""
+    mesh = partitioned.layout.mesh
+    where: Counter = Counter()
+    for step, _ in partitioned.layout.walk():
+        rule = step.how.rule
+        if isinstance(rule, ConstraintRule) and mesh.size > 1 and not rule.is_met(step, mesh):
+            where[f"  {rule.asked(step.eqn)} at {_line(step.eqn)}"] += 1
+    lines = [text if number == 1 else f"{text} ({number} times)" for text, number in where.items()]
+    return ["", "sharding annotations not followed, as divisions are derived here:", *_cut(lines)] if lines else []
 
 
 def _line(eqn: Equation) -> str:

@@ -297,6 +297,7 @@ def test_tensor_parallelism_by_the_users_own_constraints(expected):
 
     sharded = deepcompile.shard(constrained, mesh)
     assert_equal(sharded(create(), batch()), expected)
+    assert "annotations" not in sharded.explain()
     text = sharded.lower(create(), batch()).compile().as_text()
     assert "f32[4,4]" in text, "the product of 4 rows a device is divided in two along the features"
 
@@ -315,7 +316,10 @@ def test_values_that_the_user_reshards_between_explicit_axes(shape, expected):
 
     sharded = deepcompile.shard(explicit, shape)
     assert_equal(sharded(create(), batch()), expected)
-    assert "computed whole on every device: nothing" in sharded.explain()
+    text = sharded.explain()
+    assert "computed whole on every device: nothing" in text
+    assert ("divisions are derived here:\n  P(None, None) at " in text) == (shape["fsdp"] > 1)
+    assert "P('fsdp', None)" not in text
 
 
 def manual_step(mesh, spec, body):
@@ -388,7 +392,9 @@ def test_constraints_by_axes_that_the_mesh_lacks_are_left_out(shape, expected):
         )(state["w"])
         return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, loss
 
-    assert_equal(deepcompile.shard(constrained, shape)(create(), batch()), expected)
+    sharded = deepcompile.shard(constrained, shape)
+    assert_equal(sharded(create(), batch()), expected)
+    assert ("P('fsdp', 'tensor') at " in sharded.explain()) == (shape["fsdp"] > 1)
 
 
 def test_a_manual_region_of_the_users_own(expected):
