@@ -117,6 +117,15 @@ class ManualAxesOrderError(DeepCompileError, NotImplementedError):
         )
 
 
+class ExplicitAxesError(DeepCompileError, ValueError):
+    def __init__(self, function: str, reason: str) -> None:
+        super().__init__(
+            f"{function} has a shard_map over a mesh of explicit axes, which takes values whose types say how they are "
+            f"divided, and in a sharded step none do: divisions are derived. Give the shard_map a mesh of automatic "
+            f"axes, jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,)). JAX said: {reason}"
+        )
+
+
 class MeshTooLargeError(DeepCompileError, ValueError):
     def __init__(self, axes: Mapping[str, int], needed: int, present: int, platform: str) -> None:
         shape = ", ".join(f"{name}={size}" for name, size in axes.items())

@@ -145,6 +145,8 @@ def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name
     except (TypeError, ValueError) as error:
         if "Non-hashable static arguments" in str(error):
             raise errors.StaticArgumentError(name, str(error).split("\n")[0]) from error
+        if "passed to shard_map" in str(error) and "does not match the specs of the input" in str(error):
+            raise errors.ExplicitAxesError(name, str(error).split(". ")[0]) from error
         if not isinstance(error, TypeError):
             raise
         needed = _python_values(args, kwargs, ports, str(error))

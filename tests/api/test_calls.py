@@ -357,6 +357,34 @@ def test_a_checked_manual_region_over_an_axis_of_any_name(axis, shape):
     assert_equal(deepcompile.shard(manual, shape)(create(), batch()), jax.jit(manual)(create(), batch()))
 
 
+def every_collective(over, one):
+    """Of those ``over`` two axes and of those over the ``one`` that has one device."""
+
+    def body(y):
+        gathered = jax.lax.all_gather(y, one, axis=1, tiled=True) + jax.lax.all_to_all(y, one, 1, 1, tiled=True)
+        scattered = jax.lax.psum_scatter(y[None], one) + jax.lax.ppermute(y, one, [(0, 0)])
+        share = jax.lax.axis_index(over) * jax.lax.axis_size(one) / 8.0
+        return (gathered * scattered + jax.lax.psum(y, one)) * (share + jax.lax.pmean(jnp.mean(y), over))
+
+    return body
+
+
+def test_a_manual_region_along_an_axis_of_one_device():
+    mesh = jax.make_mesh((8, 1), ("x", "one"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    manual = manual_step(mesh, PartitionSpec("x", "one"), every_collective(("x", "one"), "one"))
+    found = deepcompile.shard(manual, {"fsdp": 8})(create(), batch())
+    assert_equal(found, jax.jit(manual)(create(), batch()))
+
+
+def test_a_manual_region_over_explicit_axes():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    step = deepcompile.shard(manual_step(mesh, PartitionSpec("fsdp"), jnp.square))
+    with pytest.raises(
+        deepcompile.errors.ExplicitAxesError, match=r"manual .*AxisType.Auto.* JAX said: in_specs passed"
+    ):
+        step(create(), batch())
+
+
 def test_a_manual_region_over_fewer_blocks_than_there_are_devices():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     manual = manual_step(mesh, PartitionSpec("x"), rolled("x"))

@@ -63,6 +63,9 @@ def _axis_map(eqn, mesh: MeshAxes) -> AxisMap:
     for name in wanted:
         if name in same:
             continue
+        if theirs[name] == 1:
+            found[name] = ()
+            continue
         runs = itertools.combinations(range(len(free) + 1), 2)
         fitting = [free[start:stop] for start, stop in runs if ours.size_of(free[start:stop]) == theirs[name]]
         if fitting:
