@@ -7,6 +7,7 @@ until the call returns (not until the devices are done) are printed as JSON, in 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -20,6 +21,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
@@ -28,7 +30,13 @@ from jax_deepcompile.arguments import are_plain
 CALLS = 300
 
 
-def step(state: dict[str, jax.Array], batch: jax.Array):
+def create(leaves: int) -> dict:
+    """As many leaves, half of them an optimizer's: such a state is donated."""
+    params = {f"leaf{index}": jnp.zeros(64) for index in range(leaves // 2)}
+    return {"params": params, "opt_state": optax.TraceState(params)}
+
+
+def step(state: dict, batch: jax.Array):
     return jax.tree.map(lambda leaf: leaf + 1, state), batch.sum()
 
 
@@ -44,7 +52,7 @@ def measure(leaves: int) -> dict[str, float]:
     """Lower quartiles for a state of ``leaves`` arrays."""
     sharded = deepcompile.shard(step)
     mesh = sharded.mesh
-    state = sharded.init(lambda: {f"leaf{index}": jnp.zeros(64) for index in range(leaves)})
+    state = sharded.init(functools.partial(create, leaves))
     batch = jax.device_put(np.zeros((mesh.size, 4), np.float32), NamedSharding(mesh, PartitionSpec("fsdp")))
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     whole = NamedSharding(mesh, PartitionSpec())
