@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import logging
 import threading
@@ -265,6 +266,12 @@ def _in_this_thread(answer: Callable, elsewhere: Callable) -> Callable:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
+
+
+def fuses_slices() -> bool:
+    """Whether XLA:GPU makes dynamic slice fusions unless told otherwise."""
+    # 2026-07, jaxlib 0.11 alone: they are on, and run a product again whose result is stacked and read.
+    return importlib.metadata.version("jaxlib").startswith("0.11.")
 
 
 def compiles_on_gpus_only(eqn) -> bool:

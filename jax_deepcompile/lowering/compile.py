@@ -8,12 +8,14 @@ from typing import Any
 
 import jax
 
+from jax_deepcompile import _jax_compat
 from jax_deepcompile.lowering.xla_options import (
     DOUBLE_BUFFERING,
     GATHER_COMBINER,
     MEMORY_SLOP,
     OVERLAP_LIMIT,
     REDUCE_COMBINER,
+    SLICE_FUSION,
     SLOP_PERCENT,
 )
 
@@ -59,6 +61,14 @@ def kernel_options(platform: str, kernels: Path | None) -> Options:
 def double_buffering() -> Options:
     """Two iterations of a loop in one body: what a pipelined loop carries changes buffers without being copied."""
     return {DOUBLE_BUFFERING: True}
+
+
+def kernels_once() -> Options:
+    """What a loop stacks up is copied from what its kernel wrote.
+
+    With jax 0.11 XLA writes it by a second run of the kernel, a matrix product as any other (openxla/xla 43831).
+    """
+    return {SLICE_FUSION: False} if _jax_compat.fuses_slices() else {}
 
 
 def two_collectives() -> Options:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
 OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+SLICE_FUSION = "xla_gpu_enable_dynamic_slice_fusion"
 MEMORY_SLOP = "xla_gpu_memory_limit_slop_factor"
 GATHER_COMBINER = "xla_gpu_all_gather_combine_threshold_bytes"
 REDUCE_COMBINER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
@@ -51,6 +52,7 @@ PLANNED: Mapping[str, Range | Switch] = MappingProxyType(
     {
         DOUBLE_BUFFERING: Switch(),
         OVERLAP_LIMIT: Range(1, 16),
+        SLICE_FUSION: Switch(),
         MEMORY_SLOP: SLOP_PERCENT,
         GATHER_COMBINER: _BYTES,
         REDUCE_COMBINER: _BYTES,

@@ -7,7 +7,7 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering.compile import Options, memory_options
+from jax_deepcompile.lowering.compile import Options, kernels_once, memory_options
 from jax_deepcompile.planning.delay_reductions import DelayReductions
 from jax_deepcompile.planning.depths import DeepenLoops
 from jax_deepcompile.planning.keep_activations import KeepActivations
@@ -55,7 +55,7 @@ def make_plan(
     Raises:
       MemoryExceededError: the program does not fit, whatever is tried.
     """
-    return run_passes(program, environment, passes, Plan(fingerprint).replace(options=_memory(program, environment)))
+    return run_passes(program, environment, passes, Plan(fingerprint).replace(options=_options(program, environment)))
 
 
 def argument_bytes(program: Program) -> int:
@@ -65,8 +65,10 @@ def argument_bytes(program: Program) -> int:
     return sum(size_bytes(var) for var in jaxpr.invars if var in read)
 
 
-def _memory(program: Program, environment: Environment) -> Options:
-    if environment.limit_bytes is None or environment.platform != "cuda":
+def _options(program: Program, environment: Environment) -> Options:
+    if environment.platform != "cuda":
         return {}
+    if environment.limit_bytes is None:
+        return kernels_once()
     held = argument_bytes(program)
-    return memory_options(environment.limit_bytes, held, environment.costs.hardware.memory_bytes)
+    return kernels_once() | memory_options(environment.limit_bytes, held, environment.costs.hardware.memory_bytes)

@@ -28,6 +28,7 @@ from jax_deepcompile.lowering.xla_options import (
     MEMORY_SLOP,
     OVERLAP_LIMIT,
     REDUCE_COMBINER,
+    SLICE_FUSION,
 )
 from jax_deepcompile.passes.delay_reductions import DelayedReductions
 from jax_deepcompile.passes.hand_over import HandOver
@@ -155,6 +156,7 @@ def test_a_plan_sets_what_planning_sets_and_nothing_else(tmp_path, name, value):
     "options",
     [
         double_buffering(),
+        {SLICE_FUSION: False},
         two_collectives(),
         combiner_options(0, 2**40),
         memory_options(72 << 30, 25 << 30, 80 << 30),
