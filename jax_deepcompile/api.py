@@ -108,6 +108,8 @@ def shard(
         OptionTypeError, PmappedStepError: see ``jax_deepcompile.errors``.
     """
     if isinstance(fun, (Mesh, AbstractMesh, Mapping)):
+        if mesh is not None:
+            raise errors.OptionTypeError("mesh", "one mesh, or the function first: shard(step, mesh)", mesh)
         fun, mesh = None, fun
     asked = {
         "mesh": mesh,
@@ -295,7 +297,9 @@ class ShardedStep(Summarized):
           DevicesNotAttachedError: the devices are not here.
         """
         self._require_devices()
-        with self._processes().together():
+        processes = self._processes()
+        with processes.together():
+            processes.agree(f"profile {self._name}")
             traced = self.trace(*args)
             taken = take_profile(
                 self,

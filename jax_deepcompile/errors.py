@@ -109,6 +109,16 @@ class ManualAxisError(DeepCompileError, ValueError):
         )
 
 
+class NestedManualError(DeepCompileError, NotImplementedError):
+    def __init__(self, axis: str, theirs: Mapping[str, int], free: Mapping[str, int], where: str) -> None:
+        there = ", ".join(f"{name}={size}" for name, size in free.items()) or "none"
+        super().__init__(
+            f"the shard_map at {where} divides along '{axis}' (its mesh is {dict(theirs)}) where this step leaves "
+            f"other axes to it: {there}. Make it part of the shard_map around it, if there is one; else give the "
+            f"step's mesh the axis '{axis}', which then is the shard_map's alone."
+        )
+
+
 class ManualAxesOrderError(DeepCompileError, NotImplementedError):
     def __init__(self, spec: str, axes: Sequence[str], where: str) -> None:
         super().__init__(

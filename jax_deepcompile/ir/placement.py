@@ -6,10 +6,12 @@ order of the axes, as ``PartitionSpec(("data", "fsdp"))`` does.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 REPLICATE = -1
@@ -19,6 +21,12 @@ PARTIAL = -2
 
 AnyMesh = Mesh | AbstractMesh
 """A mesh of devices, or the shape of one."""
+
+
+def around(mesh: AnyMesh) -> contextlib.AbstractContextManager:
+    """What is traced in it is for ``mesh``, whatever mesh the user has set."""
+    return jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
+
 
 AxisPlacement = int
 """The dimension split over one axis (>= 0), ``REPLICATE`` or ``PARTIAL``."""

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
+from jax_deepcompile import _jax_compat, errors
 from jax_deepcompile._jax_compat import (
     bind,
     closed_consts,
@@ -21,7 +22,7 @@ from jax_deepcompile._jax_compat import (
     provenance,
     scan_counts,
 )
-from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.placement import AnyMesh, around
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import equations, inline_calls, nested_jaxprs
 
@@ -71,7 +72,9 @@ def trace_blocks(body: Callable[..., Sequence], program: Program, mesh: AnyMesh)
     blocks = [
         jax.ShapeDtypeStruct(port.shape, var.aval.dtype) for port, var in zip(program.inputs, jaxpr.invars, strict=True)
     ]
-    return _close_over(jax.make_jaxpr(mapped, axis_env=loops)(tuple(shapes), *blocks), consts)
+    with around(mesh):
+        traced = jax.make_jaxpr(mapped, axis_env=loops)(tuple(shapes), *blocks)
+    return _close_over(traced, consts)
 
 
 def _close_over(traced: jex.ClosedJaxpr, consts: Sequence) -> jex.ClosedJaxpr:
@@ -123,7 +126,9 @@ def run_manual(jaxpr: Any, operands: Sequence, axes: Mapping[str, tuple[str, ...
         if name == "pvary":
             return operands
         if name == "sharding_constraint":
-            return bind(eqn, operands)
+            return [constrain_automatic(operands[0], eqn.params["sharding"])]
+        if name == "shard_map":
+            return run_automatic(eqn, operands, axes)
         renamed = eqn.replace(params={key: _renamed(key, value, axes) for key, value in eqn.params.items()})
         if name == "psum_invariant":
             return lax.psum(operands, renamed.params["axes"])
@@ -133,6 +138,60 @@ def run_manual(jaxpr: Any, operands: Sequence, axes: Mapping[str, tuple[str, ...
 
     instead |= {id(eqn): unchecked for eqn in equations(flat)}
     return _evaluate(flat, operands, instead)
+
+
+def run_automatic(eqn, operands: Sequence, axes: Mapping[str, tuple[str, ...]]) -> Sequence:
+    """A ``shard_map``, traced here and now over those of its axes that the mesh around it leaves to XLA.
+
+    Args:
+      eqn: the ``shard_map``.
+      operands: its inputs, whole along these axes.
+      axes: for each of its other axes the axes around it that stand for it.
+
+    Raises:
+      NestedManualError: an axis is there in neither way.
+    """
+    params, around = eqn.params, jax.sharding.get_abstract_mesh()
+    free = {name: around.shape[name] for name in automatic_axes()}
+    wanted = frozenset(params["newly_manual_axes"]) - axes.keys()
+    for name in sorted(wanted):
+        if free.get(name) != params["mesh"].shape[name]:
+            raise errors.NestedManualError(name, dict(params["mesh"].shape), free, _jax_compat.user_line(eqn))
+    if not wanted:
+        return run_manual(params["jaxpr"], operands, axes)
+    return jax.shard_map(
+        lambda *blocks: run_manual(params["jaxpr"], blocks, axes),
+        in_specs=tuple(_only(spec, wanted) for spec in params["in_specs"]),
+        out_specs=[_only(spec, wanted) for spec in params["out_specs"]],
+        axis_names=wanted,
+        check_vma=False,
+    )(*operands)
+
+
+def constrain_automatic(value: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """``value`` as ``sharding`` divides it along the axes that the mesh here leaves to XLA; the others are left out."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return value
+    spec = _only(sharding.spec, automatic_axes())
+    if not any(spec):
+        return value
+    target = jax.sharding.NamedSharding(jax.sharding.get_abstract_mesh(), spec)
+    return lax.with_sharding_constraint(value, target)
+
+
+def automatic_axes() -> frozenset[str]:
+    """The axes of the mesh here that are XLA's to divide by."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind != jax.sharding.AxisType.Manual)
+
+
+def _only(spec: jax.sharding.PartitionSpec, names: frozenset[str]) -> jax.sharding.PartitionSpec:
+    kept = []
+    for entry in spec:
+        listed = entry if isinstance(entry, tuple) else (entry,)
+        kept.append(tuple(name for name in listed if name in names) or None)
+    return jax.sharding.PartitionSpec(*kept)
 
 
 def _renamed(key: str, value: Any, axes: Mapping[str, tuple[str, ...]]) -> Any:

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jax_deepcompile._jax_compat import eval_local, open_jaxpr
-from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.placement import AnyMesh, around
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.lowering.transposed_products import without_transposes
 
@@ -17,7 +17,7 @@ from jax_deepcompile.lowering.transposed_products import without_transposes
 def emit(program: Program, mesh: AnyMesh) -> Callable[..., list[jax.Array]]:
     """``f(*inputs) -> outputs`` on global arrays, each device running ``program`` on its blocks."""
     jaxpr = without_transposes(program.jaxpr)
-    return jax.shard_map(
+    mapped = jax.shard_map(
         lambda *blocks: eval_local(jaxpr, blocks),
         mesh=mesh,
         in_specs=tuple(port.where.spec(program.mesh) for port in program.inputs),
@@ -25,6 +25,12 @@ def emit(program: Program, mesh: AnyMesh) -> Callable[..., list[jax.Array]]:
         axis_names=frozenset(program.mesh.names),
         check_vma=False,
     )
+
+    def run(*inputs):
+        with around(mesh):
+            return mapped(*inputs)
+
+    return run
 
 
 def shardings_of(tree: Any, leaves: Sequence[NamedSharding | None]) -> Any:

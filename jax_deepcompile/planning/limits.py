@@ -46,8 +46,9 @@ def limit_bytes(limit: MemoryLimit, device_bytes: int | None, allocator_bytes: i
         own_bytes = int(device_bytes * (1 - RESERVE_FRACTION))
         return own_bytes if allocator_bytes is None else min(own_bytes, allocator_bytes)
     if isinstance(limit, str):
-        return _parse(limit)
-    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or not 0 < limit < math.inf:
+        number = _number(limit)
+        return _parse(limit) if number is None else limit_bytes(number, device_bytes, allocator_bytes)
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or not 0 < limit < _MOST_BYTES:
         raise errors.MemoryLimitError(limit)
     if isinstance(limit, numbers.Integral):
         return int(limit)
@@ -120,6 +121,18 @@ def _whole_bytes(number: float) -> int:
 _SMALLEST_FLOAT = float(2**20)
 
 _ANY_DEVICE_BYTES = 2**30
+
+_MOST_BYTES = 2**63
+
+
+def _number(text: str) -> int | float | None:
+    """``text`` as the number it is; None if it has a unit."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return None
 
 
 def _parse(text: str) -> int:

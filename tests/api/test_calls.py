@@ -325,11 +325,14 @@ def test_values_that_the_user_reshards_between_explicit_axes(shape, expected):
 def manual_step(mesh, spec, body):
     """The square of each element, times one, by a ``shard_map`` as its users write it."""
 
-    def manual(state, batch):
-        def loss_of(w):
-            return jnp.mean(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)(batch["x"] @ w))
+    return trained_by(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec))
 
-        loss, grad = jax.value_and_grad(loss_of)(state["w"])
+
+def trained_by(region):
+    """A step whose loss is the mean of what ``region`` makes of its products."""
+
+    def manual(state, batch):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(region(batch["x"] @ w)))(state["w"])
         return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, loss
 
     return manual
@@ -374,6 +377,45 @@ def test_a_manual_region_along_an_axis_of_one_device():
     manual = manual_step(mesh, PartitionSpec("x", "one"), every_collective(("x", "one"), "one"))
     found = deepcompile.shard(manual, {"fsdp": 8})(create(), batch())
     assert_equal(found, jax.jit(manual)(create(), batch()))
+
+
+def test_a_manual_region_over_our_axis_and_one_left_to_xla():
+    """It has two results, and constraints of its own inside."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    spec = PartitionSpec("data", "tensor")
+
+    def body(y):
+        y = jax.lax.with_sharding_constraint(y, PartitionSpec(None, "fsdp"))
+        return y * jax.lax.pmean(y.sum(), ("data", "tensor")), y**2
+
+    def region(y):
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=(spec, spec), axis_names={"data", "tensor"})
+        return sum(mapped(y))
+
+    manual = trained_by(region)
+    assert_equal(deepcompile.shard(manual, mesh)(create(), batch()), jax.jit(manual)(create(), batch()))
+
+
+def test_a_manual_region_in_another_over_an_axis_of_ours():
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def inner(y):
+        spec = PartitionSpec(None, "fsdp")
+        return jax.shard_map(jnp.square, in_specs=spec, out_specs=spec, axis_names={"fsdp"})(y)
+
+    spec = PartitionSpec("data")
+    manual = trained_by(jax.shard_map(inner, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"data"}))
+    with pytest.raises(deepcompile.errors.NestedManualError, match=r"test_calls.py:\d+ .* divides along 'fsdp'"):
+        deepcompile.shard(manual, mesh)(create(), batch())
+
+
+@pytest.mark.parametrize("names", [("fsdp",), ("data", "model")])
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_mesh_that_the_user_has_set(kind, names, expected):
+    shape = (8,) if len(names) == 1 else (2, 4)
+    sharded = deepcompile.shard(step)
+    with jax.set_mesh(jax.make_mesh(shape, names, axis_types=(kind,) * len(names))):
+        assert_equal(sharded(sharded.init(create), batch()), expected)
 
 
 def test_a_manual_region_over_explicit_axes():

@@ -342,6 +342,8 @@ def test_what_is_no_step():
     for given in (8, "fsdp"):
         with pytest.raises(errors.OptionTypeError, match=r"^shard\(fun=.*a function \(state, batch, ...\)"):
             deepcompile.shard(given)
+    with pytest.raises(errors.OptionTypeError, match="the function first"):
+        deepcompile.shard({"fsdp": 8}, {"fsdp": 4})
 
 
 @pytest.mark.parametrize("shape", [{"fsdp": -1}, {"fsdp": 0}, {"fsdp": 2.0}, {"fsdp": True}, {"fsdp": "8"}, {0: 8}, {}])
@@ -350,7 +352,9 @@ def test_shapes_that_no_mesh_has(shape):
         deepcompile.shard(step, shape)
 
 
-@pytest.mark.parametrize("limit", [float("nan"), float("inf"), [1], 1.5, 2.0, True, 0, -1, "9" * 401, "nan", 1 + 1j])
+@pytest.mark.parametrize(
+    "limit", [float("nan"), float("inf"), [1], 1.5, 2.0, True, 0, -1, "9" * 401, 2**63, "1.5", "nan", 1 + 1j]
+)
 def test_memory_limits_that_cannot_be_meant(limit):
     with pytest.raises(errors.MemoryLimitError, match="is not understood"):
         deepcompile.shard(step, memory_limit=limit)

@@ -149,6 +149,7 @@ def test_what_goes_wrong_in_one_process_is_an_error_in_both_within_seconds():
         def other(state, batch):
             return step(state, batch)
         tell(lambda: deepcompile.shard(step if rank else other)(sharded.init(create), rows_of(16)))
+        tell(lambda: (sharded.profile if rank else sharded)(sharded.init(create), rows_of(16)))
         if rank:
             time.sleep(3)
         tell(lambda: train(2, shorter))
@@ -160,7 +161,7 @@ def test_what_goes_wrong_in_one_process_is_an_error_in_both_within_seconds():
         """
     )
     first, second = (lines(run, "RESULT") for run in runs)
-    assert len(first) == len(second) == 7, runs
+    assert len(first) == len(second) == 8, runs
     stopped = "ProcessStoppedError: process 1 of this run does not go on, so this one stops too: its collectives would"
     uneven = "BatchNotDivisibleError: batch leaf batch['x'] has shape (3, 16): its leading dimension 3 must be a"
     assert second[0].startswith(uneven)
@@ -180,7 +181,9 @@ def test_what_goes_wrong_in_one_process_is_an_error_in_both_within_seconds():
     assert first[5] == second[5]
     assert "process 0 would compile other on " in first[5]
     assert "process 1 would compile step on " in first[5]
-    assert first[6] == second[6] == "went through"
+    assert first[6] == second[6]
+    assert "process 1 would profile step" in first[6]
+    assert first[7] == second[7] == "went through"
     assert max(float(seconds) for run in runs for seconds in lines(run, "SECONDS")) < 25, runs
     losses = [[float(loss) for loss in lines(run, "LOSS")] for run in runs]
     assert losses[0] == losses[1]

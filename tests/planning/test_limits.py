@@ -38,6 +38,7 @@ def test_by_default_no_more_than_the_allocator_has():
     assert limit_bytes(None, DEVICE_BYTES, DEVICE_BYTES // 2) == DEVICE_BYTES // 2
     assert limit_bytes(None, DEVICE_BYTES, DEVICE_BYTES) == int(DEVICE_BYTES * (1 - RESERVE_FRACTION))
     assert limit_bytes("72GiB", DEVICE_BYTES, DEVICE_BYTES // 2) == 72 * 2**30
+    assert limit_bytes("0.5", DEVICE_BYTES) == DEVICE_BYTES // 2, "as the command line has it"
 
 
 def test_devices_without_memory_of_their_own_have_no_limit():

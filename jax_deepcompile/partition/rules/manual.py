@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jax_deepcompile import _jax_compat, errors
 from jax_deepcompile.ir.placement import MeshAxes, Placement
-from jax_deepcompile.ir.retrace import run_manual
+from jax_deepcompile.ir.retrace import run_automatic
 from jax_deepcompile.partition.layout import Decision, Nested, Propagate, Request, Run, Step
 from jax_deepcompile.partition.rules.regions import SingleTrip
 from jax_deepcompile.partition.rules.registry import REGISTRY
@@ -36,21 +36,11 @@ class ManualRule(SingleTrip):
         return Decision(Nested(self), operands, results)
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
-        params, axes = step.eqn.params, _axis_map(step.eqn, mesh)
-        automatic = frozenset(params["newly_manual_axes"]) - axes.keys()
-        if not automatic:
-            return run_manual(params["jaxpr"], operands, axes)
-        whole = jax.sharding.get_abstract_mesh().shape
-        for name in automatic:
-            if whole.get(name) != params["mesh"].shape[name]:
+        axes, around = _axis_map(step.eqn, mesh), jax.sharding.get_abstract_mesh().shape
+        for name in sorted(step.eqn.params["newly_manual_axes"]):
+            if name not in axes and around.get(name) != step.eqn.params["mesh"].shape[name]:
                 raise _refused(step.eqn, name, mesh)
-        return jax.shard_map(
-            lambda *blocks: run_manual(params["jaxpr"], blocks, axes),
-            in_specs=tuple(_only(spec, automatic) for spec in params["in_specs"]),
-            out_specs=tuple(_only(spec, automatic) for spec in params["out_specs"]),
-            axis_names=automatic,
-            check_vma=False,
-        )(*operands)
+        return run_automatic(step.eqn, operands, axes)
 
 
 def _axis_map(eqn, mesh: MeshAxes) -> AxisMap:
@@ -89,14 +79,6 @@ def _placement(spec: PartitionSpec, axes: AxisMap, mesh: MeshAxes, eqn) -> Place
 def _refused(eqn, name: str, mesh: MeshAxes) -> errors.ManualAxisError:
     theirs, ours = eqn.params["mesh"].shape, dict(zip(mesh.devices.names, mesh.devices.sizes, strict=True))
     return errors.ManualAxisError(name, dict(theirs), ours, _jax_compat.user_line(eqn))
-
-
-def _only(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
-    kept = []
-    for entry in spec:
-        listed = entry if isinstance(entry, tuple) else (entry,)
-        kept.append(tuple(name for name in listed if name in names) or None)
-    return PartitionSpec(*kept)
 
 
 REGISTRY.register_region("shard_map", ManualRule())

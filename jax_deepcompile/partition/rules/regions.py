@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import jax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import REPLICATE, MeshAxes, Placement
+from jax_deepcompile.ir.retrace import constrain_automatic
 from jax_deepcompile.partition.layout import Decision, Nested, Propagate, RegionRule, Request, Run, Step
 from jax_deepcompile.partition.reshard import axis_position
 from jax_deepcompile.partition.rules.registry import REGISTRY
@@ -96,13 +97,7 @@ class ConstraintRule(SingleTrip):
         return (by_xla or ours == asked) and all(held.axes[devices.names.index(name)] == dim for dim, name in ours)
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
-        sharding = step.eqn.params[self.param]
-        others = {*jax.sharding.get_abstract_mesh().axis_names}.difference(mesh.names)
-        automatic = [tuple(name for name in names if name in others) or None for names in _entries(sharding)]
-        if not any(automatic):
-            return operands
-        target = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*automatic))
-        return [lax.with_sharding_constraint(operands[0], target)]
+        return [constrain_automatic(operands[0], step.eqn.params[self.param])]
 
 
 def _entries(sharding) -> list[tuple[str, ...]]:
