@@ -17,7 +17,7 @@ from jax_deepcompile.ir.traversal import nested_jaxprs
 from jax_deepcompile.partition.layout import Split
 from jax_deepcompile.partition.partition import Partitioned
 from jax_deepcompile.partition.reshard import MoveKind, full_bytes, plan_moves
-from jax_deepcompile.partition.rules.regions import ConstraintRule
+from jax_deepcompile.partition.rules.regions import unmet_annotations
 from jax_deepcompile.partition.state import LeafChoice
 from jax_deepcompile.planning.session import Planned
 from jax_deepcompile.report.planning import explain_plan
@@ -215,9 +215,8 @@ def _annotations(partitioned: Partitioned) -> list[str]:
     mesh = partitioned.layout.mesh
     where: Counter = Counter()
     for step, _ in partitioned.layout.walk():
-        rule = step.how.rule
-        if isinstance(rule, ConstraintRule) and mesh.size > 1 and not rule.is_met(step, mesh):
-            where[f"  {rule.asked(step.eqn)} at {_line(step.eqn)}"] += 1
+        for asked in unmet_annotations(step, mesh) if mesh.size > 1 else []:
+            where[f"  {asked} at {_line(step.eqn)}"] += 1
     lines = [text if number == 1 else f"{text} ({number} times)" for text, number in where.items()]
     return ["", "sharding annotations not followed, as divisions are derived here:", *_cut(lines)] if lines else []
 

@@ -451,18 +451,12 @@ def test_a_manual_region_that_divides_in_another_order():
         step(create(), batch())
 
 
+@pytest.mark.parametrize("annotate", [jax.lax.with_sharding_constraint, jax.device_put])
 @pytest.mark.parametrize("shape", [{"fsdp": 8}, {"fsdp": 1}])
-def test_constraints_by_axes_that_the_mesh_lacks_are_left_out(shape, expected):
+def test_constraints_by_axes_that_the_mesh_lacks_are_left_out(shape, annotate, expected):
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
-
-    def constrained(state, batch):
-        loss, grad = jax.value_and_grad(
-            lambda w: jnp.mean(jax.lax.with_sharding_constraint(batch["x"] @ w, split) ** 2)
-        )(state["w"])
-        return {"w": state["w"] - 0.1 * grad, "count": state["count"] + 1}, loss
-
-    sharded = deepcompile.shard(constrained, shape)
+    sharded = deepcompile.shard(trained_by(lambda y: annotate(y, split) ** 2), shape)
     assert_equal(sharded(create(), batch()), expected)
     assert ("P('fsdp', 'tensor') at " in sharded.explain()) == (shape["fsdp"] > 1)
 

@@ -77,27 +77,35 @@ class ConstraintRule(SingleTrip):
                     placement = asked if asked.fits(shape, request.mesh) else placement
         return Decision(Nested(self), (placement,), (placement,))
 
-    def asked(self, eqn: Equation) -> str:
-        """The sharding as the user wrote it: its ``PartitionSpec``, where it has one."""
-        sharding = eqn.params[self.param]
-        return str(sharding.spec if isinstance(sharding, NamedSharding) else sharding)
-
-    def is_met(self, step: Step, mesh: MeshAxes) -> bool:
-        """Whether each axis named divides the value, of ours or by XLA; where none is named, whether it is whole."""
-        sharding = step.eqn.params[self.param]
-        if not isinstance(sharding, NamedSharding):
-            return False
-        devices, sizes = mesh.devices, sharding.mesh.shape
-        held = step.results[0].on_devices(mesh)
-        by_xla = all(sizes.get(name) == size for name, size in zip(devices.names, devices.sizes, strict=True))
-        asked = [(dim, name) for dim, names in enumerate(_entries(sharding)) for name in names if sizes[name] > 1]
-        ours = [(dim, name) for dim, name in asked if name in devices.names]
-        if not asked:
-            return held.is_replicated
-        return (by_xla or ours == asked) and all(held.axes[devices.names.index(name)] == dim for dim, name in ours)
-
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
         return [constrain_automatic(operands[0], step.eqn.params[self.param])]
+
+
+def unmet_annotations(step: Step, mesh: MeshAxes) -> list[str]:
+    """How the user wrote that values are divided, where the equation leaves them divided otherwise over ``mesh``."""
+    rule, params = step.how.rule, step.eqn.params
+    if isinstance(rule, ConstraintRule):
+        asked = [params[rule.param]]
+    elif isinstance(rule, TransferRule):
+        asked = [each if isinstance(each, jax.sharding.Sharding) else None for each in params["devices"]]
+    else:
+        return []
+    pairs = zip(asked, step.results, strict=True)
+    unmet = [sharding for sharding, held in pairs if sharding is not None and not _is_met(sharding, held, mesh)]
+    return [str(sharding.spec if isinstance(sharding, NamedSharding) else sharding) for sharding in unmet]
+
+
+def _is_met(sharding: jax.sharding.Sharding, held: Placement, mesh: MeshAxes) -> bool:
+    """Whether each axis named divides the value, of ours or by XLA; where none is named, whether it is whole."""
+    if not isinstance(sharding, NamedSharding):
+        return False
+    devices, sizes, held = mesh.devices, sharding.mesh.shape, held.on_devices(mesh)
+    by_xla = all(sizes.get(name) == size for name, size in zip(devices.names, devices.sizes, strict=True))
+    asked = [(dim, name) for dim, names in enumerate(_entries(sharding)) for name in names if sizes[name] > 1]
+    ours = [(dim, name) for dim, name in asked if name in devices.names]
+    if not asked:
+        return held.is_replicated
+    return (by_xla or ours == asked) and all(held.axes[devices.names.index(name)] == dim for dim, name in ours)
 
 
 def _entries(sharding) -> list[tuple[str, ...]]:
