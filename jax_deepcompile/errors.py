@@ -222,8 +222,9 @@ class LeafTypeError(DeepCompileError, TypeError):
     def __init__(self, path: str, leaf: object) -> None:
         super().__init__(
             f"argument leaf {path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, neither an array nor a "
-            f"number: {_shortened(leaf)}. Keep it out of the step's arguments (close over it), or, in a class of "
-            f"yours, mark it static: flax.struct.field(pytree_node=False)."
+            f"number: {_shortened(leaf)}. Keep it out of the step's arguments (close over it; of an Equinox model pass "
+            f"what eqx.partition gives), or, in a class of yours, mark it static: "
+            f"flax.struct.field(pytree_node=False)."
         )
 
 

@@ -114,7 +114,7 @@ def _build(mesh, fsdp_axes: AxisNames) -> Mesh | AbstractMesh:
 
 def _refuse_no_shape(shape: Mapping) -> None:
     for axis, size in shape.items():
-        if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if not (isinstance(axis, str) and axis) or isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise errors.MeshShapeError(shape, axis, size, jax.device_count())
     if not shape:
         raise errors.MeshShapeError(shape, None, None, jax.device_count())

@@ -41,7 +41,7 @@ def _all_of(value: Any, is_one: Callable[[Any], bool]) -> bool:
 
 
 def _are_positions(value: Any) -> bool:
-    return value is None or _is_count(value) or _all_of(value, _is_count)
+    return value is None or _is_count(value) or (_all_of(value, _is_count) and len(set(value)) == len(value))
 
 
 def _are_names(value: Any) -> bool:
@@ -52,7 +52,17 @@ def _are_passes(value: Any) -> bool:
     return value is None or _all_of(value, lambda each: isinstance(each, AnyPass) and not isinstance(each, type))
 
 
-_POSITIONS = ("the position of an argument, a tuple of positions, or None for the package to find out", _are_positions)
+def _is_path(value: Any) -> bool:
+    try:
+        return value is None or b"\0" not in (os.fsencode(value) or b"\0")
+    except (TypeError, UnicodeEncodeError):
+        return False
+
+
+_POSITIONS = (
+    "the position of an argument, a tuple of different ones, or None for the package to find out",
+    _are_positions,
+)
 _OPTIONS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "mesh": (
         "a jax.sharding.Mesh, a shape such as {'data': 2, 'fsdp': 4}, or None for all devices",
@@ -77,9 +87,6 @@ _OPTIONS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
         "a deepcompile.Plan (deepcompile.Plan.from_json(text) reads what to_json() wrote)",
         lambda value: value is None or isinstance(value, Plan),
     ),
-    "cache_dir": (
-        "the path of a folder, or None",
-        lambda value: value is None or isinstance(value, str | os.PathLike),
-    ),
+    "cache_dir": ("the path of a folder, or None", _is_path),
     "donate": ("True or False", lambda value: isinstance(value, bool)),
 }

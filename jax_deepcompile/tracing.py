@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat, errors
@@ -169,7 +170,7 @@ def _python_values(args: tuple, kwargs: dict, ports: Sequence[Port], message: st
     needed = []
     for (path, leaf), port in zip(jax.tree_util.tree_leaves_with_path((args, kwargs)), ports, strict=True):
         name = f"{'kwargs' if path[0].idx else 'args'}{jax.tree_util.keystr(path[1:])}"
-        if isinstance(leaf, (bool, int, float)) and name in causes:
+        if isinstance(leaf, (bool, int, float, np.generic)) and name in causes:
             causes = causes.replace(name, "")
             needed.append(port)
     return [] if "args[" in causes else needed

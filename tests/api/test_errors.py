@@ -144,16 +144,17 @@ class Model:
     use_bias: bool
 
 
-def test_a_flag_in_the_state_that_is_needed_while_tracing():
+@pytest.mark.parametrize("flag", [True, np.True_])
+def test_a_flag_in_the_state_that_is_needed_while_tracing(flag):
     def flagged(model, batch):
         loss = batch["x"].sum() if model.use_bias else 0.0
         return Model(model.w - loss, model.use_bias), loss
 
     with pytest.raises(errors.StateValueNeededError) as caught:
-        trace(flagged, state=Model(STATE["w"], True))
+        trace(flagged, state=Model(STATE["w"], flag))
     assert "flagged needs the value of model.use_bias while it is traced" in str(caught.value)
     assert "params, static = eqx.partition(model, eqx.is_array) before the step" in str(caught.value)
-    trace(lambda model, batch: (Model(model.w - batch["x"].sum(), model.use_bias), 0.0), state=Model(STATE["w"], True))
+    trace(lambda model, batch: (Model(model.w - batch["x"].sum(), model.use_bias), 0.0), state=Model(STATE["w"], flag))
 
 
 @pytest.mark.parametrize("leaf", [np.dtype("float32"), np.float32, jnp.bfloat16, object()])
@@ -328,6 +329,10 @@ def test_a_plan_or_profile_as_text(name, kind):
         ("passes", ("prefetch",)),
         ("passes", (deepcompile.PipelineLoops,)),
         ("cache_dir", 3),
+        ("cache_dir", ""),
+        ("cache_dir", "a\0b"),
+        ("cache_dir", "\ud800"),
+        ("state_argnums", (0, 0)),
         ("donate", "no"),
     ],
 )
@@ -346,7 +351,9 @@ def test_what_is_no_step():
         deepcompile.shard({"fsdp": 8}, {"fsdp": 4})
 
 
-@pytest.mark.parametrize("shape", [{"fsdp": -1}, {"fsdp": 0}, {"fsdp": 2.0}, {"fsdp": True}, {"fsdp": "8"}, {0: 8}, {}])
+@pytest.mark.parametrize(
+    "shape", [{"fsdp": -1}, {"fsdp": 0}, {"fsdp": 2.0}, {"fsdp": True}, {"fsdp": "8"}, {0: 8}, {"": 8}, {}]
+)
 def test_shapes_that_no_mesh_has(shape):
     with pytest.raises(errors.MeshShapeError, match=r"a whole number of devices, at least 1, .* there are 8 devices"):
         deepcompile.shard(step, shape)
