@@ -15,7 +15,7 @@ from jax_deepcompile.costs.devices import as_if_here, is_described, machine_of
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.ir.program import Role
-from jax_deepcompile.ir.traversal import equations
+from jax_deepcompile.ir.traversal import located_equations
 from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
 from jax_deepcompile.meshes import MeshUse
 from jax_deepcompile.partition.partition import Partitioned, partition_step
@@ -257,8 +257,9 @@ class Programs:
         with as_if_here(self.use.mesh):
             function = trace_function(step.fun, args, kwargs, signature)
         if is_described(self.use.mesh):
-            for eqn in filter(compiles_on_gpus_only, equations(function.closed)):
-                raise errors.KernelNeedsGpuError(self.name, eqn.primitive.name, user_line(eqn))
+            for eqn, located in located_equations(function.closed):
+                if compiles_on_gpus_only(eqn):
+                    raise errors.KernelNeedsGpuError(self.name, eqn.primitive.name, user_line(located))
         return function
 
     def _taken(self, traced: Traced) -> frozenset[int]:

@@ -35,6 +35,15 @@ def equations(jaxpr) -> Iterator[jex.JaxprEqn]:
             yield from equations(inner)
 
 
+def located_equations(jaxpr, around: jex.JaxprEqn | None = None) -> Iterator[tuple[jex.JaxprEqn, jex.JaxprEqn]]:
+    """Every equation, and the one that knows its line in the user's code: itself, or what it is in."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        located = eqn if around is None or _jax_compat.has_user_frame(eqn) else around
+        yield eqn, located
+        for inner in nested_jaxprs(eqn):
+            yield from located_equations(inner, located)
+
+
 def nested_jaxprs(eqn: jex.JaxprEqn) -> list:
     """The jaxprs among an equation's parameters, closed or open."""
     found = []

@@ -235,16 +235,21 @@ def test_pallas_kernels_for_triton_are_planned_on_each_devices_own_rows(mesh):
     assert set(rows) == {f"{EXAMPLES // GPUS}"}
 
 
-def test_a_kernel_that_only_a_gpus_machine_compiles_is_named(mesh, monkeypatch):
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_kernel_that_only_a_gpus_machine_compiles_is_named(mesh, monkeypatch, manual: bool):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     def kernel(x, out):
         out[...] = x[...] + 1.0
 
     def step(state, batch):
-        shape = SHAPE(batch.shape, batch.dtype)
-        made = pl.pallas_call(kernel, out_shape=shape, compiler_params=plgpu.CompilerParams())(batch)
-        return state + made.sum(), 0.0
+        def call(x):
+            shape = SHAPE(x.shape, x.dtype)
+            return pl.pallas_call(kernel, out_shape=shape, compiler_params=plgpu.CompilerParams())(x)
+
+        split = jax.P("fsdp")
+        made = jax.shard_map(call, mesh=mesh, in_specs=split, out_specs=split, check_vma=False) if manual else call
+        return state + made(batch).sum(), 0.0
 
     with pytest.raises(
         deepcompile.errors.KernelNeedsGpuError,
