@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -183,6 +184,15 @@ class Simulation(Summarized):
     def sent_bytes(self) -> int:
         """What one device sends to others in a step, every collective done as a ring."""
         return sum(event.trips * event.sent_bytes for event in self.timeline)
+
+    @property
+    def launches(self) -> Counter[str]:
+        """How often each kind of collective is launched in a step."""
+        counts: Counter[str] = Counter()
+        for event in self.timeline:
+            if event.stream is not Stream.COMPUTE and not event.stream.is_copy:
+                counts[event.kind] += event.trips
+        return counts
 
     @property
     def peak_bytes(self) -> int:

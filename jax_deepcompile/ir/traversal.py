@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jax import lax
@@ -83,7 +83,8 @@ def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
     A checkpointed region of the backward pass (``remat2``) becomes an optimization barrier around its inputs followed
     by its equations, which is what JAX lowers it to: the barrier keeps XLA from merging the recomputation with the
-    forward pass. Custom derivative rules have done their work by the time a step is traced.
+    forward pass. Shardings given to ``jit`` become a ``device_put`` to them. Custom derivative rules have done their work
+    by the time a step is traced.
 
     Before::
 
@@ -145,9 +146,27 @@ class _Inliner:
         body = open_jaxpr(inner)
         if eqn.primitive.name == "remat2" and eqn.params["differentiated"]:
             operands = self._barrier(eqn, operands)
+        operands = self._annotated(operands, eqn.params.get("in_shardings", ()), located)
         known = dict(zip(body.invars, operands, strict=True))
         known |= self._constants(body, inner)
-        return self._walk(body, known, located)
+        return self._annotated(self._walk(body, known, located), eqn.params.get("out_shardings", ()), located)
+
+    def _annotated(self, atoms: list, shardings: Sequence, located: jex.JaxprEqn) -> list:
+        """``atoms`` as ``device_put`` leaves them where the user gave ``jit`` a sharding: nothing moves, it is known."""
+        given = [index for index, sharding in enumerate(shardings) if isinstance(sharding, jax.sharding.Sharding)]
+        if not given:
+            return atoms
+        asked = tuple(shardings[index] for index in given)
+        put = self._apply(lambda *values: jax.device_put(values, asked), [atoms[index] for index in given], located)
+        held = dict(zip(given, put, strict=True))
+        return [held.get(index, atom) for index, atom in enumerate(atoms)]
+
+    def _apply(self, function: Callable, atoms: list, located: jex.JaxprEqn) -> list:
+        """What ``function`` makes of ``atoms``, on the line of ``located``."""
+        shapes = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms]
+        body = open_jaxpr(jax.make_jaxpr(function)(*shapes))
+        eqns = [eqn.replace(source_info=located.source_info) for eqn in body.eqns]
+        return self._walk(body.replace(eqns=eqns), dict(zip(body.invars, atoms, strict=True)), located)
 
     def _constants(self, body: jex.Jaxpr, closed: jex.ClosedJaxpr) -> dict:
         """Variables for the constants of what is inlined; one that was seen before is not brought along twice."""
@@ -163,13 +182,8 @@ class _Inliner:
 
     def _reduce(self, eqn: jex.JaxprEqn, operands: list, located: jex.JaxprEqn) -> list:
         """A collective over an axis that ``vmap`` has made a dimension is a reduction of that dimension."""
-        reduce = _POSITIONAL[eqn.primitive.name]
-        results = []
-        for operand in operands:
-            shape = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
-            body = open_jaxpr(jax.make_jaxpr(lambda x: reduce(x, eqn.params["axes"]))(shape))
-            results += self._walk(body, {body.invars[0]: operand}, located)
-        return results
+        reduce, axes = _POSITIONAL[eqn.primitive.name], eqn.params["axes"]
+        return self._apply(lambda *values: [reduce(value, axes) for value in values], operands, located)
 
     def _solve(self, eqn: jex.JaxprEqn, operands: list, located: jex.JaxprEqn) -> list:
         """A differentiable linear solve, once differentiated, is the solver it was given."""

@@ -24,7 +24,7 @@ from jax_deepcompile.passes.stack_collectives import StackCollectives
 from jax_deepcompile.planning.shown import expected_rows, plan_rows
 from jax_deepcompile.summary import Summarized, Summary, Text
 
-FORMAT = 7
+FORMAT = 8
 """Of the JSON; a plan of another format is replanned."""
 
 
@@ -52,6 +52,7 @@ class Prediction:
       exposed_s: seconds spent waiting for the network.
       peak_bytes: XLA's figure: arguments and temporaries.
       bound_s: what no schedule of the same operations beats; see ``Simulation.bound_s``.
+      launches: of collectives a step, by their names in HLO.
     """
 
     step_s: float
@@ -60,6 +61,7 @@ class Prediction:
     exposed_s: float
     peak_bytes: int
     bound_s: float = 0.0
+    launches: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, repr=False)

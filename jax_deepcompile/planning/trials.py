@@ -112,6 +112,7 @@ def prediction_of(simulation: Simulation, peak: int) -> Prediction:
         simulation.exposed_communication_s,
         peak,
         simulation.bound_s,
+        tuple(sorted(simulation.launches.items())),
     )
 
 

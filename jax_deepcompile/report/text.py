@@ -145,7 +145,10 @@ def _collectives(sharded: Program, planned: Planned | None) -> list[str]:
             size[key] += trips * sum(full_bytes(atom.aval) for atom in atoms)
     lines = [f"  {key}: {count[key]} a step, {size_text(size[key])}" for key in sorted(count)]
     stage = "before planning" if planned is None else "as planned, before XLA joins any"
-    return [f"collectives, {stage}:", *(lines or ["  none"])]
+    expected = None if planned is None else planned.plan.prediction
+    launched = ", ".join(f"{number} {kind}" for kind, number in expected.launches) if expected else ""
+    compiled = [f"collectives a step, as compiled: {launched}"] * bool(launched)
+    return [*compiled, f"collectives, {stage}:", *(lines or ["  none"])]
 
 
 def _executions(jaxpr: Any, trips: int) -> Iterator[tuple[Any, int]]:

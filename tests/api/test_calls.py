@@ -451,7 +451,15 @@ def test_a_manual_region_that_divides_in_another_order():
         step(create(), batch())
 
 
-@pytest.mark.parametrize("annotate", [jax.lax.with_sharding_constraint, jax.device_put])
+def jit_takes(y, sharding):
+    return jax.jit(lambda y: y * 1, in_shardings=sharding)(y)
+
+
+def jit_returns(y, sharding):
+    return jax.jit(lambda y: y * 1, out_shardings=sharding)(y)
+
+
+@pytest.mark.parametrize("annotate", [jax.lax.with_sharding_constraint, jax.device_put, jit_takes, jit_returns])
 @pytest.mark.parametrize("shape", [{"fsdp": 8}, {"fsdp": 1}])
 def test_constraints_by_axes_that_the_mesh_lacks_are_left_out(shape, annotate, expected):
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

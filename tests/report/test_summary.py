@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax
@@ -185,6 +186,32 @@ def test_collectives_are_counted_of_the_program_that_runs():
         assert "collectives, as planned, before XLA joins any:" in traced.explain()
     assert counted[None] == "  all_gather over fsdp: 1 a step, 16.0 KiB"
     assert counted[()] == "  all_gather over fsdp: 4 a step, 64.0 KiB"
+
+
+@pytest.mark.h100_aot
+def test_collectives_are_counted_as_compiled():
+    """XLA joins what the planned program has one by one: here all weights' gathers."""
+
+    def step(params, batch):
+        def loss(params):
+            hidden = batch
+            for weights in params:
+                hidden = jnp.tanh(hidden @ weights)
+            return jnp.mean(hidden**2)
+
+        return [weights - 0.1 * grad for weights, grad in zip(params, jax.grad(loss)(params), strict=True)], None
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3, jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    mesh = deepcompile.targets.h100(nodes=1).make_mesh((8,), ("fsdp",))
+    traced = deepcompile.shard(step, mesh).trace(*shapes)
+    compiled = traced.lower().compile().as_text()
+    (line,) = (line for line in traced.explain().splitlines() if line.startswith("collectives a step, as compiled: "))
+    told = dict(reversed(each.split()) for each in line.partition(": ")[2].split(", "))
+    kinds = ("all-gather", "reduce-scatter", "all-reduce")
+    launched = {kind: len(re.findall(rf" {kind}(?:-start)?\(", compiled)) for kind in kinds}
+    assert told == {kind: str(count) for kind, count in launched.items() if count}
+    assert launched["all-gather"] < 3
+    assert "  all_gather over fsdp: 3 a step" in traced.explain()
 
 
 @pytest.mark.pure
