@@ -25,7 +25,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.arguments import are_plain
+from jax_deepcompile.frontend.arguments import are_plain
 
 CALLS = 300
 

@@ -16,7 +16,7 @@ from experiments.config import Experiment, Train
 from experiments.metrics import metrics_path
 from experiments.settings import flatten, spell
 from experiments.values import ConfigError
-from jax_deepcompile.files import write_whole
+from jax_deepcompile.runtime.files import write_whole
 
 # A change of these is a different run; a change of the others (more steps, another log interval) is the same one.
 _SAME_ON_RESUME = ("model.", "data.", "optimizer.")

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 from tensorboardX import SummaryWriter
 
-from jax_deepcompile.files import write_whole
+from jax_deepcompile.runtime.files import write_whole
 
 Record = dict[str, float]
 

@@ -31,6 +31,7 @@ from experiments.bench.steps import MODELS, training_step
 from experiments.bench.systems import tokens
 from experiments.cpu_side_by_side import WORKLOADS
 
+LOOPS = ("scan", "while")
 COLLECTIVES = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "reduce_scatter")
 STEP_TOLERANCE = 0.005
 """The share by which a simulated step may differ: XLA's own threads take turns in another order each time."""
@@ -79,7 +80,9 @@ def described(traced: Any) -> dict[str, Any]:
         "digest": digest(traced.planned.jaxpr),
         "operations": sum(names.values()),
         "collectives": {name: names[name] for name in COLLECTIVES if names[name]},
-        "loops": sorted(str(eqn.params.get("length", "while")) for eqn in eqns if eqn.primitive.name in ("scan", "while")),
+        "loops": sorted(
+            str(eqn.params.get("length", "while")) for eqn in eqns if eqn.primitive.name in ("scan", "while")
+        ),
         "options": {name: str(value) for name, value in plan.options},
         "step_s": None if expected is None else expected.step_s,
         "peak_bytes": None if expected is None else expected.peak_bytes,
@@ -109,9 +112,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     found = []
     for key in before.keys() | after.keys():
         old, new = before.get(key), after.get(key)
-        if key == "step_s" and old is not None and new is not None:
-            if abs(new - old) <= STEP_TOLERANCE * old:
-                continue
+        if key == "step_s" and old is not None and new is not None and abs(new - old) <= STEP_TOLERANCE * old:
+            continue
         if key == "peak_bytes" and before["digest"] == after["digest"]:
             continue
         if old != new:

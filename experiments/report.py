@@ -12,7 +12,7 @@ import jax
 from experiments.config import Experiment
 from experiments.data import Text
 from experiments.metrics import Record
-from jax_deepcompile.files import write_whole
+from jax_deepcompile.runtime.files import write_whole
 
 _MEAN_OVER_STEPS = 10  # one batch's loss says little about the model
 

@@ -11,7 +11,7 @@ import jax
 
 
 class Watch(Protocol):
-    """Who ends the process where a signal is not answered; see ``jax_deepcompile.interrupts``."""
+    """Who ends the process where a signal is not answered; see ``jax_deepcompile.runtime.interrupts``."""
 
     waits_for: str | None
 

@@ -10,20 +10,21 @@ Put ``@jax_deepcompile.shard`` on a single-device Flax train step and it trains 
         return state, metrics
 """
 
-from jax_deepcompile import errors, targets
+from jax_deepcompile import errors
 from jax_deepcompile.api import ShardedStep, shard
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.judge import simulate
+from jax_deepcompile.costs.simulate import simulate
+from jax_deepcompile.lowering import targets
 from jax_deepcompile.partition.rules.registry import REGISTRY
-from jax_deepcompile.planning.delay_reductions import DelayReductions
-from jax_deepcompile.planning.depths import DeepenLoops
-from jax_deepcompile.planning.keep_activations import KeepActivations
-from jax_deepcompile.planning.overlap import OverlapMicrobatches
-from jax_deepcompile.planning.plan import Plan
-from jax_deepcompile.planning.proposals import BucketCollectives, PipelineLoops
-from jax_deepcompile.planning.straight_line import PrefetchGathers, ReduceInOrder, UnshardStraightLine
-from jax_deepcompile.planning.unshard import Unshard
-from jax_deepcompile.planning.unshard_microbatches import UnshardMicrobatches
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
+from jax_deepcompile.planner.strategies.delay_reductions import DelayReductions
+from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
+from jax_deepcompile.planner.strategies.overlap_microbatches import OverlapMicrobatches
+from jax_deepcompile.planner.strategies.pipeline_loops import BucketCollectives, PipelineLoops
+from jax_deepcompile.planner.strategies.straight_line import PrefetchGathers, ReduceInOrder, UnshardStraightLine
+from jax_deepcompile.planner.strategies.unshard import Unshard
+from jax_deepcompile.planner.strategies.unshard_microbatches import UnshardMicrobatches
 
 register_rule = REGISTRY.register
 """Decorates ``rule(eqn) -> OpRule`` as the partitioning rule of the primitives named; see ``partition.rules.base``."""

@@ -14,29 +14,30 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import is_tracing
-from jax_deepcompile.arguments import are_plain, join_rows, place, refuse_deleted, shapes_only
-from jax_deepcompile.binding import Creation, PureCall, bind
+from jax_deepcompile.compiler import Launch, OtherShapes, Prepared, Programs
 from jax_deepcompile.costs.devices import as_if_here, machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.frontend.arguments import are_plain, join_rows, place, refuse_deleted, shapes_only
+from jax_deepcompile.frontend.call import Creation, PureCall, bind
+from jax_deepcompile.frontend.meshes import AxisNames, MeshUse, resolve_mesh
+from jax_deepcompile.frontend.roles import Roles
+from jax_deepcompile.frontend.trace import function_name, trace_init
+from jax_deepcompile.ir.placement import attached
 from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
-from jax_deepcompile.meshes import AxisNames, MeshUse, attached, resolve_mesh
 from jax_deepcompile.methods import BoundStep
 from jax_deepcompile.options import check_options
 from jax_deepcompile.partition.partition import partition_init
-from jax_deepcompile.planning.limits import MemoryLimit
-from jax_deepcompile.planning.pass_manager import AnyPass
-from jax_deepcompile.planning.plan import Plan
-from jax_deepcompile.planning.session import Wishes
-from jax_deepcompile.processes import ALONE, Alone, processes_of
+from jax_deepcompile.planner.limits import MemoryLimit
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.search import AnyPass
+from jax_deepcompile.planner.session import Wishes
 from jax_deepcompile.profilers.take import Taken, take_profile
-from jax_deepcompile.programs import Launch, OtherShapes, Prepared, Programs
 from jax_deepcompile.report.summary import summary_of_step
 from jax_deepcompile.report.text import explain
-from jax_deepcompile.roles import Roles
+from jax_deepcompile.runtime.processes import ALONE, Alone, processes_of
 from jax_deepcompile.stages import LoweredStep, TracedStep
 from jax_deepcompile.summary import Summarized, Summary, Text
-from jax_deepcompile.tracing import function_name, trace_init
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 

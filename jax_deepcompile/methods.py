@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jax_deepcompile import errors
-from jax_deepcompile.binding import holds_objects
+from jax_deepcompile.frontend.call import holds_objects
 from jax_deepcompile.summary import Summarized, Summary
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from jax_deepcompile.api import ShardedStep
     from jax_deepcompile.costs.profile import Profile
-    from jax_deepcompile.planning.plan import Plan
+    from jax_deepcompile.planner.plan import Plan
     from jax_deepcompile.profilers.take import Taken
     from jax_deepcompile.stages import LoweredStep, TracedStep
     from jax_deepcompile.summary import Text

@@ -10,9 +10,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.planning.limits import refuse_unknown
-from jax_deepcompile.planning.pass_manager import AnyPass
-from jax_deepcompile.planning.plan import Plan
+from jax_deepcompile.planner.limits import refuse_unknown
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.search import AnyPass
 
 
 def check_options(fun: Any, options: Mapping[str, Any]) -> None:

@@ -11,9 +11,9 @@ import jax
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.partition.partition import Partitioned
-from jax_deepcompile.planning.limits import require_fit
-from jax_deepcompile.planning.plan import Plan
-from jax_deepcompile.planning.session import Planned
+from jax_deepcompile.planner.limits import require_fit
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.summary import summary_of_stage, summary_of_trace
 from jax_deepcompile.report.text import explain
 from jax_deepcompile.summary import Summarized, Summary, Text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jax_deepcompile.lowering.hlo_types import Array, Computation, Instruction, Module, leaves
+from jax_deepcompile.hlo.types import Array, Computation, Instruction, Module, leaves
 
 LAYER_SIZED_BYTES = 1 << 20
 """The gradients of norms, 32 KiB each, stay in buckets of their own: they are of another dtype."""

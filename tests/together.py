@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_deepcompile.processes import Processes
+from jax_deepcompile.runtime.processes import Processes
 
 
 class MemoryStore:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.values import nearest_name
-from jax_deepcompile.files import write_whole
+from jax_deepcompile.runtime.files import write_whole
 
 
 def run(

@@ -15,7 +15,8 @@ from experiments.gpu_suite.meshes import one_device_mesh
 from experiments.gpu_suite.sizes import Sizes
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.work import work_of
-from jax_deepcompile.lowering import hlo, opcodes
+from jax_deepcompile.hlo import opcodes
+from jax_deepcompile.hlo import reader as hlo
 from jax_deepcompile.profilers import take_profile
 from models.llama import Layer, LlamaConfig
 

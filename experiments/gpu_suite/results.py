@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.gpu_suite.cases import Row
-from jax_deepcompile.files import write_whole
+from jax_deepcompile.runtime.files import write_whole
 
 FORMAT = 1
 """Of the JSON text."""

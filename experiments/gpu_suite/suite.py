@@ -19,7 +19,7 @@ from experiments.gpu_suite.results import Results, SectionResult, section_of
 from experiments.gpu_suite.sizes import Budgets, Sizes, full
 from experiments.gpu_suite.summary import summary
 from experiments.gpu_suite.worker import section_module
-from jax_deepcompile.files import write_whole
+from jax_deepcompile.runtime.files import write_whole
 
 FACTS_S = 60.0
 """For finding out what the machine is: JAX loads CUDA."""

@@ -10,7 +10,7 @@ from experiments.gpu_suite.cases import Row
 from experiments.gpu_suite.results import Results
 from jax_deepcompile.costs.entries import CopyDirection
 from jax_deepcompile.costs.tables import CopyTime, KernelTable, KernelTime, MatmulTime
-from jax_deepcompile.files import write_whole
+from jax_deepcompile.runtime.files import write_whole
 
 
 def kernel_table(results: Results) -> KernelTable:

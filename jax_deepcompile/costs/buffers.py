@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jax_deepcompile.costs.dataflow import Flow, Place
 from jax_deepcompile.costs.schedule import Schedule
-from jax_deepcompile.lowering.hlo import Array, Index, Instruction, Module, leaves
+from jax_deepcompile.hlo.reader import Array, Index, Instruction, Module, leaves
 
 
 @dataclass(frozen=True)

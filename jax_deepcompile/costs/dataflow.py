@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from jax_deepcompile.lowering import opcodes
-from jax_deepcompile.lowering.hlo import Array, Computation, Index, Instruction, Module, Shape, at, leaves
+from jax_deepcompile.hlo import opcodes
+from jax_deepcompile.hlo.reader import Array, Computation, Index, Instruction, Module, Shape, at, leaves
 
 _VIEWS = frozenset({"bitcast", "opt-barrier", "optimization-barrier", "add-dependency", "domain"})
 _IN_PLACE = frozenset({"dynamic-update-slice", "scatter"})

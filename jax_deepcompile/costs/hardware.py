@@ -139,7 +139,7 @@ H100_SXM = Hardware(
     # 720 of 989 TFLOP/s for bf16 GEMMs of training, where the clock gives way at 700 W, less 3 % for their shapes:
     # https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training
     matmul_fraction=0.70,
-    memory_bytes=84_942_979_072,  # device_memory_size of lowering/h100_sxm.txtpb, as the driver reports it
+    memory_bytes=84_942_979_072,  # device_memory_size of lowering/gpus/h100_sxm.txtpb, as the driver reports it
     memory_bytes_per_s=3.35 * TERA,  # data sheet, HBM3
     memory_fraction=0.85,  # 84 % for coalesced loads: https://mikamirai.com/blog/gpu-memory-bandwidth
     # 3.8 us between short kernels of 2.9 us: https://developer.nvidia.com/blog/cuda-graphs
@@ -148,7 +148,7 @@ H100_SXM = Hardware(
     # PCIe 5 x16: 63 GB/s each way; bandwidthTest reaches 55 from pinned memory
     to_host_bytes_per_s=55 * GIGA,
     from_host_bytes_per_s=55 * GIGA,
-    cudnn_version=91000,  # dnn_version of lowering/h100_sxm.txtpb, for which XLA compiles
+    cudnn_version=91000,  # dnn_version of lowering/gpus/h100_sxm.txtpb, for which XLA compiles
 )
 
 H200_SXM = Hardware(
@@ -156,14 +156,14 @@ H200_SXM = Hardware(
     matmul_flops_per_s=_HOPPER_FLOPS,  # the same chip: https://www.nvidia.com/en-us/data-center/h200
     vector_flops_per_s=66.9 * TERA,
     matmul_fraction=0.70,  # these and the figures of kernels and copies: as of the H100, whose chip and board it has
-    memory_bytes=151_397_597_184,  # device_memory_size of lowering/h200_sxm.txtpb
+    memory_bytes=151_397_597_184,  # device_memory_size of lowering/gpus/h200_sxm.txtpb
     memory_bytes_per_s=4.8 * TERA,  # data sheet, HBM3e
     memory_fraction=0.85,
     kernel_launch_s=0.9 * MICRO,
     shortest_kernel_s=2.9 * MICRO,
     to_host_bytes_per_s=55 * GIGA,
     from_host_bytes_per_s=55 * GIGA,
-    cudnn_version=91000,  # dnn_version of lowering/h200_sxm.txtpb
+    cudnn_version=91000,  # dnn_version of lowering/gpus/h200_sxm.txtpb
 )
 
 CPU_HOST = Hardware(

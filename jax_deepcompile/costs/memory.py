@@ -11,7 +11,7 @@ from jax_deepcompile.costs.buffers import Value, buffers_of
 from jax_deepcompile.costs.packing import Block, packed_bytes
 from jax_deepcompile.costs.schedule import schedule_of
 from jax_deepcompile.costs.sharing import overwrite
-from jax_deepcompile.lowering.hlo import Module
+from jax_deepcompile.hlo.reader import Module
 
 _POINTER_BYTES = 8
 

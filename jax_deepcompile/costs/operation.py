@@ -8,8 +8,8 @@ from enum import StrEnum
 from jax_deepcompile.costs.collective_bytes import sent_bytes
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.work import results_of, work_of, written_bytes
-from jax_deepcompile.lowering import opcodes, replica_groups
-from jax_deepcompile.lowering.hlo import Computation, Instruction, Module, bytes_of, leaves
+from jax_deepcompile.hlo import opcodes, replica_groups
+from jax_deepcompile.hlo.reader import Computation, Instruction, Module, bytes_of, leaves
 
 
 class Queue(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jax_deepcompile.lowering.hlo import Computation, Instruction, Module
+from jax_deepcompile.hlo.reader import Computation, Instruction, Module
 
 NESTING = ("while", "conditional", "call")
 """Operations that run computations whose values have buffers of their own; those of a fusion stay in registers."""

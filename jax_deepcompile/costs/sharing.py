@@ -13,8 +13,8 @@ from dataclasses import replace
 from jax_deepcompile.costs.buffers import Buffer, Value
 from jax_deepcompile.costs.dataflow import Place
 from jax_deepcompile.costs.schedule import Schedule
-from jax_deepcompile.lowering import opcodes
-from jax_deepcompile.lowering.hlo import BITS, Array, Computation, Index, Instruction, Module, at
+from jax_deepcompile.hlo import opcodes
+from jax_deepcompile.hlo.reader import BITS, Array, Computation, Index, Instruction, Module, at
 
 _POINTWISE = opcodes.ELEMENTWISE | opcodes.TRANSCENDENTAL
 

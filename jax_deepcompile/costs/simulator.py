@@ -15,9 +15,9 @@ from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.memory import memory_of
 from jax_deepcompile.costs.operation import Queue, Stream, Timing, timing_of
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation, Totals
-from jax_deepcompile.lowering import opcodes
-from jax_deepcompile.lowering.hlo import Computation, Instruction, Module
-from jax_deepcompile.lowering.trip_counts import trip_count
+from jax_deepcompile.hlo import opcodes
+from jax_deepcompile.hlo.reader import Computation, Instruction, Module
+from jax_deepcompile.hlo.trip_counts import trip_count
 
 __all__ = ["Event", "Loop", "Simulation", "Totals", "simulate"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile.analysis.work import attention_flops
-from jax_deepcompile.lowering import opcodes
-from jax_deepcompile.lowering.hlo import Array, Computation, Instruction, Module, Shape, bytes_of, leaves
+from jax_deepcompile.hlo import opcodes
+from jax_deepcompile.hlo.reader import Array, Computation, Instruction, Module, Shape, bytes_of, leaves
 
 _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 _VIEWS = frozenset({"bitcast", "get-tuple-element"})

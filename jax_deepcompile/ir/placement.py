@@ -28,6 +28,21 @@ def around(mesh: AnyMesh) -> contextlib.AbstractContextManager:
     return jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
 
 
+def attached(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether programs for ``mesh`` can run in this process."""
+    if isinstance(mesh, AbstractMesh):
+        return False
+    first = mesh.devices.flat[0]
+    return any(first is device for device in jax.devices(first.platform)) if _has_backend(first.platform) else False
+
+
+def _has_backend(platform: str) -> bool:
+    try:
+        return bool(jax.devices(platform))
+    except RuntimeError:
+        return False
+
+
 AxisPlacement = int
 """The dimension split over one axis (>= 0), ``REPLICATE`` or ``PARTIAL``."""
 

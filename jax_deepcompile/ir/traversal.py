@@ -83,8 +83,8 @@ def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
     A checkpointed region of the backward pass (``remat2``) becomes an optimization barrier around its inputs followed
     by its equations, which is what JAX lowers it to: the barrier keeps XLA from merging the recomputation with the
-    forward pass. Shardings given to ``jit`` become a ``device_put`` to them. Custom derivative rules have done their work
-    by the time a step is traced.
+    forward pass. Shardings given to ``jit`` become a ``device_put`` to them. Custom derivative rules have done their
+    work by the time a step is traced.
 
     Before::
 
@@ -152,7 +152,7 @@ class _Inliner:
         return self._annotated(self._walk(body, known, located), eqn.params.get("out_shardings", ()), located)
 
     def _annotated(self, atoms: list, shardings: Sequence, located: jex.JaxprEqn) -> list:
-        """``atoms`` as ``device_put`` leaves them where the user gave ``jit`` a sharding: nothing moves, it is known."""
+        """``atoms`` as ``device_put`` leaves them where the user gave ``jit`` a sharding: known, not moved."""
         given = [index for index, sharding in enumerate(shardings) if isinstance(sharding, jax.sharding.Sharding)]
         if not given:
             return atoms

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_line
+from jax_deepcompile.hlo.opcodes import CONTROL, FREE, split
+from jax_deepcompile.hlo.trip_counts import trip_count
+from jax_deepcompile.hlo.types import Array, Computation, Instruction, Module
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import nested_jaxprs
-from jax_deepcompile.lowering.hlo_types import Array, Computation, Instruction, Module
-from jax_deepcompile.lowering.opcodes import CONTROL, FREE, split
-from jax_deepcompile.lowering.trip_counts import trip_count
 
 _LOOPS = {"scan": "while"}
 """Primitives whose lowering goes by another name."""

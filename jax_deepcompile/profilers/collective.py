@@ -16,8 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile.costs.entries import CollectiveFit, CollectiveKind, analytical
-from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.meshes import attached
+from jax_deepcompile.ir.placement import AnyMesh, attached
 from jax_deepcompile.profilers.memory import device_bytes
 from jax_deepcompile.profilers.probes import NOT_ATTACHED, ProbeLimits, fit_or_fall_back
 from jax_deepcompile.profilers.timing import median_seconds

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile.costs.entries import CopyDirection, CopyFit, analytical
-from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.meshes import attached
+from jax_deepcompile.ir.placement import AnyMesh, attached
 from jax_deepcompile.profilers.probes import NOT_ATTACHED, ProbeLimits, fit_or_fall_back
 from jax_deepcompile.profilers.timing import timed
 

@@ -9,9 +9,8 @@ from jax.sharding import Mesh
 
 from jax_deepcompile.costs.entries import MemoryFigures, Method, Source, analytical
 from jax_deepcompile.costs.memory import memory_of
-from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.lowering.hlo import read
-from jax_deepcompile.meshes import attached
+from jax_deepcompile.hlo.reader import read
+from jax_deepcompile.ir.placement import AnyMesh, attached
 from jax_deepcompile.profilers.probes import NOT_ATTACHED
 from jax_deepcompile.profilers.timing import measured
 

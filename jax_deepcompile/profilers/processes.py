@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.processes import processes_of
+from jax_deepcompile.runtime.processes import processes_of
 
 
 def of_first_process(profile: Profile | None, mesh: AnyMesh) -> Profile | None:

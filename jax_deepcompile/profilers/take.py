@@ -9,10 +9,9 @@ from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.entries import OpTime, StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.hlo import reader as hlo
+from jax_deepcompile.ir.placement import AnyMesh, attached
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering import hlo
-from jax_deepcompile.meshes import attached
 from jax_deepcompile.profilers.attribution import executed_ops
 from jax_deepcompile.profilers.collective import measure_collectives
 from jax_deepcompile.profilers.copies import measure_copies

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.planning.plan import Plan, Prediction, Record
-from jax_deepcompile.planning.session import Planned
+from jax_deepcompile.planner.plan import Plan, Prediction, Record
+from jax_deepcompile.planner.session import Planned
 
 _GIB = 1 << 30
 _EACH = 8

@@ -6,8 +6,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.partition.partition import Partitioned
-from jax_deepcompile.planning.session import Planned
-from jax_deepcompile.planning.shown import planned_rows
+from jax_deepcompile.planner.session import Planned
+from jax_deepcompile.planner.shown import planned_rows
 from jax_deepcompile.report.text import arguments
 from jax_deepcompile.summary import Summary, axes_text
 

@@ -19,7 +19,7 @@ from jax_deepcompile.partition.partition import Partitioned
 from jax_deepcompile.partition.reshard import MoveKind, full_bytes, plan_moves
 from jax_deepcompile.partition.rules.regions import unmet_annotations
 from jax_deepcompile.partition.state import LeafChoice
-from jax_deepcompile.planning.session import Planned
+from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.planning import explain_plan
 from jax_deepcompile.summary import Text, axes_text, size_text
 

@@ -9,7 +9,7 @@ from jax import lax
 
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import SplitBody, split_body
-from tests.passes.programs import WIDTH, sharded, stack_loss, stack_shapes
+from tests.transforms.programs import WIDTH, sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
 

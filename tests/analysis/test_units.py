@@ -15,7 +15,7 @@ from jax_deepcompile.analysis.leading import collectives_along_leading_dimension
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.analysis.stacks import stacked_reductions
-from tests.passes.programs import sharded, stack_loss, stack_shapes
+from tests.transforms.programs import sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
 

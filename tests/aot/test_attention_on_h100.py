@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile import cli
-from jax_deepcompile.lowering.hlo import read
+from jax_deepcompile.cli import main as cli
+from jax_deepcompile.hlo.reader import read
 from tests.schedules import instructions
 
 pytestmark = [pytest.mark.h100_aot, pytest.mark.xdist_group("attention on H100s")]

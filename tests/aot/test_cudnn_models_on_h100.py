@@ -12,7 +12,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.lowering.hlo import read
+from jax_deepcompile.hlo.reader import read
 from models import llama, mixtral
 from tests.schedules import instructions
 

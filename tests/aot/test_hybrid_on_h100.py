@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.lowering import replica_groups
+from jax_deepcompile.hlo import replica_groups
+from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.lowering.hlo import read
-from tests.passes.programs import sharded, stack_loss, stack_shapes
 from tests.schedules import instructions
+from tests.transforms.programs import sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.h100_aot
 

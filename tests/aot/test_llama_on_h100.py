@@ -1,6 +1,6 @@
 """A plain Llama train step, fully sharded, compiled by the real XLA:GPU compiler for 32 H100s: what it moves and takes.
 
-What planning makes of it is tested in ``tests/planning/test_planner.py``.
+What planning makes of it is tested in ``tests/planner/test_planner.py``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from jax import lax
 import jax_deepcompile as deepcompile
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.passes.pipeline_loops import choose_schedules, pipeline_loops
+from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
 from tests.partition.steps import shapes, training_step
 
 pytestmark = pytest.mark.h100_aot

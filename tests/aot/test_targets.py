@@ -118,7 +118,7 @@ def test_the_compiler_may_be_where_other_programs_do_not_find_it(tmp_path):
         sys.prefix, sys.modules["jax_plugins"] = {prefix!r}, None
         import jax, jax.numpy as jnp
         import jax_deepcompile as deepcompile
-        from jax_deepcompile import cuda_compiler
+        from jax_deepcompile.lowering import cuda_compiler
         if {installed}:
             folder = cuda_compiler.folder() / "jax_plugins"
             folder.mkdir(parents=True)
@@ -140,7 +140,7 @@ def test_what_is_missing_is_named(monkeypatch):
     def missing(*_):
         raise ImportError("neither jax-cuda12-pjrt nor jax-cuda13-pjrt is installed")
 
-    monkeypatch.setattr("jax_deepcompile.targets.cuda_topology_devices", missing)
+    monkeypatch.setattr("jax_deepcompile.lowering.targets.cuda_topology_devices", missing)
     sentence = (
         r"h100 GPUs that are not here .*pip install 'jax-deepcompile\[h100\]'` and `deepcompile install-compiler`"
         r".*neither jax-cuda12-pjrt"

@@ -74,9 +74,9 @@ def test_no_device_ever_holds_the_state_whole():
     sharded = deepcompile.shard(lambda state, x: (jax.tree.map(lambda leaf: leaf + x.sum(), state), 0.0))
     state = sharded.init(create_big, jax.random.key(3))
     np.testing.assert_array_equal(state["w"][0], jax.random.normal(jax.random.split(jax.random.key(3), 4)[0], big))
+    from jax_deepcompile.frontend.trace import trace_init
     from jax_deepcompile.lowering.emit import emit
     from jax_deepcompile.partition.partition import partition_init
-    from jax_deepcompile.tracing import trace_init
 
     use = sharded._use
     traced = trace_init(create_big, (jax.random.key(3),), {}, use.axes)

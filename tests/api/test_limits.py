@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.planning import limits, session
+from jax_deepcompile.planner import limits, session
 from tests.api.steps import assert_equal, batch, create, step
 
 pytestmark = pytest.mark.cpu_mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.hardware import Hardware, Network
-from jax_deepcompile.lowering import hlo
+from jax_deepcompile.hlo import reader as hlo
 
 ROUND = Hardware(
     name="round numbers",

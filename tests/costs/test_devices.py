@@ -42,7 +42,7 @@ def test_a_kind_has_its_table(kind, hardware):
 
 @pytest.mark.parametrize(("target", "hardware"), [("h100", H100_SXM), ("h200", H200_SXM)])
 def test_jax_is_told_of_the_cudnn_that_xla_compiles_for(target, hardware):
-    text = resources.files("jax_deepcompile.lowering").joinpath(f"{target}_sxm.txtpb").read_text()
+    text = resources.files("jax_deepcompile.lowering").joinpath("gpus", f"{target}_sxm.txtpb").read_text()
     major, minor, patch = map(
         int, re.findall(r"dnn_version_info \{ major: (\d+) minor: (\d+) patch: (\d+) \}", text)[0]
     )

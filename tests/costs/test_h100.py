@@ -19,7 +19,7 @@ from jax_deepcompile.costs.hardware import Network
 from jax_deepcompile.costs.memory import memory_of
 from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.simulator import Simulation, simulate
-from jax_deepcompile.lowering import hlo
+from jax_deepcompile.hlo import reader as hlo
 from jax_deepcompile.lowering.compile import compile_options
 from models import gpt2, llama, mixtral
 

@@ -31,8 +31,8 @@ from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.simulation import Event, Simulation, Totals
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.planning.session import Wishes, plan_program
-from tests.passes.programs import sharded, stack_loss, stack_shapes
+from jax_deepcompile.planner.session import Wishes, plan_program
+from tests.transforms.programs import sharded, stack_loss, stack_shapes
 
 MEASURED = Source(Method.MEASURED, "2026-11-21", 5)
 FIT = LinearFit(1e-3, 1e-9, 0.0, ((1024, 1e-3), (1 << 20, 2e-3)))

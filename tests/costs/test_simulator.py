@@ -7,7 +7,8 @@ import pytest
 from jax_deepcompile import errors
 from jax_deepcompile.costs.operation import Queue, Stream
 from jax_deepcompile.costs.simulator import simulate
-from jax_deepcompile.lowering import hlo, opcodes
+from jax_deepcompile.hlo import opcodes
+from jax_deepcompile.hlo import reader as hlo
 from tests.costs.snippets import ADDER, COSTS, GROUPS, module
 
 pytestmark = pytest.mark.pure

@@ -16,12 +16,12 @@ from flax.training.train_state import TrainState
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.passes.delay_reductions import DelayedReductions, find_terms
-from jax_deepcompile.passes.keep_activations import KeptActivations
-from jax_deepcompile.passes.pipeline_loops import choose_schedules
-from jax_deepcompile.planning.apply import apply_gathers, apply_kept
-from jax_deepcompile.planning.plan import Plan
-from jax_deepcompile.planning.turns import find_turns
+from jax_deepcompile.planner.apply import apply_gathers, apply_kept
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.recomputation import find_turns
+from jax_deepcompile.transforms.delay_reductions import DelayedReductions, find_terms
+from jax_deepcompile.transforms.keep_activations import KeptActivations
+from jax_deepcompile.transforms.pipeline_loops import choose_schedules
 from models import llama
 from tests.equality.harness import assert_close
 

@@ -190,7 +190,7 @@ def test_signals_end_the_command_with_their_exit_codes(tmp_path):
     folder = tmp_path / "run"
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 4000)
-    command = [sys.executable, "-c", "import sys; from jax_deepcompile.cli import main; sys.exit(main())"]
+    command = [sys.executable, "-c", "import sys; from jax_deepcompile.cli.main import main; sys.exit(main())"]
     command += ["train", "tiny_llama", "--data", str(text), "--out", str(folder)]
 
     def signalled(number: signal.Signals, when) -> tuple[int, float, str]:

@@ -10,7 +10,7 @@ from jax import lax
 from jax_deepcompile._jax_compat import bind, name_path, user_source
 from jax_deepcompile.ir.retrace import replace_equations
 from jax_deepcompile.ir.traversal import equations
-from tests.passes.programs import sharded
+from tests.transforms.programs import sharded
 
 pytestmark = pytest.mark.pure
 

@@ -10,10 +10,10 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.frontend.trace import trace_init
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.partition.partition import partition_init
 from jax_deepcompile.stages import TracedStep
-from jax_deepcompile.tracing import trace_init
 from tests.partition.steps import (
     BATCH,
     FLAT,

@@ -8,8 +8,8 @@ import re
 import jax
 import pytest
 
+from jax_deepcompile.hlo import reader as hlo
 from jax_deepcompile.ir.traversal import equations
-from jax_deepcompile.lowering import hlo
 from jax_deepcompile.profilers import attribution
 from jax_deepcompile.profilers.attribution import ExecutedOp, executed_ops
 from tests.profilers import steps

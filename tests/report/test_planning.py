@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jax_deepcompile.passes.prefetch import Prefetch
-from jax_deepcompile.planning.plan import Plan, Prediction, Record
-from jax_deepcompile.planning.session import Planned
+from jax_deepcompile.planner.plan import Plan, Prediction, Record
+from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.planning import explain_plan
+from jax_deepcompile.transforms.prefetch import Prefetch
 
 pytestmark = pytest.mark.pure
 

@@ -1,0 +1,76 @@
+"""Any step, compiled or traced, judged by the same rule: what it would take on the hardware it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+from jax.sharding import Mesh
+
+from jax_deepcompile.costs.combining import Thresholds
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.measured import costs_of
+from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.costs.program_simulation import simulate_program
+from jax_deepcompile.costs.simulation import Simulation
+from jax_deepcompile.costs.simulator import simulate as simulate_module
+from jax_deepcompile.hlo.reader import read
+from jax_deepcompile.ir.program import Program
+
+
+@runtime_checkable
+class HasText(Protocol):
+    """What XLA compiled: a ``jax.stages.Compiled``, or a ``CompiledStep``."""
+
+    def as_text(self) -> str | None: ...
+
+
+class HasOptions(Protocol):
+    """What XLA is to be told: a ``Plan``."""
+
+    def compiler_options(self) -> Mapping[str, bool | int | str | bytes]: ...
+
+
+class HasProgram(Protocol):
+    """What is still to be compiled: a ``TracedStep``."""
+
+    @property
+    def planned(self) -> Program: ...
+
+    def plan(self) -> HasOptions: ...
+
+
+def simulate(step: HasText | HasProgram, mesh: Mesh, profile: Profile | None = None) -> Simulation:
+    """Simulates one execution of a step: of a compiled one from its scheduled HLO, of a traced one from its program.
+
+    A compiled step is played in the order that XLA chose. A traced one is planned, and its program played with
+    collectives begun as early as their operands and the network allow, whatever memory that takes, and kernels that XLA
+    has yet to fuse: it ranks programs before they are compiled, and its seconds are not those of the compiled step. The
+    result's ``is_scheduled`` says which it is, and so does its text.
+
+    Args:
+      step: compiled by ``jax.jit`` or by this package, or traced by ``ShardedStep.trace``; for the devices of
+        ``mesh``, which need not be attached.
+      mesh: tells the kind of the devices and which of them share a node.
+      profile: measured times, which go before those of the tables: of collectives and copies, and, if it was taken of
+        this step, of its kernels.
+
+    Returns:
+      Seconds a step, of compute, of communication and of it exposed, with the timeline; see ``Simulation``.
+
+    Raises:
+      MalformedHloError: the text is no scheduled HLO module.
+      ProfileMismatchError: the profile is of other devices.
+    """
+    play, costs = _player(step), costs_of(mesh, profile)
+    played = play(costs)
+    calibrated = costs.calibrated(played)
+    return played if calibrated is costs else play(calibrated)
+
+
+def _player(step: HasText | HasProgram) -> Callable[[CostModel], Simulation]:
+    if isinstance(step, HasText):
+        return partial(simulate_module, read(step.as_text() or ""))
+    thresholds = Thresholds.of_options(step.plan().compiler_options())
+    return partial(simulate_program, step.planned, thresholds=thresholds)

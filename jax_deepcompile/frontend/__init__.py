@@ -1,0 +1,1 @@
+"""From the user's call to a program in the global view."""

@@ -1,0 +1,1 @@
+"""Rewrites that leave fewer forms for the partitioner to know; one a file."""

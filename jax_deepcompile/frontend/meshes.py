@@ -1,0 +1,113 @@
+"""What a user may give for a mesh, and which of its axes do what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jax_deepcompile import errors
+from jax_deepcompile.costs.devices import network_of
+from jax_deepcompile.ir.placement import MeshAxes
+
+AxisNames = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class MeshUse:
+    """A mesh and what its axes are used for.
+
+    Attributes:
+      mesh: all of its axes automatic; ``shard_map`` makes those of ``axes`` manual.
+      axes: the axes the step is partitioned over, in mesh order; any further axis is left to XLA.
+      state: the axes state is split over.
+      batch: the axes the batch is split over: all of ``axes``.
+    """
+
+    mesh: Mesh | AbstractMesh
+    axes: MeshAxes
+    state: tuple[str, ...]
+    batch: tuple[str, ...]
+
+    @property
+    def platform(self) -> str:
+        """``cuda``, ``cpu`` and so on: of the devices, or of JAX's own where the mesh has none."""
+        if isinstance(self.mesh, AbstractMesh):
+            return jax.default_backend()
+        platform = self.mesh.devices.flat[0].platform
+        return "cuda" if platform == "gpu" else platform
+
+
+def resolve_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int] | None, fsdp_axes: AxisNames, data_axes: AxisNames):
+    """The mesh to use and the use of its axes.
+
+    Args:
+      mesh: a mesh; or its shape, such as ``{"data": 2, "fsdp": 4}``; or None for every device along one axis "fsdp".
+      fsdp_axes: axes that split the state and the batch. A mesh with a single axis uses it, whatever its name.
+      data_axes: axes that split the batch and replicate the state, where the mesh has them.
+
+    Raises:
+      MeshAxisError: the mesh lacks an axis of ``fsdp_axes``.
+      MeshShapeError: a shape has no axes, or one of a size that is no positive whole number.
+      MeshTooLargeError: a shape asks for more devices than there are.
+    """
+    mesh = _with_automatic_axes(_build(mesh, fsdp_axes))
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    state = _names(fsdp_axes)
+    if state == ("fsdp",) and "fsdp" not in sizes and len(sizes) == 1:
+        state = tuple(sizes)
+    for name in state:
+        if name not in sizes:
+            raise errors.MeshAxisError(name, sizes, "fsdp_axes")
+    data = tuple(name for name in _names(data_axes) if name in sizes)
+    if data_axes != "data" and len(data) != len(_names(data_axes)):
+        missing = next(name for name in _names(data_axes) if name not in sizes)
+        raise errors.MeshAxisError(missing, sizes, "data_axes")
+    used = tuple(name for name in sizes if name in (*state, *data))
+    axes = MeshAxes(used, tuple(sizes[name] for name in used), latency_bytes=_latency_bytes(mesh))
+    return MeshUse(mesh, axes, tuple(name for name in used if name in state), used)
+
+
+def _latency_bytes(mesh: Mesh | AbstractMesh) -> float:
+    """What a device could send while a collective over all of ``mesh`` begins; 0 without a network."""
+    if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform not in ("cuda", "gpu"):
+        return 0.0
+    network = network_of(mesh.devices.flat)
+    group = (mesh.size, min(mesh.size, network.gpus_per_node))
+    return network.ring_s(*group) * network.bus_bytes_per_s(*group)
+
+
+def _names(names: AxisNames) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _build(mesh, fsdp_axes: AxisNames) -> Mesh | AbstractMesh:
+    if isinstance(mesh, (Mesh, AbstractMesh)):
+        return mesh
+    shape = dict(mesh) if mesh is not None else {_names(fsdp_axes)[0]: jax.device_count()}
+    _refuse_no_shape(shape)
+    needed = math.prod(shape.values())
+    if needed > jax.device_count():
+        raise errors.MeshTooLargeError(shape, needed, jax.device_count(), jax.devices()[0].platform)
+    devices = np.array(jax.devices()[:needed]).reshape(tuple(shape.values()))
+    return Mesh(devices, tuple(shape))
+
+
+def _refuse_no_shape(shape: Mapping) -> None:
+    for axis, size in shape.items():
+        if not (isinstance(axis, str) and axis) or isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise errors.MeshShapeError(shape, axis, size, jax.device_count())
+    if not shape:
+        raise errors.MeshShapeError(shape, None, None, jax.device_count())
+
+
+def _with_automatic_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """``jax.make_mesh`` makes explicit axes by default; what is explicit here is what partitioning derives."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)

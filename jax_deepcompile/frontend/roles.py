@@ -1,0 +1,276 @@
+"""What each argument of a step is: state, batch, or neither."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jax_deepcompile import errors
+from jax_deepcompile.frontend.arguments import examples, may_be_rows
+from jax_deepcompile.frontend.call import PureCall, PureStep
+from jax_deepcompile.frontend.signature import Signature, input_ports
+from jax_deepcompile.frontend.state_matching import Returned, returned_anew
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the user said of it.
+
+    Attributes:
+      state: positions among the parameters of the user's step of those that are state; None if that is to be found out.
+      batch: and of those that have examples.
+    """
+
+    state: tuple[int, ...] | None
+    batch: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, state_argnums: int | Sequence[int] | None, batch_argnums: int | Sequence[int] | None) -> Roles:
+        """What the user said.
+
+        Raises:
+          ArgnumsError: positions do not count from 0.
+          StateAndBatchError: one position is said to be both.
+        """
+        roles = cls(_positions("state_argnums", state_argnums), _positions("batch_argnums", batch_argnums))
+        if both := sorted({*(roles.state or ())} & {*(roles.batch or ())}):
+            raise errors.StateAndBatchError(both)
+        return roles
+
+    def signature(
+        self, name: str, step: PureStep, args: tuple, kwargs: dict, returned: Callable[[Signature], Returned]
+    ) -> Signature:
+        """Roles of the pure step's arguments.
+
+        The batch is the first argument with examples that is neither state nor parameters nor a random key, and the
+        others with as many, such as labels; or what more arguments have as many examples as. What is returned anew is
+        state where it cannot be told from a batch by its looks.
+
+        Args:
+          name: of the user's step.
+          step: the pure step.
+          args: its positional arguments.
+          kwargs: its other arguments: batch if they have as many examples, or if no positional one has any.
+          returned: what the step returns, by what is known of its arguments; asked in case of doubt.
+
+        Raises:
+          ArgnumsError: a position is named that the step has no argument for.
+          LeafTypeError: a leaf is neither an array nor a number.
+        """
+        self._refuse_missing(step)
+        unknown = Signature(name, names=tuple(argument.name for argument in step.arguments))
+        input_ports(args, kwargs, unknown)  # refuses leaves that are neither arrays nor numbers
+        known = _Known(step, args, functools.cache(lambda: returned(unknown)))
+        signature = self._with_state(unknown, known)
+        rest = known.with_examples(without=signature.held)
+        like = known.parameters(rest, signature, guess=self.state is None and self.batch is None)
+        if self.batch is not None:
+            batch = self._placed(self.batch, step)
+        else:
+            batch = known.batch([index for index in rest if index not in like])
+        if self.state is None:
+            parameters = {*signature.parameters, *like}.difference(batch)
+            signature = replace(signature, parameters=tuple(sorted(parameters)))
+        keywords = _keywords(kwargs, [args[index] for index in batch]) if self.batch is None else ()
+        return replace(signature, batch=tuple(batch), keywords=keywords)
+
+    def refuse_ambiguous(self, call: PureCall, signature: Signature, rows: NamedSharding) -> None:
+        """Raises AmbiguousRowsError if an argument may be this process's rows, or the same in all processes.
+
+        Args:
+          call: in a run of several processes.
+          signature: of its arguments.
+          rows: how the rows of the batch are divided.
+        """
+        if self.batch is not None or not signature.batch:
+            return
+        first = signature.batch[0]
+        for index, argument in enumerate(call.step.arguments):
+            known = index == first or index in signature.held or argument.is_key
+            if not known and may_be_rows(call.args[index], call.args[first], rows):
+                places = (call.step.arguments[first].place, argument.place)
+                raise errors.AmbiguousRowsError(signature.function, argument.name, places, jax.process_count())
+
+    def _with_state(self, signature: Signature, known: _Known) -> Signature:
+        """The arguments that are state by where they stand and what kind they are.
+
+        State is what is in NNX objects, which is the argument in front, or else the first argument that may be, and
+        with it what holds the state of an optax optimizer. Random keys and numbers are no state where others may be.
+        """
+        step = known.step
+        arguments, places = step.arguments, _places(step)
+        if self.state is not None:
+            state = self._placed(self.state, step)
+        else:
+            state = [index for index in places.values() if arguments[index].has_optimizer]
+        signature = replace(signature, trains=bool(state) or step.structure is not None)
+        if step.structure is not None:
+            return replace(signature, state=(0, *(index for index in state if not arguments[index].has_objects)))
+        if self.state is not None or not places:
+            return replace(signature, state=tuple(state))
+        optimizers = tuple(index for index in state if arguments[index].is_optimizer)
+        networks = {index for index in state if index not in optimizers}
+        first = known.first(list(places.values()), optimizers, networks)
+        signature = replace(signature, optimizers=optimizers, networks=tuple(sorted(networks)))
+        if first is None or first in networks:
+            return signature
+        if any(index < first for index in optimizers):
+            return replace(signature, parameters=(first,))
+        return replace(signature, networks=tuple(sorted({*networks, first})))
+
+    def _refuse_missing(self, step: PureStep) -> None:
+        """Raises ArgnumsError for positions that the step has no argument for."""
+        last = max((argument.place for argument in step.arguments if argument.place is not None), default=-1)
+        for parameter, places in (("state_argnums", self.state), ("batch_argnums", self.batch)):
+            if places and max(places) > last:
+                raise errors.ArgnumsError(parameter, places)
+
+    def _placed(self, wanted: Sequence[int], step: PureStep) -> list[int]:
+        places = _places(step)
+        return [places[place] for place in wanted if place in places]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the arguments of a step tell by themselves.
+
+    Attributes:
+      step: the pure step.
+      args: its positional arguments.
+      returned: what it returns.
+    """
+
+    step: PureStep
+    args: tuple
+    returned: Callable[[], Returned]
+
+    def with_examples(self, without: Collection[int]) -> list[int]:
+        """Positions of arguments with arrays that may be divided by examples."""
+        return [
+            index
+            for index, argument in enumerate(self.step.arguments)
+            if argument.has_arrays
+            and not (argument.has_objects or argument.is_key or index in without)
+            and examples(self.args[index])
+        ]
+
+    def first(self, places: Sequence[int], optimizers: Sequence[int], networks: Collection[int]) -> int | None:
+        """The first argument that may be state, apart from optimizers' alone.
+
+        One that may as well be a batch or a number is state only if it is returned anew, or nothing else is.
+        """
+        keys = [index for index in places if self.step.arguments[index].is_key]
+        others = [index for index in places if index not in optimizers and index not in keys]
+        arrays = [index for index in others if not self.step.arguments[index].is_number]
+        if arrays and (arrays[0] in networks or self._looks_like_parameters(arrays[0])):
+            return arrays[0]
+        doubtful = bool(optimizers or networks or keys) or any(map(self._is_scalar, arrays))
+        if len(arrays) + len(keys) > 1 and doubtful:
+            anew = returned_anew(self.args, self.returned(), optimizers, [*networks, *arrays])
+            if anew:
+                return min((index for index in arrays if index in anew), default=None)
+        candidates = arrays if len(arrays) > 1 or not keys else []
+        return next(iter(candidates or [index for index in places if index not in optimizers]), None)
+
+    def parameters(self, rest: Sequence[int], signature: Signature, guess: bool) -> set[int]:
+        """Those of ``rest`` that hold a model's parameters or the like.
+
+        Args:
+          rest: positions.
+          signature: what is known to be state.
+          guess: to ask what is returned anew where looks do not tell.
+        """
+        state = signature.held
+        like = {index for index in rest if self._is_like(index, state)}
+        like |= {index for index in rest if self._looks_like_parameters(index) and len(examples(self.args[index])) > 1}
+        others = [index for index in rest if index not in like]
+        doubtful = self._doubtful(others)
+        if doubtful and guess:
+            asked = [*state, *like, *doubtful]
+            known = (*signature.state, *signature.optimizers)
+            like |= returned_anew(self.args, self.returned(), known, asked).intersection(doubtful)
+        if not set(rest) - like:
+            return {index for index in like if self._is_like(index, state) or index in doubtful}
+        return like
+
+    def batch(self, rest: Sequence[int]) -> list[int]:
+        """Those of ``rest`` that have as many examples as most do, apart from what stands before an optimizer."""
+        behind = [index for index in rest if not self._before_optimizer(index)] or rest
+        shared = _most_common([self.args[index] for index in behind])
+        alike = [index for index in rest if examples(self.args[index]) == shared]
+        return alike if len(shared) == 1 else alike[:1]
+
+    def _doubtful(self, rest: Sequence[int]) -> list[int]:
+        """Those of ``rest`` that may be state by what they are and where they stand."""
+        differ = len(set().union(*(examples(self.args[index]) for index in rest))) > 1
+        return [
+            index for index in rest if differ or (self._before_optimizer(index) and self._looks_like_parameters(index))
+        ]
+
+    def _looks_like_parameters(self, index: int) -> bool:
+        """Whether all arrays are floating and in containers in containers, as those of a model's layers are."""
+        paths = jax.tree.flatten_with_path(self.args[index])[0]
+        floating = all(jnp.issubdtype(leaf.dtype, jnp.floating) for _, leaf in paths if getattr(leaf, "shape", ()))
+        return floating and max((len(path) for path, _ in paths), default=0) > 1
+
+    def _is_like(self, index: int, state: Sequence[int]) -> bool:
+        """Whether an argument has the leaves of one that is state."""
+        several = len(jax.tree.leaves(self.args[index])) > 1
+        return several and any(_kinds(self.args[index]) == _kinds(self.args[place]) for place in state)
+
+    def _is_scalar(self, index: int) -> bool:
+        return not any(np.shape(leaf) for leaf in jax.tree.leaves(self.args[index]))
+
+    def _before_optimizer(self, index: int) -> bool:
+        return any(argument.has_optimizer for argument in self.step.arguments[index + 1 :])
+
+
+def _positions(parameter: str, argnums: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if argnums is None:
+        return None
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if any(position < 0 for position in positions):
+        raise errors.ArgnumsError(parameter, argnums)
+    return positions
+
+
+def _most_common(args: Sequence[Any]) -> set[int]:
+    """How many examples most of ``args`` have, or the first; vectors of numbers go behind what has more dimensions."""
+    counts = [examples(arg) for arg in args]
+
+    def rank(count: set[int]) -> tuple[int, bool]:
+        alike = [arg for arg, other in zip(args, counts, strict=True) if other == count]
+        return len(alike), not all(map(_is_vectors, alike))
+
+    return max(counts, key=rank, default=set())
+
+
+def _is_vectors(arg: Any) -> bool:
+    """Whether all of ``arg`` are numbers and vectors, floating ones."""
+    leaves = [leaf for leaf in jax.tree.leaves(arg) if getattr(leaf, "shape", ())]
+    return all(len(leaf.shape) == 1 and jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
+
+
+def _keywords(kwargs: dict, batch: Sequence[Any]) -> tuple[str, ...]:
+    """The names of what has as many examples as ``batch``, or without one, as most of ``kwargs``."""
+    with_examples = {name: arg for name, arg in kwargs.items() if examples(arg)}
+    shared = examples(batch[0]) if batch else _most_common(list(with_examples.values()))
+    return tuple(name for name, arg in with_examples.items() if examples(arg) == shared and len(shared) == 1)
+
+
+def _kinds(arg: Any) -> tuple:
+    """Structure, and shape and type of every leaf."""
+    leaves, tree = jax.tree.flatten(arg)
+    return tree, [(np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
+
+
+def _places(step: PureStep) -> dict:
+    """Positions among the pure step's arguments by those among the parameters of the user's."""
+    return {argument.place: index for index, argument in enumerate(step.arguments) if argument.has_arrays}

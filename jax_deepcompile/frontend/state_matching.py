@@ -1,0 +1,240 @@
+"""What a step returns in place of its state.
+
+An optimizer's moments, gradients and averages look like parameters: what has the most leaves is found first, what is
+returned nearest to the top goes before what is inside of something else, and nothing is taken twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jax_deepcompile import errors
+from jax_deepcompile.frontend.signature import Signature, port_of
+from jax_deepcompile.ir.program import Role
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a step returns.
+
+    Attributes:
+      shape: of it, as a pytree.
+      carried: for every leaf the leaves of the step's arguments that it carries on, as the bits of a number.
+    """
+
+    shape: Any
+    carried: tuple[int, ...]
+
+
+def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tuple[tuple[int, int], ...]:
+    """Pairs (flat input, flat output) of the state arguments and what the step returns in their place.
+
+    Raises:
+      StateNotReturnedError, StateChangedError: state is not returned as it came.
+    """
+    found = _Found(args, returned)
+    for position in found.most_leaves_first((*signature.state, *signature.optimizers)):
+        if not found.take(position):
+            found.refuse_changed(position, signature)
+            if position in signature.state:
+                found.refuse_missing(position, signature)
+    if signature.optimizers and not found.has_any(signature.optimizers):
+        found.refuse_missing(signature.optimizers[0], signature)
+    guessed = (*signature.networks, *signature.parameters)
+    found.take_carried(signature.networks)
+    found.take_carried(signature.parameters, all_of_a_kind=True)
+    for position in signature.networks:
+        found.refuse_changed(position, signature, carried=found.has_any(guessed))
+    if signature.networks and not found.has_any(guessed) and not found.has_like(signature.networks[0]):
+        found.refuse_missing(signature.networks[0], signature)
+    return found.pairs()
+
+
+def returned_anew(args: tuple, returned: Returned, optimizers: Sequence[int], others: Sequence[int]) -> set[int]:
+    """Positions of those of ``others`` that the step returns anew, beside ``optimizers``, which it may return too."""
+    found = _Found(args, returned)
+    for position in found.most_leaves_first(optimizers):
+        found.take(position)
+    found.take_carried(others)
+    return {position for position in others if found.has_any([position])}
+
+
+def outputs_like_state(args: tuple, returned: Returned, signature: Signature) -> list[tuple[int, int]]:
+    """Pairs like those of ``state_outputs`` of everything returned that looks like state, gradients say."""
+    pairs = []
+    for position in signature.held:
+        structure = jax.tree.structure(args[position])
+        start = len(jax.tree.leaves(args[:position]))
+        for sub in _subtrees(returned.shape):
+            if sub.structure == structure and structure.num_leaves > 1 and not _changes(args[position], sub.tree, ""):
+                pairs += zip(range(start, start + structure.num_leaves), sub.leaves, strict=True)
+    return pairs
+
+
+class _Found:
+    """What has been found so far of the state in what the step returns."""
+
+    def __init__(self, args: tuple, returned: Returned) -> None:
+        self._args = args
+        self._returned = returned
+        self._subtrees = sorted(_subtrees(returned.shape), key=lambda sub: sub.depth)
+        self._found: dict[int, _Subtree] = {}
+
+    def most_leaves_first(self, positions: Sequence[int]) -> list[int]:
+        return sorted(positions, key=lambda position: -jax.tree.structure(self._args[position]).num_leaves)
+
+    def has_any(self, positions: Sequence[int]) -> bool:
+        return not self._found.keys().isdisjoint(positions)
+
+    def has_like(self, position: int) -> bool:
+        """Whether something is left that could be the argument's new value, such as its gradient."""
+        return bool(self._same(position))
+
+    def take(self, position: int) -> bool:
+        """Finds the argument's new value: what carries it on, or else what looks like it."""
+        same = self._same(position)
+        if same:
+            self._found[position] = (self._carrying(position) or same)[0]
+        return bool(same)
+
+    def take_carried(self, positions: Sequence[int], all_of_a_kind: bool = False) -> None:
+        """Finds the new values of those arguments that something carries on.
+
+        Args:
+          positions: of the arguments.
+          all_of_a_kind: to leave those alone of which there are more alike than values to carry them on: a penalty that
+            keeps parameters near others is in their gradients.
+        """
+        for position in self.most_leaves_first(positions):
+            carried = self._carrying(position)
+            alike = [other for other in positions if other not in self._found and self._are_alike(position, other)]
+            rivals = sum(bool(self._carrying(other)) for other in alike)
+            if carried and not (all_of_a_kind and len(carried) < rivals):
+                self._found[position] = carried[0]
+
+    def refuse_changed(self, position: int, signature: Signature, carried: bool = False) -> None:
+        """Raises StateChangedError if what is left looks like the argument's new value, but for shapes and dtypes.
+
+        Args:
+          position: of the argument.
+          signature: for messages.
+          carried: to refuse only what carries the argument on.
+        """
+        if position in self._found:
+            return
+        argument, name = self._args[position], signature.name_of(position)
+        for sub in self._free(position):
+            changes = _changes(argument, sub.tree, name)
+            is_new = len(sub.leaves) > 1 or _shapes(sub.tree) == _shapes(argument)
+            if changes and (self._carries_on(sub, position) if carried else is_new):
+                raise errors.StateChangedError(signature.function, changes)
+        for sub in () if carried else self._left():
+            if _resembles(sub.tree, argument) and sub.structure != jax.tree.structure(argument):
+                raise errors.StateChangedError(signature.function, _structure_changes(argument, sub.tree, name))
+
+    def refuse_missing(self, position: int, signature: Signature) -> None:
+        text = str(jax.tree.map(_kind, self._returned.shape))
+        shown = text if len(text) < 200 else text[:197] + "..."
+        raise errors.StateNotReturnedError(signature.function, signature.name_of(position), shown)
+
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            (self._start(position) + index, leaf)
+            for position in sorted(self._found)
+            for index, leaf in enumerate(self._found[position].leaves)
+        )
+
+    def _start(self, position: int) -> int:
+        return len(jax.tree.leaves(self._args[:position]))
+
+    def _left(self) -> list[_Subtree]:
+        taken = {leaf for sub in self._found.values() for leaf in sub.leaves}
+        return [sub for sub in self._subtrees if taken.isdisjoint(sub.leaves)]
+
+    def _free(self, position: int) -> list[_Subtree]:
+        wanted = jax.tree.structure(self._args[position])
+        return [sub for sub in self._left() if sub.structure == wanted]
+
+    def _same(self, position: int) -> list[_Subtree]:
+        return [sub for sub in self._free(position) if not _changes(self._args[position], sub.tree, "")]
+
+    def _carrying(self, position: int) -> list[_Subtree]:
+        return [sub for sub in self._same(position) if self._carries_on(sub, position)]
+
+    def _are_alike(self, position: int, other: int) -> bool:
+        mine, theirs = self._args[position], self._args[other]
+        return jax.tree.structure(mine) == jax.tree.structure(theirs) and not _changes(mine, theirs, "")
+
+    def _carries_on(self, sub: _Subtree, position: int) -> bool:
+        """Whether most of the argument's arrays, or numbers if it has no arrays, live on in ``sub``."""
+        leaves = [port_of("", Role.OTHER, leaf).shape for leaf in jax.tree.leaves(self._args[position])]
+        counted = [index for index, shape in enumerate(leaves) if shape] or list(range(len(leaves)))
+        start, carried = self._start(position), self._returned.carried
+        kept = sum(carried[sub.leaves[index]] >> (start + index) & 1 for index in counted)
+        return 2 * kept > len(counted) or not counted
+
+
+@dataclass(frozen=True)
+class _Subtree:
+    """A part of what a step returns.
+
+    Attributes:
+      tree: the part.
+      structure: of it.
+      leaves: positions of its leaves among all that are returned.
+      depth: how deep inside it is.
+    """
+
+    tree: Any
+    structure: Any
+    leaves: range
+    depth: int
+
+
+def _subtrees(tree: Any, start: int = 0, depth: int = 0):
+    """The returned tree and all trees it is made of."""
+    structure = jax.tree.structure(tree)
+    yield _Subtree(tree, structure, range(start, start + structure.num_leaves), depth)
+    level = jax.tree_util.default_registry.flatten_one_level(tree)
+    for child in level[0] if level is not None else ():
+        yield from _subtrees(child, start, depth + 1)
+        start += len(jax.tree.leaves(child))
+
+
+def _changes(before: Any, after: Any, where: str) -> list[str]:
+    old = jax.tree_util.tree_flatten_with_path(before)[0]
+    new = jax.tree.leaves(after)
+    found = []
+    for (path, leaf), other in zip(old, new, strict=True):
+        was, now = _kind(leaf), _kind(other)
+        if was != now:
+            found.append(f"{where}{jax.tree_util.keystr(path)} was {was} and is {now}")
+    return found
+
+
+def _shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [port_of("", Role.OTHER, leaf).shape for leaf in jax.tree.leaves(tree)]
+
+
+def _kind(leaf: Any) -> str:
+    port = port_of("", Role.OTHER, leaf)
+    return f"{port.dtype}[{','.join(map(str, port.shape))}]"
+
+
+def _resembles(returned: Any, state: Any) -> bool:
+    """Whether ``returned`` is meant to be the state: of the same type, and for dicts with keys in common."""
+    if type(returned) is not type(state) or isinstance(state, (tuple, list)) or hasattr(state, "dtype"):
+        return False
+    return not isinstance(state, dict) or bool(set(state) & set(returned))
+
+
+def _structure_changes(before: Any, after: Any, name: str) -> list[str]:
+    old = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(before)[0]}
+    new = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(after)[0]}
+    found = [f"{name}{path} is missing" for path in sorted(old - new)]
+    found += [f"{name}{path} is new" for path in sorted(new - old)]
+    return found or [f"the static fields of {name} ({type(before).__name__}) differ"]

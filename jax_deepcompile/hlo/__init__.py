@@ -1,0 +1,1 @@
+"""What XLA compiled, read from its text."""

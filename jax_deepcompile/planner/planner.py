@@ -1,0 +1,74 @@
+"""From a fully sharded program to the best plan that fits."""
+
+from __future__ import annotations
+
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.lowering.compile import Options, kernels_once, memory_options
+from jax_deepcompile.planner.candidate import Environment, Trial
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.search import AnyPass, run_passes
+from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
+from jax_deepcompile.planner.strategies.delay_reductions import DelayReductions
+from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
+from jax_deepcompile.planner.strategies.overlap_microbatches import OverlapMicrobatches
+from jax_deepcompile.planner.strategies.pipeline_loops import BucketCollectives, PipelineLoops
+from jax_deepcompile.planner.strategies.straight_line import PrefetchGathers, ReduceInOrder, UnshardStraightLine
+from jax_deepcompile.planner.strategies.unshard import Unshard
+from jax_deepcompile.planner.strategies.unshard_microbatches import UnshardMicrobatches
+
+DEFAULT_PASSES: tuple[AnyPass, ...] = (
+    PipelineLoops(),
+    KeepActivations(),
+    BucketCollectives(),
+    Unshard(),
+    KeepActivations(),
+    OverlapMicrobatches(),
+    UnshardMicrobatches(),
+    DelayReductions(),
+    PrefetchGathers(),
+    UnshardStraightLine(),
+    ReduceInOrder(),
+    DeepenLoops(),
+)
+"""In order: hide communication in loops, join what is small, spend the memory that is left on computing and
+communicating less."""
+
+ONE_DEVICE_PASSES: tuple[AnyPass, ...] = (KeepActivations(),)
+"""Where there is nothing to communicate."""
+
+
+def make_plan(
+    program: Program, environment: Environment, fingerprint: str, passes: tuple[AnyPass, ...] = DEFAULT_PASSES
+) -> Trial:
+    """The best plan for ``program`` on ``environment``, by simulated step time under its memory limit.
+
+    Args:
+      program: fully sharded, local view.
+      environment: what it is for.
+      fingerprint: of the program on the environment; stands in the plan.
+      passes: what to try, in order.
+
+    Raises:
+      MemoryExceededError: the program does not fit, whatever is tried.
+    """
+    return run_passes(program, environment, passes, Plan(fingerprint).replace(options=_options(program, environment)))
+
+
+def argument_bytes(program: Program) -> int:
+    """What one device holds of the arguments of ``program``; XLA is not given those that nothing reads."""
+    jaxpr = open_jaxpr(program.jaxpr)
+    read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, jex.Var)}
+    return sum(size_bytes(var) for var in jaxpr.invars if var in read)
+
+
+def _options(program: Program, environment: Environment) -> Options:
+    if environment.platform != "cuda":
+        return {}
+    if environment.limit_bytes is None:
+        return kernels_once()
+    held = argument_bytes(program)
+    return kernels_once() | memory_options(environment.limit_bytes, held, environment.costs.hardware.memory_bytes)

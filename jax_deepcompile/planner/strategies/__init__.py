@@ -1,0 +1,1 @@
+"""What planning proposes; one strategy a file."""

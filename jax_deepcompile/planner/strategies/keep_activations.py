@@ -1,0 +1,243 @@
+"""Which activations are kept for the backward pass: those that take longest to compute again for their bytes."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jax_deepcompile.costs.simulation import Totals
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.planner.apply import apply_gathers
+from jax_deepcompile.planner.candidate import WORTH_TRYING, Environment, Trial
+from jax_deepcompile.planner.recomputation import Demand, Turn, find_turns
+from jax_deepcompile.planner.search import Proposal
+from jax_deepcompile.planner.stacks import Stack, handing_over, turning_stacks
+from jax_deepcompile.planner.strategies.unshard import every_layer, keep_over_loops, layer_stacks
+from jax_deepcompile.transforms.keep_activations import KeptActivations
+
+
+@dataclass(frozen=True)
+class KeepActivations:
+    """What a checkpointed layer computes again stays from the forward pass, as far as memory holds it and time gains.
+
+    Once backward waits for the network, computing less does not make it faster: then parameters stay gathered, until it
+    waits for compute again, and so on until memory is full.
+    """
+
+    name: str = "keep_activations"
+
+    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
+        if environment.limit_bytes is None or now.plan.prefetches or now.plan.unsharded:
+            return
+        free_bytes = environment.limit_bytes - now.prediction.peak_bytes
+        gathers = apply_gathers(base, environment.mesh, now.plan)
+        turns = find_turns(gathers, environment.costs)
+        stacks = turning_stacks(base, environment, now.plan, layer_stacks(gathers, now.plan)) if turns else []
+        already = {(each.forward, each.backward): each.values for each in now.plan.activations}
+        proposal = None
+        for share in _SHARES:
+            choice = choose(turns, stacks, already, share * free_bytes, Backward.of(now))
+            plan = now.plan.replace(activations=as_planned(choice.activations))
+            if choice.saved_s < WORTH_TRYING * now.prediction.step_s:
+                continue
+            if choice.stacks:
+                plan = plan.replace(handed_over=handing_over(choice.stacks))
+            if plan.kept:
+                plan = keep_over_loops(base, plan, environment)
+            if proposal is None or plan != proposal.plan:
+                proposal = Proposal(plan, _decision(choice, turns), otherwise=proposal)
+        if proposal is not None:
+            yield proposal
+
+
+def _decision(choice: Choice, turns: Sequence[Turn]) -> str:
+    size = sum(turn.kept_bytes(choice.activations.get(turn.loops, ())) for turn in turns)
+    count = sum(map(len, choice.activations.values()))
+    whose = " of every layer" if any(first != second for first, second in choice.activations) else ""
+    decision = f"{count} activations{whose} are kept, {size / 2**30:.2f} GiB"
+    return f"{decision}; {every_layer(choice.stacks)}" if choice.stacks else decision
+
+
+_SHARES = (0.6, 0.8, 0.92)
+"""Of the memory that is left: the most is tried first, less if that does not fit. The rest is for schedules that hide
+more and hold more meanwhile."""
+
+
+Kept = dict[tuple[str, str], tuple[int, ...]]
+"""For the names of two loops the positions of the activations that the second need not compute again."""
+
+
+def as_planned(chosen: Kept) -> tuple[KeptActivations, ...]:
+    """``chosen`` as a plan has it."""
+    return tuple(KeptActivations(*loops, positions) for loops, positions in chosen.items())
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What the loops that reduce gradients take in a step.
+
+    Attributes:
+      compute_s: of kernels; infinite where no loop reduces any, and nothing but compute counts.
+      network_s: of collectives.
+      bytes_per_s: gathered and reduced.
+    """
+
+    compute_s: float
+    network_s: float
+    bytes_per_s: float
+
+    @classmethod
+    def of(cls, now: Trial) -> Backward:
+        loops = [loop for loop in now.simulation.loops if loop.is_innermost and loop.trip.reduced_bytes]
+        trips = Totals()
+        for loop in loops:
+            trips = trips.plus(loop.trip, loop.executions * loop.trip_count)
+        moved = trips.gathered_bytes + trips.reduced_bytes
+        return cls(
+            trips.compute_s if loops else math.inf, trips.communication_s, moved / max(trips.communication_s, 1e-12)
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is kept for backward loops.
+
+    Attributes:
+      activations: not computed again.
+      stacks: parameters that are not gathered again.
+      saved_s: computed less.
+    """
+
+    activations: Kept
+    stacks: tuple[Stack, ...]
+    saved_s: float
+
+
+def choose(
+    turns: Sequence[Turn], stacks: Sequence[Stack], already: Kept, free_bytes: float, backward: Backward
+) -> Choice:
+    """What is kept: one after the other what saves most for its bytes of what backward waits for.
+
+    Args:
+      turns: where activations are computed again.
+      stacks: of parameters that are gathered again.
+      already: activations that are kept now.
+      free_bytes: for what is kept besides.
+      backward: what it takes now.
+    """
+    demands = {turn.loops: Demand(turn) for turn in turns}
+    chosen = {loops: set(already.get(loops, ())) for loops in demands}
+    for loops, demand in demands.items():
+        for position in chosen[loops]:
+            demand.give(position)
+    offers = _Offers([_Offer(each, place) for each in demands.values() for place in range(len(each.turn.activations))])
+    left, gathered = list(stacks), list[Stack]()
+    compute_s, network_s, saved_s = backward.compute_s, backward.network_s, 0.0
+    while True:
+        largest = max((each for each in left if each.size_bytes <= free_bytes), key=_size_bytes, default=None)
+        if compute_s < _HIDES * network_s and largest is not None:
+            left.remove(largest)
+            gathered.append(largest)
+            free_bytes -= largest.size_bytes
+            network_s -= largest.size_bytes / backward.bytes_per_s
+            continue
+        offer = offers.best(free_bytes, in_loops=compute_s >= _HIDES * network_s)
+        if offer is None:
+            break
+        turn = offer.demand.turn
+        free_bytes -= offer.size_bytes
+        saved_s += offer.saved_s()
+        compute_s -= offer.saved_s() if turn.is_of_loops else 0.0
+        chosen[turn.loops].add(offer.position)
+        offer.demand.give(offer.position)
+    needed = {
+        loops: tuple(position for position in sorted(chosen[loops]) if demand.reads(position))
+        for loops, demand in demands.items()
+    }
+    return Choice({loops: positions for loops, positions in needed.items() if positions}, tuple(gathered), saved_s)
+
+
+_HIDES = 0.9
+"""The share of the network's time that compute may take in a loop for every schedule to hide it."""
+
+
+def _size_bytes(stack: Stack) -> int:
+    return stack.size_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class _Offer:
+    """One more activation to keep.
+
+    Attributes:
+      demand: what is still computed where it is.
+      position: among the activations there.
+    """
+
+    demand: Demand
+    position: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.demand.turn.kept_bytes([self.position])
+
+    def saved_s(self) -> float:
+        """What a step takes less."""
+        return self.demand.saved_s(self.position) - self.demand.turn.handing_s(self.position)
+
+    def is_worthwhile(self) -> bool:
+        """Whether computing it again takes clearly longer than bringing it from memory.
+
+        Cheap work is not counted as well as all that: most of it XLA does beside other work.
+        """
+        turn = self.demand.turn
+        return self.demand.saved_s(self.position) > 3 * turn.step_s(turn.copy_s[self.position])
+
+    @property
+    def worth(self) -> float:
+        """Seconds saved for every byte."""
+        return self.saved_s() / self.size_bytes
+
+
+class _Offers:
+    """Activations to keep, what saves most for its bytes first.
+
+    What one saves changes with what was taken before. Those that were best are looked at again before they are taken,
+    all others once none of those is worthwhile any more.
+    """
+
+    def __init__(self, offers: Sequence[_Offer]) -> None:
+        self._left = dict(enumerate(offers))
+        self._heap: list[tuple[float, int]] = []
+
+    def best(self, free_bytes: float, in_loops: bool) -> _Offer | None:
+        """The best of what fits, which is offered no more; None if nothing is worthwhile.
+
+        Args:
+          free_bytes: for it.
+          in_loops: whether what loops compute again counts; once it does not, it never does again.
+        """
+        if not in_loops:
+            self._left = {place: offer for place, offer in self._left.items() if not offer.demand.turn.is_of_loops}
+            self._heap = [(worth, place) for worth, place in self._heap if place in self._left]
+            heapq.heapify(self._heap)
+        return self._best(free_bytes) or self._best_anew(free_bytes)
+
+    def _best_anew(self, free_bytes: float) -> _Offer | None:
+        self._heap = [(-offer.worth, place) for place, offer in self._left.items()]
+        heapq.heapify(self._heap)
+        return self._best(free_bytes)
+
+    def _best(self, free_bytes: float) -> _Offer | None:
+        while self._heap:
+            _, place = heapq.heappop(self._heap)
+            offer = self._left[place]
+            if offer.size_bytes > free_bytes or not offer.is_worthwhile():
+                continue
+            if self._heap and -offer.worth > self._heap[0][0]:
+                heapq.heappush(self._heap, (-offer.worth, place))
+                continue
+            return self._left.pop(place)
+        return None

@@ -1,0 +1,236 @@
+"""Reductions at the end of an iteration that run in the next one.
+
+Gradients of a microbatch's first layers are ready last: reducing them is waited for, with nothing left of the iteration
+to hide under. Where the result is only added to what the loop carries, the next iteration can do both.
+
+Before, in a loop that carries the sum ``s``::
+
+    p = dot(x, y); s = s + reduce_scatter(p)
+
+After, where it carries ``q`` too, which is zero at first::
+
+    s = s + reduce_scatter(q); p = dot(x, y); q = p
+
+and after the loop once more ``s = s + reduce_scatter(q)``. The first iteration, which has nothing to reduce for one
+before it, may run apart, before the loop: what is gathered once for all has its compute to hide under.
+
+Guarantees: sums are added up in the same order, to the same values up to the sign of zero; unless the first iteration
+is apart, each such reduction is done once more, of zeros. Apart, what the loop slices and stacks is copied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
+from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, variables
+from jax_deepcompile.analysis.loops import Loop
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.retrace import Compute, rescan, split_operands
+from jax_deepcompile.transforms.replace_loops import replace_loops
+
+
+@dataclass(frozen=True)
+class DelayedReductions:
+    """What one loop reduces an iteration later.
+
+    Attributes:
+      loop: the loop's name.
+      sums: positions, in what it carries, of the sums whose last terms are reduced then.
+      first_apart: whether the first iteration runs before the loop.
+    """
+
+    loop: str
+    sums: tuple[int, ...]
+    first_apart: bool = False
+
+
+@dataclass(frozen=True)
+class Term:
+    """What an iteration adds to a sum that it carries.
+
+    Attributes:
+      position: of the sum in the carry.
+      eqns: reduce it, and add it; all are zero, or change nothing, where what they read is zero.
+      pending: what they read besides the sum.
+    """
+
+    position: int
+    eqns: tuple
+    pending: tuple
+
+    @property
+    def reductions(self) -> list:
+        return [eqn for eqn in self.eqns if eqn.primitive.name == "reduce_scatter"]
+
+
+_ADDITIONS = frozenset({"add", "add_any"})
+
+_ZERO_OF_ZERO = _ADDITIONS | {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "expand_dims",
+    "neg",
+    "psum",
+    "reduce_scatter",
+    "reduce_sum",
+    "reshape",
+    "squeeze",
+    "sub",
+    "transpose",
+}
+
+
+def find_terms(eqn) -> dict[int, Term]:
+    """By position in the carry of a ``scan``, the terms that are reduced and then only added to what it carries."""
+    body = open_jaxpr(eqn.params["jaxpr"])
+    num_consts, num_carry = scan_counts(eqn)
+    places = {var: place for place, each in enumerate(body.eqns) for var in each.outvars}
+    readers = Counter(atom for each in body.eqns for atom in set(variables(each.invars)))
+    readers.update(variables(body.outvars))
+    found = {}
+    for position, out in enumerate(body.outvars[:num_carry]):
+        before = body.invars[num_consts + position]
+        if isinstance(out, jex.Literal) or (readers[before], readers[out]) != (1, 1) or out not in places:
+            continue
+        if _adds_to(before, body.eqns[places[out]]):
+            eqns = _moved(body.eqns, places[out], before, places, readers)
+            if len(eqns) > 1:
+                pending = tuple(var for var in free_variables(eqns, [out]) if var is not before)
+                found[position] = Term(position, eqns, pending)
+    return found
+
+
+def _adds_to(var, eqn) -> bool:
+    """Whether ``eqn`` adds something else to ``var``, or takes it off."""
+    if [atom is var for atom in eqn.invars].count(True) != 1:
+        return False
+    return eqn.primitive.name in _ADDITIONS or (eqn.primitive.name == "sub" and eqn.invars[0] is var)
+
+
+def _moved(eqns: Sequence, last: int, before: Any, places: dict, readers: Counter) -> tuple:
+    """The addition at ``last``, and before it the reductions, and what follows them, that nobody else reads."""
+    moved, waiting = {last}, [atom for atom in variables(eqns[last].invars) if atom is not before]
+    while waiting:
+        var = waiting.pop()
+        eqn = eqns[places[var]] if var in places else None
+        if eqn is None or readers[var] != 1 or len(eqn.outvars) != 1 or not _keeps_zero(eqn):
+            continue
+        moved.add(places[var])
+        if eqn.primitive.name != "reduce_scatter":
+            waiting += variables(eqn.invars)
+    ordered = [eqns[place] for place in sorted(moved)]
+    reduced = {var for eqn in ordered if eqn.primitive.name == "reduce_scatter" for var in eqn.outvars}
+    reached = reached_from(ordered, reduced)
+    return tuple(eqn for place, eqn in zip(sorted(moved), ordered, strict=True) if place == last or _made(eqn, reached))
+
+
+def _made(eqn, variables: Collection) -> bool:
+    return any(var in variables for var in eqn.outvars)
+
+
+def _keeps_zero(eqn) -> bool:
+    literals = [place for place, atom in enumerate(eqn.invars) if isinstance(atom, jex.Literal)]
+    if eqn.primitive.name in ("mul", "div"):
+        sides = ([0], [1]) if eqn.primitive.name == "mul" else ([1],)
+        return literals in sides and _is_factor(eqn.invars[literals[0]].val)
+    return eqn.primitive.name in _ZERO_OF_ZERO and not literals
+
+
+def _is_factor(value: Any) -> bool:
+    return np.ndim(value) == 0 and bool(np.isfinite(value)) and value != 0
+
+
+def delay_reductions(program: Program, mesh: AnyMesh, delayed: Sequence[DelayedReductions]) -> Program:
+    """``program`` whose loops reduce an iteration later what ``delayed`` names.
+
+    Args:
+      program: in the local view.
+      mesh: its mesh.
+      delayed: at most one for each loop.
+    """
+    wanted = {each.loop: each for each in delayed if each.sums or each.first_apart}
+    return replace_loops(program, mesh, {name: lambda loop: delaying(loop, wanted[loop.name]) for name in wanted})
+
+
+def delaying(loop: Loop, how: DelayedReductions) -> Compute:
+    """The way to run ``loop`` as ``how`` says."""
+    found, positions = find_terms(loop.eqn), how.sums
+    terms = [found[position] for position in positions]
+    pending = _read(terms)
+    adding, rest = _pieces(loop.eqn, terms)
+
+    def add(carry: list, left: list) -> list:
+        added = eval_local(adding, [*(carry[position] for position in positions), *left])
+        given = dict(zip(positions, added, strict=True))
+        return [given.get(position, value) for position, value in enumerate(carry)]
+
+    def run(eqn, operands: list) -> list:
+        own_consts, carry, stacks = split_operands(eqn, operands)
+        consts, own = [*closed_consts(eqn.params["jaxpr"]), *own_consts], len(carry)
+
+        def iteration(carry: list, slices: list) -> list:
+            return eval_local(rest, [*consts, *carry, *slices])
+
+        def step(carried: list, slices: list) -> list:
+            return iteration(add(carried[:own], carried[own:]), slices)
+
+        if how.first_apart and loop.length:
+            results = _first_apart(eqn, iteration, step, carry, stacks)
+        else:
+            begin = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in pending]
+            results = rescan(eqn, step, [*carry, *begin], stacks)
+        after = own + len(pending)
+        return [*add(results[:own], results[own:after]), *results[after:]]
+
+    return run
+
+
+def _first_apart(eqn, first: Callable, step: Callable, carry: list, stacks: list) -> list:
+    """As ``rescan`` with ``step``, but ``first`` makes of ``carry`` what it carries on."""
+    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    place, begin = (length - 1, 0) if reverse else (0, 1)
+    made = first(carry, [lax.index_in_dim(stack, place, keepdims=False) for stack in stacks])
+    made = list(map(jnp.asarray, made))  # constants of the body are no arrays yet
+    carried = len(made) - (len(eqn.outvars) - len(carry))
+    others = [lax.slice_in_dim(stack, begin, begin + length - 1) for stack in stacks]
+    results = rescan(eqn, step, made[:carried], others, length - 1)
+    outputs = [
+        jnp.concatenate([stack, own[None]] if reverse else [own[None], stack])
+        for own, stack in zip(made[carried:], results[carried:], strict=True)
+    ]
+    return [*results[:carried], *outputs]
+
+
+def _read(terms: Sequence[Term]) -> list:
+    """What ``terms`` read besides their sums, each once."""
+    return list(dict.fromkeys(var for term in terms for var in term.pending))
+
+
+def _pieces(eqn, terms: Sequence[Term]) -> tuple[jex.Jaxpr, jex.Jaxpr]:
+    """What adds ``terms`` to sums, of both; and the rest of the body, whose carry ends with what ``terms`` read."""
+    body = open_jaxpr(eqn.params["jaxpr"])
+    num_consts, num_carry = scan_counts(eqn)
+    carried, moved = body.invars[num_consts : num_consts + num_carry], [each for term in terms for each in term.eqns]
+    pending, positions = _read(terms), [term.position for term in terms]
+    adding = new_jaxpr(
+        [*(carried[position] for position in positions), *pending],
+        [body.outvars[position] for position in positions],
+        moved,
+    )
+    kept = [carried[place] if place in positions else out for place, out in enumerate(body.outvars[:num_carry])]
+    outputs = [*kept, *pending, *body.outvars[num_carry:]]
+    away = set(map(id, moved))
+    eqns = [each for each in body.eqns if id(each) not in away]
+    rest = slim_barriers(needed_for(eqns, outputs), outputs)
+    return adding, new_jaxpr([*body.constvars, *body.invars], outputs, rest)

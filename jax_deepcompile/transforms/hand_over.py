@@ -1,0 +1,122 @@
+"""Parameters that the forward loop gathers, kept for the backward loop as stacks.
+
+Before::
+
+    scan(t): W = all_gather(w[t]); ...
+    scan(t): W = all_gather(w[t]); ...
+
+After::
+
+    V = scan(t): W = all_gather(w[t]); ... -> W
+    scan(t): W = V[t]; ...
+
+What is kept is a share of every layer, so every iteration of the backward loop has less to wait for. Keeping whole
+layers instead leaves the network idle while those run.
+
+Guarantees: values are bitwise the same; nothing is gathered more often; a stack lives from the forward loop to the end
+of the backward one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax_deepcompile._jax_compat import new_jaxpr, open_jaxpr
+from jax_deepcompile.analysis.dataflow import renamed, unguarded
+from jax_deepcompile.analysis.gathers import Gather
+from jax_deepcompile.analysis.leading import scan_along_leading_dimension
+from jax_deepcompile.analysis.loops import Loop, find_loops
+from jax_deepcompile.analysis.stacks import sliced_gathers
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.retrace import Replacement, replace_equations, rerun, split_operands
+from jax_deepcompile.transforms.stack_collectives import given_gathers
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """What one loop leaves gathered for another one.
+
+    Attributes:
+      forward: the name of the loop that gathers.
+      backward: the name of a later loop in the same place, that would gather the same again.
+      shared: positions among the gathers of slices that both do.
+    """
+
+    forward: str
+    backward: str
+    shared: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What two loops in the same place gather of the same stacks.
+
+    Attributes:
+      forward: the body of the first, its gathers along the leading dimension.
+      backward: the body of the second, likewise.
+      gathers: pairs, one for each value: the gathers of it in the first and in the second.
+    """
+
+    forward: Any
+    backward: Any
+    gathers: tuple[tuple[tuple[Gather, ...], tuple[Gather, ...]], ...]
+
+
+def shared_gathers(program: Program, forward: Loop, backward: Loop) -> Shared:
+    """What ``forward`` could leave gathered for ``backward``, which comes later in the same place."""
+    around = {loop.path: open_jaxpr(loop.eqn.params["jaxpr"]) for loop in find_loops(program.jaxpr)}
+    sources = unguarded(around.get(forward.path[:-1], open_jaxpr(program.jaxpr)))
+
+    def groups(loop: Loop) -> tuple[Any, dict[Any, tuple[Gather, ...]]]:
+        eqn = scan_along_leading_dimension(loop.eqn)
+        _, _, operands = split_operands(eqn, list(eqn.invars))
+        read = dict(zip(loop.slices, operands, strict=True))
+        found = {(renamed(read[group[0].source], sources), group[0].key[1:]): group for group in sliced_gathers(eqn)}
+        return open_jaxpr(eqn.params["jaxpr"]), found
+
+    (ahead, first), (again, second) = groups(forward), groups(backward)
+    return Shared(ahead, again, tuple((first[key], second[key]) for key in first if key in second))
+
+
+def hand_over(program: Program, mesh: AnyMesh, choices: Sequence[HandOver]) -> Program:
+    """``program`` with the chosen gathers done by the forward loops only; the same object if there are none.
+
+    Args:
+      program: in the local view.
+      mesh: its mesh.
+      choices: each loop in at most one of them.
+    """
+    loops = {loop.name: loop for loop in find_loops(program.jaxpr)}
+    replacements: dict[int, Replacement] = {}
+    for choice in choices:
+        forward, backward = loops[choice.forward], loops[choice.backward]
+        shared = shared_gathers(program, forward, backward)
+        chosen = tuple(pair for index, pair in enumerate(shared.gathers) if index in choice.shared)
+        if chosen:
+            bridge = _Bridge(replace(shared, gathers=chosen))
+            replacements |= {id(forward.eqn): bridge.gather, id(backward.eqn): bridge.read}
+    return replace_equations(program, mesh, replacements) if replacements else program
+
+
+@dataclass
+class _Bridge:
+    """The stacks on their way from one loop to the other, while both are traced."""
+
+    shared: Shared
+    stacks: list = field(default_factory=list)
+
+    def gather(self, eqn, operands: list) -> list:
+        body = self.shared.forward
+        results = [group[0].result for group, _ in self.shared.gathers]
+        inner = new_jaxpr([*body.constvars, *body.invars], [*body.outvars, *results], body.eqns)
+        made = rerun(eqn, inner, operands)
+        self.stacks = made[len(eqn.outvars) :]
+        return made[: len(eqn.outvars)]
+
+    def read(self, eqn, operands: list) -> list:
+        body = self.shared.backward
+        inner = given_gathers(body, body.outvars, [group for _, group in self.shared.gathers])
+        return rerun(eqn, inner, operands, self.stacks)

@@ -1,0 +1,147 @@
+"""Activations that backward would compute again, kept from forward: those of layer loops as stacks.
+
+Before, of a loop over checkpointed layers::
+
+    scan(x, t): h = dot(x, W[t]); y = gelu(h) -> y, x
+    scan(g, t): h = dot(x[t], W[t]); ... h ...
+
+After::
+
+    scan(x, t): h = dot(x, W[t]); y = gelu(h) -> y, x, h
+    scan(g, t): ... h[t] ...
+
+Checkpointing is how a user makes a step fit; where memory is left, what takes longest to compute again for the bytes
+it has is better kept.
+
+Guarantees: what is kept is the value that would have been computed again; nothing is computed more often; a stack lives
+from the forward loop to the end of the backward one, what is outside of loops to its last use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import closed_consts, new_jaxpr, new_var, open_jaxpr
+from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers
+from jax_deepcompile.analysis.loops import Loop, find_loops
+from jax_deepcompile.analysis.recomputed import Activation, Place, SharedLayers
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.retrace import Compute, Replacement, replace_equations, rerun
+from jax_deepcompile.transforms.replace_loops import replace_loops
+
+
+@dataclass(frozen=True)
+class KeptActivations:
+    """What is computed in one place and used in another that would compute it again.
+
+    Attributes:
+      forward: the name of the loop that computes it.
+      backward: the name of a later loop in the same place, that would compute the same again for every layer. Where one
+        iteration of a loop would compute something twice both are its name, and for what is outside of loops empty.
+      values: positions among the activations that are computed twice.
+    """
+
+    forward: str
+    backward: str
+    values: tuple[int, ...]
+
+
+def keep_activations(program: Program, mesh: AnyMesh, choices: Sequence[KeptActivations]) -> Program:
+    """``program`` with the chosen activations computed once only; the same object if there are none.
+
+    Args:
+      program: in the local view.
+      mesh: its mesh.
+      choices: each loop in at most one of them.
+
+    Raises:
+      PlanError: the program has no such activations.
+    """
+    loops = {loop.name: loop for loop in find_loops(program.jaxpr)}
+    places = {loop.path: loop.eqn.params["jaxpr"] for loop in loops.values()} | {(): program.jaxpr}
+    replacements: dict[int, Replacement] = {}
+    named = Counter(name for choice in choices for name in sorted({choice.forward, choice.backward}))
+    if twice := [name for name, count in named.items() if count > 1]:
+        raise errors.PlanError("the plan", f"it keeps activations of {twice[0] or 'no loop'} in two ways")
+    for choice in (each for each in choices if each.forward != each.backward):
+        forward, backward = (_found(name, loops) for name in (choice.forward, choice.backward))
+        if forward.path[:-1] != backward.path[:-1] or forward.path >= backward.path:
+            raise errors.PlanError("the plan", f"{choice.backward} does not follow {choice.forward} in the same place")
+        shared = Place(places[forward.path[:-1]]).shared(forward.eqn, backward.eqn)
+        kept = _chosen(shared.activations, choice)
+        bridge = _Bridge(replace(shared, activations=kept))
+        replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read} if kept else {}
+    bridged = replace_equations(program, mesh, replacements) if replacements else program
+    return _computed_once(bridged, mesh, {each.forward: each for each in choices if each.forward == each.backward})
+
+
+def _found(name: str, loops: Mapping[str, Loop]) -> Loop:
+    if name not in loops:
+        raise errors.PlanError("the plan", f"it keeps activations of {name or 'no loop'}, which is not in the program")
+    return loops[name]
+
+
+def _chosen(activations: Sequence[Activation], choice: KeptActivations) -> tuple[Activation, ...]:
+    if any(not 0 <= position < len(activations) for position in choice.values):
+        where = f"{choice.forward} and {choice.backward}" if choice.forward else "code outside of loops"
+        missing = next(position for position in choice.values if not 0 <= position < len(activations))
+        raise errors.PlanError("the plan", f"it keeps activation {missing} of {len(activations)} of {where}")
+    return tuple(activations[position] for position in sorted(choice.values))
+
+
+def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptActivations]) -> Program:
+    """``program`` with what one place computes twice computed once, by the names of the loops that is in."""
+
+    def once(jaxpr: Any, name: str) -> Any:
+        flat = open_jaxpr(jaxpr)
+        names = {var: each.first for each in _chosen(Place(flat).repeated(), choices[name]) for var in each.again}
+        return flat.replace(**_with_names(flat, names))
+
+    def run(loop: Loop) -> Compute:
+        body = once(loop.eqn.params["jaxpr"], loop.name)
+        inner = new_jaxpr([*body.constvars, *body.invars], body.outvars, body.eqns)
+        return lambda eqn, operands: rerun(eqn, inner, operands)
+
+    program = replace_loops(program, mesh, {name: run for name in choices if name})
+    if "" not in choices:
+        return program
+    return program.replace(jaxpr=type(program.jaxpr)(once(program.jaxpr, ""), closed_consts(program.jaxpr)))
+
+
+def _with_names(body: Any, names: Mapping[Any, Any]) -> dict[str, list]:
+    """The equations and outputs of ``body`` where some variables are read by other ``names``, and nothing needless."""
+    outvars = [renamed(atom, names) for atom in body.outvars]
+    eqns = [eqn.replace(invars=[renamed(atom, names) for atom in eqn.invars]) for eqn in body.eqns]
+    return {"eqns": slim_barriers(needed_for(eqns, outvars), outvars), "outvars": outvars}
+
+
+def _given_activations(body: Any, kept: Sequence[Activation]) -> Any:
+    """A backward loop's body that does not compute ``kept``: they come last among its inputs, its constants first."""
+    given = [new_var(activation.first.aval) for activation in kept]
+    names = {var: made for activation, made in zip(kept, given, strict=True) for var in activation.again}
+    rest = _with_names(body, names)
+    return new_jaxpr([*body.constvars, *body.invars, *given], rest["outvars"], rest["eqns"])
+
+
+@dataclass
+class _Bridge:
+    """The stacks on their way from one loop to the other, while both are traced."""
+
+    shared: SharedLayers
+    stacks: list = field(default_factory=list)
+
+    def write(self, eqn, operands: list) -> list:
+        body, kept = self.shared.forward, [each.first for each in self.shared.activations]
+        inner = new_jaxpr([*body.constvars, *body.invars], [*body.outvars, *kept], body.eqns)
+        made = rerun(eqn, inner, operands)
+        self.stacks = made[len(eqn.outvars) :]
+        return made[: len(eqn.outvars)]
+
+    def read(self, eqn, operands: list) -> list:
+        inner = _given_activations(self.shared.backward, self.shared.activations)
+        return rerun(eqn, inner, operands, self.stacks)

@@ -1,0 +1,353 @@
+"""Layer loops that communicate for their neighbours while they compute.
+
+A layer loop that gathers a layer's parameters, computes, and reduces the layer's gradients leaves both collectives
+exposed: XLA overlaps what is inside one iteration of a loop, and there the gather comes first and the reduction last.
+In the pipelined loop an iteration gathers for the layer ``prefetch_layers`` ahead and reduces for the layer
+``delay_layers`` behind, so both have a layer's compute to hide under.
+
+Before::
+
+    scan(t): W = all_gather(w[t]); y, p = layer(y, W); g[t] = reduce_scatter(p)
+
+After, with one layer of each (``first`` iterations before the loop, ``last`` after it)::
+
+    W = all_gather(w[0]); V = all_gather(w[1]); y, p = layer(y, W)
+    scan(t): W = all_gather(w[t + 1]); g[t - 1] = reduce_scatter(p); y, p = layer(y, V)
+    g[n - 2] = reduce_scatter(p); y, p = layer(y, W); g[n - 1] = reduce_scatter(p)
+
+In the loop a product that makes a ``p`` waits until the ``g`` two layers before is written: two layers' take turns then
+in the same memory, and nothing is copied from one iteration to the next.
+
+Guarantees: every layer is gathered and reduced exactly as often as before, values are bitwise those of the plain loop,
+stacks are read and written in place, by index; a stack that an output is added to is that output's buffer. Peeled
+iterations run as straight-line code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
+from jax_deepcompile.analysis.dataflow import needed_for, reached_from, without_barriers
+from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
+from jax_deepcompile.analysis.parts import Part, SplitBody, split_body
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.retrace import split_operands
+from jax_deepcompile.transforms.replace_loops import replace_loops
+
+
+@dataclass(frozen=True)
+class LoopSchedule:
+    """How one layer loop is pipelined.
+
+    Attributes:
+      loop: the loop's name, such as ``scan.0``.
+      prefetch_layers: how many iterations ahead a layer's parameters are gathered; 0 gathers in the layer's own.
+      delay_layers: how many iterations later a layer's gradients are reduced; 0 reduces in the layer's own.
+      first_layers: iterations peeled off the front.
+      last_layers: iterations peeled off the end.
+    """
+
+    loop: str
+    prefetch_layers: int = 1
+    delay_layers: int = 1
+    first_layers: int = 0
+    last_layers: int = 0
+
+
+def choose_schedules(program: Program, prefetch_layers: int = 1, delay_layers: int = 1) -> tuple[LoopSchedule, ...]:
+    """A schedule for every loop over layers: one that gathers slices of stacks, or reduces what nobody in it reads.
+
+    A loop that gathers the same in every iteration, as one over microbatches does, has nothing to gain from a longer
+    body.
+    """
+    chosen = []
+    for loop in find_loops(program.jaxpr):
+        split = split_body(loop.eqn)
+        ahead = prefetch_layers if set(split.early.inputs) & set(loop.slices) else 0
+        behind = delay_layers if split.late_outputs else 0
+        if max(ahead, behind) and loop.length > max(ahead, behind):
+            chosen.append(LoopSchedule(loop.name, ahead, behind, behind, ahead))
+    return tuple(chosen)
+
+
+def pipeline_loops(program: Program, mesh: AnyMesh, schedules: Sequence[LoopSchedule]) -> Program:
+    """``program`` with its loops run as ``schedules`` say; the same object if they say nothing.
+
+    Args:
+      program: in the local view.
+      mesh: its mesh.
+      schedules: at most one for each loop.
+    """
+    wanted = {schedule.loop: schedule for schedule in schedules}
+    divided = len(mesh.axis_names) > len(program.mesh.devices.names)
+    pipelined = {name: lambda loop: _Pipeline(loop, wanted[loop.name], divided).run for name in wanted}
+    return replace_loops(program, mesh, pipelined)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What flows from one iteration to the next.
+
+    Attributes:
+      carry: the loop's own carry.
+      gathered: what was gathered for the coming iterations, nearest first.
+      pending: what waits to be reduced, oldest first.
+      stacks: the stacked outputs so far.
+    """
+
+    carry: Sequence
+    gathered: tuple
+    pending: tuple
+    stacks: tuple
+
+
+jax.tree_util.register_dataclass(_State, ["carry", "gathered", "pending", "stacks"], [])
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """The pipelined form of one loop.
+
+    Attributes:
+      loop: the loop.
+      schedule: how it is pipelined.
+      divided: whether XLA divides what is in it further, along automatic axes.
+      split: its body.
+    """
+
+    loop: Loop
+    schedule: LoopSchedule
+    divided: bool
+    split: SplitBody = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "split", split_body(self.loop.eqn))
+
+    @property
+    def first(self) -> int:
+        """Iterations that run apart before the loop."""
+        return min(max(self.schedule.first_layers, self.schedule.delay_layers), self.loop.length)
+
+    def run(self, eqn, operands: list) -> Sequence:
+        body = open_jaxpr(eqn.params["jaxpr"])
+        num_consts, num_carry = scan_counts(eqn)
+        consts, carry, stacks = split_operands(eqn, operands)
+        slices = dict(zip(self.loop.slices, stacks, strict=True))
+        known = constants_of(eqn) | dict(zip(body.invars[:num_consts], consts, strict=True))
+        work = _Work(self, known, slices, body.invars[num_consts : num_consts + num_carry])
+        begin = jnp.zeros if self.divided else lax.empty  # XLA divides zeros, and not what is left undefined
+        outs = [begin(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
+        for output, var in self.split.in_place:
+            outs[output] = slices.pop(var)
+        gathered = tuple(work.gather(t) for t in range(min(self.schedule.prefetch_layers, self.loop.length)))
+        return self._iterate(work, _State(carry, gathered, (), tuple(outs)))
+
+    def _iterate(self, work: _Work, state: _State) -> Sequence:
+        length, first = self.loop.length, self.first
+        last = min(max(self.schedule.last_layers, self.schedule.prefetch_layers), length - first)
+        for t in range(first):
+            state = work.iteration(state, t)
+        trips = length - first - last
+        if trips:
+
+            def body(counted, _):
+                t, state = counted
+                return (t + 1, work.iteration(state, t)), None
+
+            (_, state), _ = lax.scan(body, (jnp.int32(first), state), length=trips)
+        for t in range(length - last, length):
+            state = work.iteration(state, t)
+        for t in range(length - len(state.pending), length):
+            state = work.reduce_oldest(state, t)
+        reduced = self.split.late_outputs
+        return [*state.carry, *(_written(s) if index in reduced else s for index, s in enumerate(state.stacks))]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The pieces of one loop's body, ready to run for any iteration.
+
+    Attributes:
+      pipeline: the loop and its schedule.
+      consts: the loop's constants by variable of the body.
+      slices: the stacks whose slices the body reads, by variable of the body.
+      carried: the body's variables for the carry.
+    """
+
+    pipeline: _Pipeline
+    consts: dict
+    slices: dict
+    carried: Sequence
+
+    def gather(self, t) -> list:
+        read, early = self._reader(t), self.pipeline.split.early
+        return self._run(early, lambda var: self._as_outside(read(var), reached_from(early.jaxpr.eqns, {var})))
+
+    def iteration(self, state: _State, t) -> _State:
+        """Iteration ``t``: gathers for a later one, reduces for an earlier one, and computes its own layer.
+
+        Apart from the loop nothing would keep XLA from putting all gradients and reductions off to the very end, so
+        there the next iteration waits for this one's, as it does in a loop.
+        """
+        schedule, split, apart = self.pipeline.schedule, self.pipeline.split, isinstance(t, int)
+        gathered, pending, stacks, reduced = state.gathered, state.pending, state.stacks, {}
+        reduces = schedule.delay_layers and len(pending) == schedule.delay_layers
+        if not apart or t + schedule.prefetch_layers < self.pipeline.loop.length:
+            gathered = (*gathered, self.gather(t + schedule.prefetch_layers))
+        between = apart and 0 < t < self.pipeline.first
+        made = self._given(state.carry, t) if between else dict(zip(self.carried, state.carry, strict=True))
+        ready = map(self._in_order, gathered[0]) if apart else gathered[0]
+        made |= dict(zip(split.early.outputs, ready, strict=True))
+        results = self._run(self._main(t), self._reader(t, made))
+        now = len(self.carried) + len(stacks) - len(split.late_outputs)
+        carry, rest = results[: len(self.carried)], results[len(self.carried) : now]
+        made |= dict(zip(split.main.outputs[now:], results[now:], strict=True))
+        gradients, stacks = self._gradients(made, stacks, t, wait=bool(reduces and not apart))
+        left = tuple(self._in_a_row((made | gradients)[var]) for var in split.pending)
+        if reduces:
+            reduced, pending = self._reduced(pending[0], stacks, t - schedule.delay_layers), pending[1:]
+        if reduces and apart:
+            carry, rest, left, reduced = lax.optimization_barrier((carry, rest, left, reduced))
+        stacks = self._stored(stacks, t - schedule.delay_layers, reduced)
+        early = [index for index in range(len(stacks)) if index not in split.late_outputs]
+        stacks = self._stored(stacks, t, dict(zip(early, rest, strict=True)))
+        state = _State(carry, gathered[1:], (*pending, left), stacks)
+        return state if schedule.delay_layers else self.reduce_oldest(state, t)
+
+    def _main(self, t) -> Part:
+        """What iteration ``t`` computes: in the first one of a loop that reduces, what was just computed is at hand."""
+        main = self.pipeline.split.main
+        if isinstance(t, int) and t == 0 and self.pipeline.schedule.delay_layers:
+            return replace(main, jaxpr=without_barriers(main.jaxpr))
+        return main
+
+    def _given(self, carry: Sequence, t: int) -> dict:
+        """What iteration ``t`` reads besides parameters: slices of stacks are there for it when the carry is.
+
+        XLA would compute again early, and keep, what many checkpointed layers make of them.
+        """
+        read = [var for var in self.pipeline.split.main.inputs if var in self.slices]
+        carry, values = lax.optimization_barrier((carry, [self._slice(self.slices[var], t) for var in read]))
+        return dict(zip((*self.carried, *read), (*carry, *values), strict=True))
+
+    def _gradients(self, made: dict, stacks: tuple, t, wait: bool) -> tuple[dict, tuple]:
+        """What iteration ``t`` leaves to be reduced; and the stacks.
+
+        Args:
+          made: what the iteration made before.
+          stacks: the stacked outputs so far.
+          wait: whether each is made once the stacks that it will be reduced for are written, so that the memory of an
+            earlier one is free for it.
+        """
+        gradients: dict = {}
+        for gradient in self.pipeline.split.gradients:
+            operands = [made[var] for var in gradient.operands]
+            if wait:
+                operands, stacks = _after(operands, stacks, gradient.outputs)
+            given = made | dict(zip(gradient.operands, operands, strict=True))
+            values = self._run(gradient.part, self._reader(t, given))
+            gradients |= dict(zip(gradient.part.outputs, values, strict=True))
+        return gradients, stacks
+
+    def _in_a_row(self, value):
+        """So XLA has it in memory as the reduction wants it; what it divides further cannot be put in a row."""
+        return value if self.pipeline.divided else value.reshape(-1)
+
+    def reduce_oldest(self, state: _State, t) -> _State:
+        """Finishes the outputs of iteration ``t``, the oldest that is pending."""
+        stacks = self._stored(state.stacks, t, self._reduced(state.pending[0], state.stacks, t))
+        return _State(state.carry, state.gathered, state.pending[1:], stacks)
+
+    def _reduced(self, pending: Sequence, stacks: tuple, t) -> dict[int, Any]:
+        """The outputs, by position, that iteration ``t`` left ``pending``."""
+        split = self.pipeline.split
+        made = {var: value.reshape(var.aval.shape) for var, value in zip(split.pending, pending, strict=True)}
+        made |= {var: self._slice(stacks[output], t) for output, var in split.in_place}
+        reduced = {}
+        values = self._run(split.late, self._reader(t, made))
+        for output, atom, value in zip(split.late_outputs, split.late.outputs, values, strict=True):
+            made_of = {var for eqn in needed_for(split.late.jaxpr.eqns, [atom]) for var in eqn.outvars}
+            reduced[output] = self._as_outside(value, made_of)
+        return reduced
+
+    def _as_outside(self, value, related: Collection):
+        """A slice of a stack in memory as the stack is outside of the loop, if it is transposed for a collective.
+
+        XLA would rather have whole stacks as the collective wants a slice, and transpose them outside of the loop.
+
+        Args:
+          value: the slice.
+          related: variables that are made of it, or that it is made of.
+        """
+        split = self.pipeline.split
+        eqns = (eqn for part in (split.early, split.late) for eqn in part.jaxpr.eqns)
+        turned = any(eqn.primitive.name == "transpose" and eqn.outvars[0] in related for eqn in eqns)
+        return self._in_order(value) if turned else value
+
+    def _in_order(self, value):
+        """``value`` with its dimensions in memory in their order, as the loop has what it carries.
+
+        Apart from the loop XLA would transpose what products read.
+        """
+        if self.pipeline.divided:
+            return value
+        return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
+
+    def _stored(self, stacks: tuple, t, values: dict[int, Any]) -> tuple:
+        layer = self._layer(t)
+        return tuple(
+            _updated(stack, values[index], layer) if index in values else stack for index, stack in enumerate(stacks)
+        )
+
+    def _layer(self, t):
+        loop = self.pipeline.loop
+        return loop.length - 1 - t if loop.reverse else t
+
+    def _reader(self, t, made: dict | None = None) -> Callable:
+        made = made or {}
+
+        def read(var):
+            if var in made:
+                return made[var]
+            if var in self.consts:
+                return self.consts[var]
+            return self._slice(self.slices[var], t)
+
+        return read
+
+    def _slice(self, stack, t):
+        layer = self._layer(t)
+        if isinstance(layer, int):
+            return lax.index_in_dim(stack, layer, keepdims=False)
+        return lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+
+    def _run(self, part: Part, read: Callable) -> list:
+        return eval_local(part.jaxpr, [read(var) for var in part.inputs])
+
+
+def _written(stack):
+    """``stack`` once it is written: XLA would put the last writes off into what reads it, and make that slower."""
+    return lax.optimization_barrier(stack)
+
+
+def _updated(stack, value, layer):
+    """``stack`` with ``value`` as its slice number ``layer``; as a literal where that is known."""
+    if isinstance(layer, int):
+        return lax.dynamic_update_slice(stack, value[None], (layer,) + (0,) * value.ndim)
+    return lax.dynamic_update_index_in_dim(stack, value, layer, 0)
+
+
+def _after(values: list, stacks: tuple, places: Sequence[int]) -> tuple[list, tuple]:
+    """``values`` once those of ``stacks`` at ``places`` are written; and the stacks."""
+    values, written = lax.optimization_barrier((values, [stacks[place] for place in places]))
+    known = dict(zip(places, written, strict=True))
+    return values, tuple(known.get(place, stack) for place, stack in enumerate(stacks))

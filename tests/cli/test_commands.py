@@ -1,0 +1,182 @@
+"""The subcommands that take a step of the user's, and how they are told which."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile import errors
+from jax_deepcompile.cli import main as cli
+from jax_deepcompile.cli.commands import StepRequest, load_step
+from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.lowering.xla_options import DOUBLE_BUFFERING
+from jax_deepcompile.planner.plan import Plan
+
+STEP = """
+import jax
+import jax.numpy as jnp
+
+def make():
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state)
+        return state - 0.1 * grads, loss
+
+    return step, jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((16, 64), jnp.float32)
+
+def decorated():
+    import jax_deepcompile as deepcompile
+
+    step, *args = make()
+    return deepcompile.shard(step, {"data": 2, "fsdp": 4}), *args
+
+def nothing():
+    return None
+
+number = 3
+"""
+
+_PLAN_WITH_A_PROGRAM = (
+    Plan("0", options=((DOUBLE_BUFFERING, True),))
+    .to_json()
+    .replace(DOUBLE_BUFFERING, "xla_gpu_cuda_data_dir")
+    .replace("true", '"/tmp/theirs"')
+    .encode()
+)
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "my_train_step.py"
+    path.write_text(textwrap.dedent(STEP))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _flags(monkeypatch):
+    """What the command line sets for JAX stays within a test."""
+    for name in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(name, "")
+
+
+@pytest.mark.pure
+def test_a_step_is_found_in_a_file_and_in_a_module(file, monkeypatch):
+    step, args = load_step(f"{file}:make")
+    assert (step.__name__, [leaf.shape for leaf in args]) == ("step", [(64, 64), (16, 64)])
+    monkeypatch.syspath_prepend(file.parent)
+    assert load_step("my_train_step:make")[0].__name__ == "step"
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("train.py", "it has no colon"),
+        ("nowhere/train.py:make", "there is no file nowhere/train.py"),
+        ("no_such_module:make", "there is no module no_such_module"),
+        ("{file}:other", "my_train_step has no function other"),
+        ("{file}:number", "my_train_step has no function number"),
+        ("{file}:nothing", r"it returned NoneType, not \(step, state, batch\)"),
+    ],
+)
+def test_what_is_no_step_is_named(file, spec, problem):
+    with pytest.raises(errors.StepSpecError, match=problem):
+        load_step(spec.format(file=file))
+
+
+@pytest.mark.pure
+def test_a_module_that_lacks_one_of_its_own_imports_says_which(file):
+    file.write_text("import no_such_library\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        load_step(f"{file}:make")
+
+
+@pytest.mark.pure
+def test_trace_prints_the_local_view(file, capsys):
+    assert cli.main(["trace", f"{file}:make"]) == 0
+    assert "all_gather" in capsys.readouterr().out
+
+
+@pytest.mark.pure
+def test_a_decorated_step_keeps_its_own_mesh(file, capsys):
+    assert cli.main(["explain", f"{file}:decorated"]) == 0
+    assert "data=2 x fsdp=4" in capsys.readouterr().out
+
+
+@pytest.mark.pure
+def test_mistakes_end_with_2_and_a_sentence(file, capsys):
+    assert cli.main(["explain", f"{file}:other"]) == 2
+    assert capsys.readouterr().err.startswith("deepcompile: ")
+
+
+@pytest.mark.cpu_mesh
+def test_profile_measures_on_zeros_where_shapes_are_given(file, tmp_path, capsys):
+    out = tmp_path / "profile.json"
+    assert cli.main(["profile", f"{file}:make", "--out", str(out), "--runs", "1"]) == 0
+    assert "collectives" in capsys.readouterr().out
+    assert Profile.from_json(out.read_text(), "it").step is not None
+
+
+@pytest.mark.h100_aot
+def test_a_plan_is_written_and_explained(file, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert cli.main(["plan", f"{file}:make", "--gpu", "h100", "--nodes", "2", "--out", str(out)]) == 0
+    plan = Plan.from_json(out.read_text(), "it")
+    assert plan.prediction is not None
+    capsys.readouterr()
+    assert cli.main(["explain", f"{file}:make", "--gpu", "h100", "--nodes", "2", "--plan", str(out)]) == 0
+    assert "plan: given" in capsys.readouterr().out
+
+
+@pytest.mark.cpu_mesh
+def test_a_script_finds_what_the_command_line_planned(file, tmp_path, capsys, monkeypatch):
+    """The command line says in XLA's flags how many devices a CPU is, which the mesh says again."""
+    cache = tmp_path / "cache"
+    told = [f"{file}:make", "--memory-limit", "1GiB", "--cache-dir", str(cache)]
+    assert cli.main(["plan", *told]) == 0
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_hlo_as_text")
+    step, args = load_step(f"{file}:make")
+    sharded = deepcompile.shard(step, memory_limit="1GiB", cache_dir=cache)
+    assert "plan: kept from an earlier run" in sharded.trace(*args).explain()
+    assert len(list((cache / "plans").iterdir())) == 1
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe", "cannot be used: it cannot be read (not JSON"),
+        (_PLAN_WITH_A_PROGRAM, "cannot be used: it sets the XLA option 'xla_gpu_cuda_data_dir', and plans set"),
+    ],
+    ids=["no text", "a program"],
+)
+def test_a_plan_that_is_none_or_sets_more_than_plans_do_is_refused(file, tmp_path, capsys, content, said):
+    given = tmp_path / "plan.json"
+    given.write_bytes(content)
+    assert cli.main(["explain", f"{file}:make", "--plan", str(given)]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, said in printed.err) == ("", True)
+
+
+@pytest.mark.h100_aot
+def test_compare_judges_jit_and_ours_side_by_side(file, capsys):
+    assert cli.main(["compare", f"{file}:make", "--gpu", "h100", "--nics-per-node", "1"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["step", "s"]
+    assert [row.split()[0] for row in rows] == ["jit", "fully", "planned"]
+    assert rows[0].split()[2] == "1.00"
+
+
+def test_compare_says_what_does_not_fit_and_goes_on(file, capsys):
+    assert cli.main(["compare", f"{file}:make", "--gpu", "h100", "--memory-limit", "1KiB"]) == 0
+    _, row, *left = capsys.readouterr().out.splitlines()
+    assert row.split()[0] == "jit"
+    assert [line.split(":")[0] for line in left] == ["fully sharded", "planned"]
+    assert all("more than the limit" in line for line in left)
+
+
+@pytest.mark.pure
+def test_a_request_for_devices_of_this_process_has_no_mesh():
+    assert StepRequest("x:y").mesh is None

@@ -1,0 +1,78 @@
+"""Collectives outside of layer loops share buckets, up to the size where their latency no longer counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.lowering.compile import combiner_options
+from jax_deepcompile.planner.candidate import Environment, attempt
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.strategies.pipeline_loops import BucketCollectives, bandwidth_bound_bytes
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from tests.planner.test_straight_line import situation
+from tests.schedules import gathers, instructions
+from tests.transforms.programs import count, sharded
+from tests.transforms.test_prefetch import UNROLLED, unrolled_loss
+
+
+@dataclass(frozen=True)
+class Line(CostModel):
+    """Collectives take a latency, and then so many bytes a second."""
+
+    latency_s: float = 10e-6
+    bytes_per_s: float = 100e9
+
+    def collective_s(self, *arguments, **_) -> float:
+        return self.latency_s + arguments[1] / self.bytes_per_s
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("latency_s", "share", "size"),
+    [
+        (10e-6, 0.05, 32 << 20),
+        (20e-6, 0.05, 64 << 20),
+        (10e-6, 0.5, 1 << 20),
+        (0.0, 0.05, 1 << 20),
+        (1.0, 0.05, 1 << 32),
+    ],
+)
+def test_the_size_where_latency_no_longer_counts(latency_s: float, share: float, size: int):
+    """19 times what is sent while a collective begins, for a share of 5 %; as a power of two, from 1 MiB to 4 GiB."""
+    program, _, environment = situation(unrolled_loss, UNROLLED, Line(latency_s=latency_s))
+    assert bandwidth_bound_bytes(program, environment, share) == size
+
+
+@pytest.mark.pure
+def test_gathered_buckets_have_that_size_and_reduced_ones_a_part_of_it():
+    program, now, environment = situation(unrolled_loss, UNROLLED, Line())
+    (proposal,) = BucketCollectives().propose(program, now, environment)
+    assert dict(proposal.plan.options) == combiner_options(32 << 20, (32 << 20) // program.mesh.size)
+    assert proposal.decision == "buckets of 32 MiB"
+    assert proposal.plan.replace(options=()) == now.plan
+
+
+@pytest.mark.pure
+def test_loops_have_buckets_of_their_own():
+    plan = Plan("0", loops=(LoopSchedule("scan.0", 1, 0),))
+    program, now, environment = situation(unrolled_loss, UNROLLED, Line(), plan=plan)
+    assert list(BucketCollectives().propose(program, now, environment)) == []
+
+
+@pytest.mark.h100_aot
+def test_one_collective_a_bucket():
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+    program, _ = sharded(unrolled_loss, UNROLLED, mesh=mesh)
+    environment = Environment(mesh, "cuda", CostModel(), None)
+    alone = Plan("0").replace(options=combiner_options(0, 0))
+    (proposal,) = BucketCollectives().propose(program, attempt(program, alone, environment), environment)
+    apart, joined = (attempt(program, plan, environment) for plan in (alone, proposal.plan))
+    launched = [gathers(instructions(trial.module)) for trial in (apart, joined)]
+    assert launched[0] == count(program, "all_gather")
+    assert launched[1] <= launched[0] // 3
+    assert joined.prediction.communication_s < 0.5 * apart.prediction.communication_s
+    assert joined.simulation.gathered_bytes == apart.simulation.gathered_bytes

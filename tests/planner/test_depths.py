@@ -1,0 +1,115 @@
+"""Loops that gather and reduce a second layer away: proposed where something is waited for and memory has room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.simulation import Loop, Totals
+from jax_deepcompile.lowering.compile import double_buffering
+from jax_deepcompile.planner.apply import apply_plan
+from jax_deepcompile.planner.candidate import Environment, Trial, attempt
+from jax_deepcompile.planner.plan import Plan, Prediction
+from jax_deepcompile.planner.search import Proposal
+from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
+from jax_deepcompile.planner.strategies.unshard import gathered_bytes
+from jax_deepcompile.transforms.delay_reductions import DelayedReductions
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
+from tests.schedules import loop_bodies, work_while_under_way
+from tests.transforms.programs import assert_same_work, sharded, stack_loss, stack_shapes
+
+FORWARD, BACKWARD = LoopSchedule("scan.0", 1, 0, 0, 1), LoopSchedule("scan.1", 1, 1, 1, 1)
+PLAN = Plan("0", loops=(FORWARD, BACKWARD))
+PROGRAM, MESH = sharded(stack_loss, {"stack": stack_shapes()})
+LAYER_BYTES = gathered_bytes(next(find_loops(PROGRAM.jaxpr)))
+LIMIT = 1 << 30
+EARLIER, LATER = replace(BACKWARD, prefetch_layers=2, last_layers=2), replace(BACKWARD, delay_layers=2, first_layers=2)
+
+
+def proposals(plan: Plan = PLAN, free_bytes: int = LIMIT, exposed_s: float = 1.0, trip_s: float = 1.0, layers: int = 2):
+    nothing: Any = None
+    loop = Loop("while", "", 5, True, trip_s, Totals(compute_s=1.0, communication_s=1.0, reduced_bytes=1))
+    run: Any = SimpleNamespace(loops=(loop,))
+    prediction = Prediction(10.0, 5.0, 9.0, exposed_s, LIMIT - free_bytes)
+    now = Trial(plan, PROGRAM, nothing, nothing, run, prediction, 0)
+    return list(DeepenLoops(layers).close(PROGRAM, now, Environment(MESH, "cuda", CostModel(), LIMIT)))
+
+
+def loops(found: list[Proposal]) -> list[tuple[LoopSchedule, ...]]:
+    return [proposal.plan.loops for proposal in found]
+
+
+@pytest.mark.pure
+def test_backward_loops_may_gather_earlier():
+    assert loops(proposals()) == [(FORWARD, EARLIER)]
+
+
+@pytest.mark.pure
+def test_reducing_later_is_tried_where_layers_are_waited_for():
+    assert loops(proposals(trip_s=1.2))[-1] == (FORWARD, LATER)
+    assert (FORWARD, LATER) not in loops(proposals(trip_s=1.01))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    "situation",
+    [
+        {"exposed_s": 0.01},
+        {"free_bytes": LAYER_BYTES - 1},
+        {"layers": 1, "trip_s": 2.0},
+        {"plan": Plan("0"), "trip_s": 2.0},
+        {"plan": PLAN.replace(loops=(replace(FORWARD, prefetch_layers=2), EARLIER))},
+    ],
+    ids=["nothing waits", "no room", "one layer is enough", "no loops", "deep already"],
+)
+def test_nothing_is_proposed_for_nothing(situation):
+    assert proposals(**situation) == []
+
+
+@pytest.mark.pure
+def test_loops_that_gather_nothing_ahead_are_left():
+    plan = PLAN.replace(loops=(LoopSchedule("scan.0", 0, 1, 1, 0),))
+    assert proposals(plan) == []
+
+
+@pytest.mark.pure
+def test_what_microbatches_reduce_later_stays_so():
+    delayed = (DelayedReductions("scan.2", (0,)),)
+    assert [proposal.plan.delayed for proposal in proposals(PLAN.replace(delayed=delayed), trip_s=1.2)] == [delayed] * 2
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("schedules", [(FORWARD, EARLIER), (FORWARD, LATER)], ids=["earlier", "later"])
+def test_deeper_loops_compute_the_same_bits(schedules):
+    assert_same_work(apply_plan(PROGRAM, MESH, PLAN.replace(loops=schedules)), PROGRAM, MESH)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[Trial]:
+    """Wide layers on 8 H100s, their loops one layer deep and two."""
+    width, layers = 1024, 8
+    params = {
+        "stack": {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width), "bias": (layers, 4 * width)}
+    }
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+    program, _ = sharded(stack_loss, params, batch=(64 * 1024, width), mesh=mesh)
+    start = Plan("0").replace(options=double_buffering())
+    environment = Environment(mesh, "cuda", CostModel(), None)
+    plans = [start.replace(loops=choose_schedules(program, ahead, behind)) for ahead, behind in ((1, 1), (2, 2))]
+    return [attempt(program, plan, environment) for plan in plans]
+
+
+@pytest.mark.h100_aot
+def test_deeper_loops_hide_as_much_and_take_little_more(compiled):
+    one, two = compiled
+    work = [found for body in loop_bodies(two.module) for found in work_while_under_way(body)]
+    assert {opcode for opcode, _ in work} == {"all-gather-start", "reduce-scatter-start"}
+    assert all(number for _, number in work), work
+    assert one.prediction.peak_bytes < two.prediction.peak_bytes < 1.35 * one.prediction.peak_bytes
+    assert two.simulation.gathered_bytes == pytest.approx(one.simulation.gathered_bytes)

@@ -1,0 +1,75 @@
+"""On CPU devices loops gather once what they need in every iteration, as far as memory goes."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.analysis.gathers import hoistable_gathers
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.planner.apply import apply_plan
+from jax_deepcompile.planner.strategies.keep_gathered import keep_gathered
+from tests.partition.steps import shapes
+from tests.transforms.programs import count, sharded, stack_loss, stack_shapes
+from tests.transforms.test_unshard import BATCH, MICROBATCHES, UNROLLED, WIDTH, accumulating, assert_same, unrolled_loss
+
+ROOM_BYTES = 1 << 30
+
+
+def hoistable(program):
+    (loop,) = [loop for loop in find_loops(program.jaxpr) if hoistable_gathers(loop.eqn)]
+    return loop, hoistable_gathers(loop.eqn)
+
+
+@pytest.mark.cpu_mesh
+def test_a_loop_over_microbatches_gathers_once_and_computes_the_same_bits():
+    program, mesh = accumulating(unrolled_loss, UNROLLED)
+    loop, gathers = hoistable(program)
+    plan = keep_gathered(program, ROOM_BYTES)
+    assert plan.kept[0].loop == loop.name
+    assert plan.kept[0].gathers == tuple(range(len(gathers)))
+    planned = apply_plan(program, mesh, plan)
+    assert hoistable_gathers(next(each for each in find_loops(planned.jaxpr) if each.name == loop.name).eqn) == ()
+    assert count(planned, "all_gather") < count(program, "all_gather")
+    assert_same(program, planned, mesh)
+
+
+@pytest.mark.pure
+def test_each_value_counts_once_and_what_does_not_fit_is_gathered_again():
+    program, _ = accumulating(unrolled_loss, UNROLLED)
+    _, gathers = hoistable(program)
+    sizes = {gather.key: gather.size_bytes for gather in gathers}
+    assert len(sizes) < len(gathers)
+    assert len(keep_gathered(program, sum(sizes.values())).kept[0].gathers) == len(gathers)
+    (some,) = keep_gathered(program, sum(sizes.values()) - 1).kept
+    assert 0 < len(some.gathers) < len(gathers)
+    assert keep_gathered(program, 0).kept == ()
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(("loss", "params"), [(unrolled_loss, UNROLLED), (stack_loss, {"stack": stack_shapes()})])
+def test_nothing_is_decided_where_no_loop_repeats_a_gather(loss, params):
+    program, _ = sharded(loss, params)
+    assert keep_gathered(program, ROOM_BYTES).kept == ()
+
+
+def microbatched(**options):
+    def step(params, batch):
+        loss, gradients = jax.value_and_grad(unrolled_loss)(params, batch)
+        return jax.tree.map(lambda leaf, gradient: leaf - 0.1 * gradient, params, gradients), loss
+
+    return deepcompile.shard(step, {"fsdp": 8}, microbatches=MICROBATCHES, **options).trace(
+        shapes(UNROLLED), shapes((BATCH * MICROBATCHES, WIDTH))
+    )
+
+
+@pytest.mark.pure
+def test_it_is_the_default_on_cpu_devices_and_no_passes_means_none():
+    traced = microbatched()
+    assert traced.plan().kept
+    assert traced.planned is not traced.sharded
+    assert "what loops gather again and again stays, up to 512 MiB a device" in traced.explain()
+    bare = microbatched(passes=())
+    assert str(bare.plan()) == "fully sharded, nothing more"
+    assert bare.planned is bare.sharded

@@ -1,0 +1,150 @@
+"""One plan for all processes of a run, and what a plan in the cache is found by."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from jax_deepcompile import errors
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.devices import machine_of
+from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.planner import session
+from jax_deepcompile.planner.cache import PlanCache, PlanCacheWarning
+from jax_deepcompile.planner.candidate import Environment
+from jax_deepcompile.planner.plan import Plan, Prediction
+from jax_deepcompile.planner.strategies.pipeline_loops import BucketCollectives, PipelineLoops
+from jax_deepcompile.runtime.processes import ALONE
+from jax_deepcompile.transforms.hand_over import HandOver
+from tests.together import outcomes, processes
+from tests.transforms.programs import sharded, stack_loss, stack_shapes
+
+pytestmark = pytest.mark.cpu_mesh
+
+MARK = "f" * 32
+PLAN = Plan(MARK, prediction=Prediction(1.0, 1.0, 0.0, 0.0, 100))
+PLANS = AssertionError("it planned")
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """What planning comes to in every process, each with a cache of its own or none, and with its own planner."""
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
+    here = threading.local()
+
+    def make_plan(*_):
+        if isinstance(here.makes, Exception):
+            raise here.makes
+        return SimpleNamespace(plan=here.makes, program=program)
+
+    monkeypatch.setattr(session, "make_plan", make_plan)
+    monkeypatch.setattr(session, "processes_of", lambda mesh: here.process)
+
+    def of(caches=(None, None), makes=(PLAN, PLANS), marks=(MARK, MARK), limit=None) -> list:
+        environment = Environment(mesh, "cpu", CostModel(), limit)
+
+        def plan(process, cache, made, mark) -> tuple[Plan, str]:
+            here.process, here.makes = process, made
+            found = session._agreed(program, environment, mark, (), cache)  # pyright: ignore
+            return found.plan, found.origin
+
+        members = processes(len(caches)) if len(caches) > 1 else [ALONE]
+        return outcomes(*map(partial, [plan] * len(members), members, caches, makes, marks))
+
+    return of
+
+
+def test_the_first_process_plans_and_the_others_take_its_plan(planned):
+    assert planned() == [(PLAN, "made for this run")] * 2
+
+
+def test_what_fails_there_fails_everywhere(planned):
+    failure = errors.MemoryExceededError("step", 200 << 30, 100 << 30, 1 << 30)
+    first, second = planned(makes=(failure, PLANS))
+    assert first is failure
+    assert isinstance(second, errors.ProcessStoppedError)
+    assert "process 0 of this run does not go on" in str(second)
+    assert "Its reason: MemoryExceededError: step takes" in str(second)
+
+
+def test_different_programs_are_refused_whatever_is_cached(planned, tmp_path):
+    cache = PlanCache(tmp_path)
+    cache.store(PLAN)
+    for error in planned(caches=(cache, cache), marks=("a", "b")):
+        assert isinstance(error, errors.ProcessMismatchError)
+        assert re.search(r"process 0 would plan \S+ \(fingerprint a\); process 1 would plan \S+ \(", str(error))
+
+
+def test_a_plan_that_only_the_first_process_kept_serves_all(planned, tmp_path):
+    cache = PlanCache(tmp_path)
+    cache.store(PLAN)
+    found = planned(caches=(cache, PlanCache(tmp_path / "empty")), makes=(PLANS, PLANS))
+    assert found == [(PLAN, "kept from an earlier run")] * 2
+
+
+def test_a_kept_plan_that_does_not_fit_is_said_and_made_anew(planned, tmp_path):
+    cache, anew = PlanCache(tmp_path), PLAN.replace(prediction=Prediction(2.0, 2.0, 0.0, 0.0, 10))
+    cache.store(PLAN)
+    with pytest.warns(PlanCacheWarning, match="does not say that it fits the memory limit"):
+        assert planned(caches=[cache], makes=[anew], limit=50) == [(anew, "made for this run")]
+    assert cache.load(MARK) == anew
+
+
+def test_a_kept_plan_for_other_loops_is_said_and_made_anew(planned, tmp_path):
+    cache = PlanCache(tmp_path)
+    cache.store(PLAN.replace(handed_over=(HandOver("scan.7", "scan.8", (0,)),)))
+    with pytest.warns(PlanCacheWarning, match="scan.7"):
+        assert planned(caches=[cache]) == [(PLAN, "made for this run")]
+    assert (tmp_path / "plans" / f"{MARK}.unusable").exists()
+
+
+def test_a_kept_plan_that_makes_no_program_is_said_and_made_anew(planned, tmp_path, monkeypatch):
+    def apply_plan(*_):
+        raise errors.InvariantError(1, "defined before used", "x")
+
+    cache = PlanCache(tmp_path)
+    cache.store(PLAN)
+    monkeypatch.setattr(session, "apply_plan", apply_plan)
+    with pytest.warns(PlanCacheWarning, match="invariant 1 does not hold"):
+        assert planned(caches=[cache]) == [(PLAN, "made for this run")]
+
+
+def test_what_a_plan_is_found_by(monkeypatch):
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
+    larger, _ = sharded(stack_loss, {"stack": stack_shapes(3)})
+    passes, profile = (PipelineLoops(),), Profile("p", machine_of(mesh))
+
+    def mark(program=program, limit=1 << 30, passes=passes, profile=None) -> str:
+        environment = Environment(mesh, "cpu", CostModel(), limit)
+        return session._fingerprint(program, environment, passes, profile)  # pyright: ignore
+
+    with monkeypatch.context() as patched:
+        patched.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+        flagged = mark()
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "planner_digest", lambda: "another planner")
+        planned_otherwise = mark()
+    others = [
+        flagged,
+        planned_otherwise,
+        mark(larger),
+        mark(limit=2 << 30),
+        mark(passes=(BucketCollectives(),)),
+        mark(profile=profile),
+    ]
+    assert mark() == mark()
+    assert len({mark(), *others}) == 1 + len(others)
+
+
+def test_what_is_compiled_is_kept_beside_the_plans_whatever_the_plan_is(tmp_path, monkeypatch):
+    kept: list = []
+    monkeypatch.setattr(session, "_keep_executables", lambda cache, mesh: kept.append(cache.directory))
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
+    for wishes in (session.Wishes(), session.Wishes(plan=Plan("")), session.Wishes(passes=())):
+        session.plan_program(program, mesh, "cpu", replace(wishes, cache_dir=tmp_path))
+    assert kept == [tmp_path] * 3

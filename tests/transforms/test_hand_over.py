@@ -1,0 +1,169 @@
+"""What the forward loop leaves gathered computes the same bits, and is gathered by it alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile import errors
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.stacks import sliced_gathers
+from jax_deepcompile.hlo.reader import read
+from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.lowering.compile import compile_options, double_buffering
+from jax_deepcompile.lowering.emit import lower
+from jax_deepcompile.planner.apply import apply_plan
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.transforms.hand_over import HandOver, hand_over, shared_gathers
+from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
+from tests.partition.steps import shapes, training_step
+from tests.schedules import gathers, loop_bodies
+from tests.transforms.programs import (
+    LAYERS,
+    MATRICES,
+    WIDTH,
+    count,
+    in_two_iterations,
+    matrices_loss,
+    outline,
+    run,
+    run_stack,
+    sharded,
+    stack_loss,
+    stack_shapes,
+)
+
+STACK = {"stack": stack_shapes()}
+
+
+def backwards_loss(params, batch):
+    return jnp.mean(run_stack(params["stack"], batch, reverse=True) ** 2)
+
+
+def two_stacks_loss(params, batch):
+    return jnp.mean(run_stack(params["b"], run_stack(params["a"], batch)) ** 2)
+
+
+def everything(program) -> HandOver:
+    """From the last forward loop to the first backward one, all that both gather."""
+    loops = [loop for loop in find_loops(program.jaxpr) if sliced_gathers(loop.eqn)]
+    middle = len(loops) // 2
+    forward, backward = loops[middle - 1], loops[middle]
+    shared = shared_gathers(program, forward, backward)
+    return HandOver(forward.name, backward.name, tuple(range(len(shared.gathers))))
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize(
+    ("loss", "params"),
+    [
+        (stack_loss, STACK),
+        (backwards_loss, STACK),
+        (two_stacks_loss, {"a": stack_shapes(3), "b": stack_shapes()}),
+    ],
+    ids=["forward", "reverse", "two stacks"],
+)
+@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
+def test_values_stay_the_same(loss, params, pipelined):
+    program, mesh = sharded(loss, params)
+    handed = hand_over(program, mesh, [everything(program)])
+    if pipelined:
+        handed = pipeline_loops(handed, mesh, choose_schedules(program))
+    verify(handed)
+    assert count(handed, "all_gather") == count(program, "all_gather") - 3 * LAYERS
+    for got, expected in zip(run(handed, mesh), run(program, mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.cpu_mesh
+def test_inside_of_another_loop_values_stay_the_same():
+    program, mesh = sharded(in_two_iterations(stack_loss), STACK)
+    inner = [loop for loop in find_loops(program.jaxpr) if "/" in loop.name and sliced_gathers(loop.eqn)]
+    shared = shared_gathers(program, inner[0], inner[1])
+    choice = HandOver(inner[0].name, inner[1].name, tuple(range(len(shared.gathers))))
+    handed = hand_over(program, mesh, [choice])
+    assert count(handed, "all_gather") < count(program, "all_gather")
+    for got, expected in zip(run(handed, mesh), run(program, mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.pure
+def test_before_and_after():
+    program, mesh = sharded(matrices_loss, MATRICES)
+    gather, product, reduce = "  all_gather", "  dot_general", "  reduce_scatter"
+    backward = [product, product, reduce, product]
+    assert outline(program) == ["scan 4", gather, product, "scan 4", gather, *backward]
+    handed = hand_over(program, mesh, [everything(program)])
+    assert outline(handed) == ["scan 4", gather, product, "scan 4", *backward]
+    _, reader = find_loops(handed.jaxpr)
+    assert (4, WIDTH, WIDTH) in [var.aval.shape for var in reader.eqn.invars]
+
+
+@pytest.mark.pure
+def test_some_of_them_is_enough():
+    program, mesh = sharded(stack_loss, STACK)
+    choice = everything(program)
+    handed = hand_over(program, mesh, [HandOver(choice.forward, choice.backward, (1,))])
+    assert count(handed, "all_gather") == count(program, "all_gather") - LAYERS
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("shared", [(), (7,)])
+def test_nothing_chosen_changes_nothing(shared):
+    program, mesh = sharded(stack_loss, STACK)
+    choice = everything(program)
+    assert hand_over(program, mesh, [HandOver(choice.forward, choice.backward, shared)]) is program
+
+
+@pytest.mark.pure
+def test_loops_over_different_layers_share_nothing():
+    program, _ = sharded(two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes()})
+    first, second, *_ = (loop for loop in find_loops(program.jaxpr) if sliced_gathers(loop.eqn))
+    assert shared_gathers(program, first, second).gathers == ()
+
+
+@pytest.mark.pure
+def test_an_unknown_loop_is_an_error():
+    program, mesh = sharded(stack_loss, STACK)
+    plan = Plan("0", handed_over=(HandOver("scan.0", "scan.9", (0,)),))
+    with pytest.raises(errors.PlanError, match=r"it speaks of scan\.9, which the program does not have"):
+        apply_plan(program, mesh, plan)
+
+
+@pytest.mark.h100_aot
+def test_backward_gathers_less_for_one_stack_of_memory_and_no_more():
+    """The stack of 6 x 1024 x 4096 floats lies once in memory, gathered along its second dimension though it is."""
+    layers, width = 6, 1024
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+
+    def loss(params, x):
+        def layer(x, w):
+            return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None
+
+        return jnp.mean(lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    params = shapes({"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)})
+    optimizer = optax.sgd(0.1)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
+    program = step.trace(state, shapes((64, width))).sharded
+    options = compile_options("cuda") | double_buffering()
+
+    def compiled(choices):
+        handed = hand_over(program, mesh, choices)
+        planned = pipeline_loops(handed, mesh, choose_schedules(handed))
+        return lower(planned, mesh, "cuda").compile(compiler_options=options)
+
+    choice = everything(program)
+    one = HandOver(choice.forward, choice.backward, (0,))
+    before, after = compiled([]), compiled([one])
+    bodies = [loop_bodies(read(each.as_text())) for each in (before, after)]
+    forward_and_backward = [[gathers(body.instructions) for body in each] for each in bodies]
+    assert forward_and_backward == [[4, 4], [4, 2]], "two iterations in a body"
+    more = after.memory_analysis().temp_size_in_bytes - before.memory_analysis().temp_size_in_bytes
+    assert more < 1.25 * 4 * layers * width * 4 * width

@@ -1,0 +1,360 @@
+"""What the forward loop leaves of its activations gives the same bits, and is computed by it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile import errors
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.hlo.reader import read
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.lowering.compile import compile_options, double_buffering, peak_bytes
+from jax_deepcompile.lowering.emit import lower
+from jax_deepcompile.planner.apply import apply_plan
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.recomputation import Turn, find_turns
+from jax_deepcompile.transforms.hand_over import HandOver, hand_over
+from jax_deepcompile.transforms.keep_activations import KeptActivations, keep_activations
+from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
+from tests.partition.steps import shapes, training_step
+from tests.schedules import instructions, product_elements
+from tests.transforms.programs import (
+    LAYERS,
+    MATRICES,
+    count,
+    in_two_iterations,
+    layer,
+    matrices_loss,
+    outline,
+    run,
+    run_stack,
+    sharded,
+    stack_loss,
+    stack_shapes,
+)
+
+STACK = {"stack": stack_shapes()}
+
+
+def backwards_loss(params, batch):
+    return jnp.mean(run_stack(params["stack"], batch, reverse=True) ** 2)
+
+
+def two_stacks_loss(params, batch):
+    return jnp.mean(run_stack(params["b"], run_stack(params["a"], batch)) ** 2)
+
+
+def noisy_loss(params, batch):
+    """Layers that drop some of their inputs, each by a key of its own."""
+
+    @jax.checkpoint
+    def layer(x, layer):
+        params, key = layer
+        kept = jax.random.bernoulli(key, 0.8, x.shape)
+        h = jnp.tanh(jnp.where(kept, x, 0) @ params["up"] + params["bias"])
+        return x + h @ params["down"], None
+
+    keys = jax.random.split(jax.random.key(1), LAYERS)
+    return jnp.mean(lax.scan(layer, batch, (params["stack"], keys))[0] ** 2)
+
+
+def inner_loop_loss(params, batch):
+    """Layers with a loop of their own."""
+
+    @jax.checkpoint
+    def layer(x, params):
+        h, _ = lax.scan(lambda h, _: (jnp.tanh(h @ params["up"] @ params["down"]), None), x, length=2)
+        return x + h, None
+
+    return jnp.mean(lax.scan(layer, batch, params["stack"])[0] ** 2)
+
+
+def turns(program: Program) -> list[Turn]:
+    return find_turns(program, CostModel())
+
+
+def everything(program: Program) -> list[KeptActivations]:
+    """All that any backward loop computes again."""
+    return [KeptActivations(*turn.loops, tuple(range(len(turn.activations)))) for turn in turns(program)]
+
+
+def same_bits(planned: Program, program: Program, mesh) -> None:
+    verify(planned)
+    for got, expected in zip(run(planned, mesh), run(program, mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize(
+    ("loss", "params", "products"),
+    [
+        (stack_loss, STACK, LAYERS),
+        (backwards_loss, STACK, LAYERS),
+        (two_stacks_loss, {"a": stack_shapes(3), "b": stack_shapes()}, LAYERS + 3),
+        (noisy_loss, STACK, LAYERS),
+        (inner_loop_loss, STACK, 0),
+    ],
+    ids=["forward", "reverse", "two stacks", "random", "inner loop"],
+)
+@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
+def test_values_stay_the_same(loss, params, products, pipelined):
+    program, mesh = sharded(loss, params)
+    kept = keep_activations(program, mesh, everything(program))
+    if pipelined:
+        kept = pipeline_loops(kept, mesh, choose_schedules(program))
+    assert count(kept, "dot_general") == count(program, "dot_general") - products
+    assert count(kept, "reduce_scatter") == count(program, "reduce_scatter")
+    same_bits(kept, program, mesh)
+
+
+@pytest.mark.cpu_mesh
+def test_inside_of_another_loop_values_stay_the_same():
+    program, mesh = sharded(in_two_iterations(stack_loss), STACK)
+    nested = [choice for choice in everything(program) if "/" in choice.forward]
+    assert {turn.times for turn in turns(program)} == {1, 2}
+    kept = keep_activations(program, mesh, nested)
+    assert count(kept, "dot_general") == count(program, "dot_general") - 2 * LAYERS
+    same_bits(kept, program, mesh)
+
+
+def unrolled_loss(params, batch):
+    """Layers one by one, each with a stack's slices."""
+    x = batch
+    for index in range(LAYERS):
+        x = jax.checkpoint(layer)(x, jax.tree.map(lambda leaf, index=index: leaf[index], params["stack"]))
+    return jnp.mean(x**2)
+
+
+@pytest.mark.cpu_mesh
+def test_outside_of_loops_values_stay_the_same():
+    program, mesh = sharded(unrolled_loss, STACK)
+    (choice,) = everything(program)
+    assert (choice.forward, choice.backward) == ("", "")
+    kept = keep_activations(program, mesh, [choice])
+    assert count(kept, "dot_general") == count(program, "dot_general") - LAYERS
+    assert count(kept, "all_gather") <= count(program, "all_gather")
+    same_bits(kept, program, mesh)
+
+
+@pytest.mark.cpu_mesh
+def test_inside_of_an_iteration_values_stay_the_same():
+    program, mesh = sharded(in_two_iterations(unrolled_loss), STACK)
+    inside = [choice for choice in everything(program) if choice.forward == choice.backward]
+    assert {(turn.layers, turn.times) for turn in turns(program) if turn.loops[0] == turn.loops[1]} == {(1, 2)}
+    kept = keep_activations(program, mesh, inside)
+    assert count(kept, "dot_general") < count(program, "dot_general")
+    same_bits(kept, program, mesh)
+
+
+@pytest.mark.pure
+def test_what_xla_merges_by_itself_is_no_matter():
+    """Twice the same product, with no barrier between."""
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2) + jnp.mean(jnp.sin(batch @ params["w"]))
+
+    program, _ = sharded(loss, {"w": (16, 32)})
+    assert turns(program) == []
+
+
+@pytest.mark.cpu_mesh
+def test_beside_parameters_that_stay_gathered_values_stay_the_same():
+    program, mesh = sharded(stack_loss, STACK)
+    handed = hand_over(program, mesh, [HandOver("scan.0", "scan.1", (0, 1))])
+    assert everything(handed) == everything(program)
+    same_bits(keep_activations(handed, mesh, everything(handed)), program, mesh)
+
+
+OPERATIONS: dict[str, Callable] = {
+    "up": lambda x, p: jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"],
+    "relu": lambda x, p: jax.nn.relu(x @ p["up"]) @ p["down"] + x,
+    "softmax": lambda x, p: jax.nn.softmax((x @ p["up"]).reshape(-1, 4, 8), axis=-1).reshape(-1, 32) @ p["down"],
+    "norm": lambda x, p: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3),
+    "top": lambda x, p: x + lax.top_k(x @ p["up"], 16)[0],
+    "named": lambda x, p: checkpoint_name(jnp.sin(x @ p["up"]), "sin") @ p["down"],
+    "bf16": lambda x, p: (x.astype(jnp.bfloat16) @ p["up"].astype(jnp.bfloat16)).astype(jnp.float32) @ p["down"],
+}
+POLICIES = {
+    "all": None,
+    "products": jax.checkpoint_policies.dots_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("sin"),
+}
+
+
+@pytest.mark.cpu_mesh
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4),
+    st.sampled_from(sorted(POLICIES)),
+    st.sets(st.integers(0, 40), min_size=1),
+    st.booleans(),
+)
+def test_whatever_is_kept_of_whatever_layers_values_stay_the_same(operations, policy, positions, reverse):
+    @partial(jax.checkpoint, policy=POLICIES[policy])
+    def layer(x, params):
+        for name in operations:
+            x = OPERATIONS[name](x, params)
+        return x, None
+
+    def loss(params, batch):
+        return jnp.mean(lax.scan(layer, batch, params["stack"], reverse=reverse)[0] ** 2)
+
+    program, mesh = sharded(loss, STACK)
+    choices = [
+        KeptActivations(*turn.loops, tuple(sorted(each % len(turn.activations) for each in positions)))
+        for turn in turns(program)
+    ]
+    kept = keep_activations(program, mesh, choices)
+    verify(kept)
+    tolerance = 2e-2 if "bf16" in operations else 1e-4
+    for got, expected in zip(run(kept, mesh), run(program, mesh), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max(initial=1e-3))
+
+
+@pytest.mark.pure
+def test_before_and_after():
+    program, mesh = sharded(matrices_loss, MATRICES)
+    gather, product, reduce = "  all_gather", "  dot_general", "  reduce_scatter"
+    forward, backward = ["scan 4", gather, product], [product, reduce, product]
+    assert outline(program) == [*forward, "scan 4", gather, product, *backward]
+    kept = keep_activations(program, mesh, everything(program))
+    assert outline(kept) == [*forward, "scan 4", gather, *backward]
+
+
+@pytest.mark.pure
+def test_some_of_them_is_enough():
+    program, mesh = sharded(stack_loss, STACK)
+    (turn,) = turns(program)
+    sizes = [activation.size_bytes for activation in turn.activations]
+    kept = keep_activations(program, mesh, [KeptActivations(*turn.loops, (sizes.index(max(sizes)),))])
+    assert count(kept, "dot_general") == count(program, "dot_general") - LAYERS
+    assert count(kept, "tanh") == count(program, "tanh")
+
+
+@pytest.mark.pure
+def test_nothing_chosen_changes_nothing():
+    program, mesh = sharded(stack_loss, STACK)
+    assert keep_activations(program, mesh, [KeptActivations("scan.0", "scan.1", ())]) is program
+    assert keep_activations(program, mesh, []) is program
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("choices", "why"),
+    [
+        ([KeptActivations("scan.0", "scan.1", (99,))], r"it keeps activation 99 of \d of scan.0 and scan.1"),
+        ([KeptActivations("scan.0", "scan.1", (-1,))], r"it keeps activation -1 of \d of scan.0 and scan.1"),
+        ([KeptActivations("", "", (0,))], "it keeps activation 0 of 0 of code outside of loops"),
+        ([KeptActivations("scan.1", "scan.0", (0,))], "scan.0 does not follow scan.1 in the same place"),
+        ([KeptActivations("", "scan.1", (0,))], "it keeps activations of no loop, which is not in the program"),
+        ([KeptActivations("scan.0", "scan.1", (0,))] * 2, "it keeps activations of scan.0 in two ways"),
+    ],
+)
+def test_what_the_program_does_not_have_is_an_error(choices, why):
+    program, mesh = sharded(stack_loss, STACK)
+    with pytest.raises(errors.PlanError, match=why):
+        keep_activations(program, mesh, choices)
+
+
+@pytest.mark.pure
+def test_a_loop_of_no_layers_computes_nothing_again():
+    program, _ = sharded(stack_loss, {"stack": stack_shapes(0)})
+    assert turns(program) == []
+
+
+@pytest.mark.pure
+def test_layers_that_are_not_checkpointed_compute_nothing_again():
+    program, mesh = sharded(lambda params, batch: jnp.mean(run_stack(params["stack"], batch, remat=False) ** 2), STACK)
+    kept = keep_activations(program, mesh, everything(program))
+    assert count(kept, "dot_general") == count(program, "dot_general")
+
+
+@pytest.mark.pure
+def test_each_of_two_stacks_turns_by_itself():
+    program, _ = sharded(two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes()})
+    assert sorted(turn.loops for turn in turns(program)) == [("scan.0", "scan.3"), ("scan.1", "scan.2")]
+
+
+@pytest.mark.pure
+def test_an_unknown_loop_is_an_error():
+    program, mesh = sharded(stack_loss, STACK)
+    plan = Plan("0", activations=(KeptActivations("scan.0", "scan.9", (0,)),))
+    with pytest.raises(errors.PlanError, match=r"it speaks of scan\.9, which the program does not have"):
+        apply_plan(program, mesh, plan)
+
+
+@pytest.mark.h100_aot
+def test_the_backward_loop_computes_less_and_a_stack_of_memory_holds_it():
+    layers, width, rows = 6, 1024, 8192
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+
+    def loss(params, x):
+        def layer(x, w):
+            return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None
+
+        return jnp.mean(lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    params = shapes({"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)})
+    optimizer = optax.sgd(0.1)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
+    program = step.trace(state, shapes((8 * rows, width))).sharded
+    (turn,) = turns(program)
+    sizes = [activation.size_bytes for activation in turn.activations]
+    up = sizes.index(rows * 4 * width * 4)
+
+    def compiled(choices):
+        kept = keep_activations(program, mesh, choices)
+        planned = pipeline_loops(kept, mesh, choose_schedules(kept))
+        return lower(planned, mesh, "cuda").compile(compiler_options=compile_options("cuda") | double_buffering())
+
+    before, after = compiled([]), compiled([KeptActivations(*turn.loops, (up,))])
+    computed = [product_elements(instructions(read(each.as_text()))) for each in (before, after)]
+    assert computed[1] < computed[0]
+    more = peak_bytes(after.memory_analysis()) - peak_bytes(before.memory_analysis())
+    assert (layers - 1) * sizes[up] < more < (layers + 2) * sizes[up]
+
+
+@pytest.mark.h100_aot
+def test_layers_written_one_by_one_are_planned_to_compute_less():
+    """Four checkpointed layers of two products, of which the first is kept where memory holds it."""
+    layers, width, rows = 4, 2048, 8192
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+
+    def loss(params, x):
+        @jax.checkpoint
+        def layer(x, up, down):
+            return jnp.tanh(jnp.tanh(x @ up) @ down)
+
+        for index in range(layers):
+            x = layer(x, params[f"up{index}"], params[f"down{index}"])
+        return jnp.mean(x**2)
+
+    shape = {f"up{index}": (width, 4 * width) for index in range(layers)}
+    params = shapes(shape | {f"down{index}": (4 * width, width) for index in range(layers)})
+    optimizer = optax.sgd(0.1)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+
+    def plan(limit: str) -> Plan:
+        step = deepcompile.shard(
+            training_step(loss, optimizer), mesh, memory_limit=limit, passes=(deepcompile.KeepActivations(),)
+        )
+        return step.trace(state, shapes((8 * rows, width))).plan()
+
+    (choice,) = plan("72GiB").activations
+    (fewer,) = plan("2.7GiB").activations
+    assert (choice.forward, choice.backward) == ("", "")
+    assert len(fewer.values) < len(choice.values)

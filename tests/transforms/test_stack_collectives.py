@@ -1,0 +1,224 @@
+"""Collectives of whole stacks compute the same bits as those of their layers, in fewer collectives."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
+from jax_deepcompile.hlo.reader import read
+from jax_deepcompile.hlo.types import leaves
+from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
+from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
+from jax_deepcompile.transforms.stack_collectives import StackCollectives, stack_collectives
+from jax_deepcompile.transforms.unshard import keep_over_microbatches
+from tests.partition.steps import GATHER, SCATTER, lines, shapes, training_step
+from tests.transforms.programs import (
+    LAYERS,
+    MATRICES,
+    WIDTH,
+    count,
+    matrices_loss,
+    run,
+    run_stack,
+    sharded,
+    stack_loss,
+    stack_shapes,
+)
+
+STACK = {"stack": stack_shapes()}
+WHOLE, BY_LAYER = 1 << 30, 0
+
+
+def two_stacks_loss(params, batch):
+    return jnp.mean(run_stack(params["b"], run_stack(params["a"], batch), reverse=True) ** 2)
+
+
+def nested_loss(params, batch):
+    """The same layers for two halves of the batch, as microbatches run them."""
+
+    def again(total, part):
+        return total + jnp.mean(run_stack(params["stack"], part) ** 2), None
+
+    return lax.scan(again, 0.0, jnp.stack([batch, 2 * batch]))[0]
+
+
+def unshared_loss(params, batch):
+    """Every layer reads a stack twice, and adds up what it gathered."""
+
+    def layer(x, w):
+        return jnp.tanh(x @ w) @ w.T, jnp.sum(w)
+
+    x, sums = lax.scan(jax.checkpoint(layer), batch, params["w"])
+    return jnp.mean(x**2) + jnp.sum(sums)
+
+
+def everything(program) -> list[StackCollectives]:
+    return [
+        StackCollectives(
+            loop.name, tuple(range(len(sliced_gathers(loop.eqn)))), tuple(range(len(stacked_reductions(loop.eqn))))
+        )
+        for loop in find_loops(program.jaxpr)
+    ]
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("at_once_bytes", [WHOLE, BY_LAYER])
+@pytest.mark.parametrize(
+    ("loss", "params"),
+    [
+        (stack_loss, STACK),
+        (two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes(3)}),
+        (nested_loss, STACK),
+        (unshared_loss, {"w": (LAYERS, WIDTH, WIDTH)}),
+    ],
+    ids=["one stack", "two, one backwards", "nested", "read twice"],
+)
+def test_values_stay_the_same(loss, params, at_once_bytes):
+    program, mesh = sharded(loss, params)
+    outside = stack_collectives(program, mesh, everything(program), at_once_bytes)
+    verify(outside)
+    for got, expected in zip(run(outside, mesh), run(program, mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 4}, {"data": 4, "fsdp": 2}], ids=str)
+def test_values_stay_the_same_on_two_axes(mesh):
+    program, devices = sharded(stack_loss, STACK, mesh=mesh)
+    outside = stack_collectives(program, devices, everything(program))
+    for got, expected in zip(run(outside, devices), run(program, devices), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("at_once_bytes", "gathers"),
+    [(WHOLE, ["all_gather fsdp: f32[4,2,16] -> f32[4,16,16]"]), (BY_LAYER, ["scan 4", f"  {GATHER}"])],
+)
+def test_before_and_after(at_once_bytes, gathers):
+    program, mesh = sharded(matrices_loss, MATRICES)
+    moves = ("all_gather", "reduce_scatter", "tanh")
+    layers = ["scan 4", "  tanh f32[2,16] -> f32[2,16]"]
+    assert lines(program, moves) == [layers[0], f"  {GATHER}", layers[1]] * 2 + [f"  {SCATTER}"]
+    outside = stack_collectives(program, mesh, everything(program), at_once_bytes)
+    reduction = "reduce_scatter fsdp: f32[4,16,16] -> f32[4,2,16]"
+    assert lines(outside, moves) == [*gathers, *layers, *gathers, *layers, reduction]
+
+
+@pytest.mark.pure
+def test_one_collective_a_stack():
+    program, mesh = sharded(stack_loss, STACK)
+    assert (count(program, "all_gather"), count(program, "reduce_scatter")) == (2 * 3 * LAYERS, 3 * LAYERS)
+    outside = stack_collectives(program, mesh, everything(program))
+    assert (count(outside, "all_gather"), count(outside, "reduce_scatter")) == (2 * 3, 3)
+    inside = [inner.primitive.name for loop in find_loops(outside.jaxpr) for inner in loop.eqn.params["jaxpr"].eqns]
+    assert not {"all_gather", "reduce_scatter"} & set(inside)
+
+
+@pytest.mark.pure
+def test_large_stacks_are_gathered_layer_by_layer_before_the_loop():
+    program, mesh = sharded(stack_loss, STACK)
+    loops = [loop.name for loop in find_loops(program.jaxpr)]
+    outside = stack_collectives(program, mesh, everything(program), BY_LAYER)
+    assert count(outside, "all_gather") == count(program, "all_gather")
+    assert [loop.name for loop in find_loops(outside.jaxpr)] == loops
+    assert not any(sliced_gathers(loop.eqn) for loop in find_loops(outside.jaxpr))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("at_once_bytes", [WHOLE, BY_LAYER])
+def test_whole_stacks_are_gathered_once_for_all_runs_of_their_loop(at_once_bytes):
+    program, mesh = sharded(nested_loss, STACK)
+    outside = stack_collectives(program, mesh, everything(program), at_once_bytes)
+    around = [loop.name for loop in find_loops(outside.jaxpr) if "/" not in loop.name]
+    once = keep_over_microbatches(outside, mesh, {name: range(9) for name in around})
+    trips = 1 if at_once_bytes else LAYERS
+    assert count(outside, "all_gather") == 2 * 2 * 3 * trips
+    assert count(once, "all_gather") == 2 * 3 * trips
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("at_once_bytes", [WHOLE, BY_LAYER])
+def test_the_rest_of_the_loop_can_still_be_pipelined(at_once_bytes):
+    program, mesh = sharded(nested_loss, STACK)
+    some = [StackCollectives(loop.name, (0,), (0,)) for loop in find_loops(program.jaxpr) if "/" in loop.name]
+    outside = stack_collectives(program, mesh, some, at_once_bytes)
+    around = [loop.name for loop in find_loops(outside.jaxpr) if "/" not in loop.name]
+    planned = pipeline_loops(outside, mesh, choose_schedules(outside))
+    planned = keep_over_microbatches(planned, mesh, {name: range(9) for name in around})
+    verify(planned)
+    assert count(planned, "all_gather") < count(program, "all_gather")
+    for got, expected in zip(run(planned, mesh), run(program, mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    "choice",
+    [StackCollectives("scan.0"), StackCollectives("scan.7", (0,), (0,)), StackCollectives("scan.0", (9,), (9,))],
+)
+def test_nothing_chosen_changes_nothing(choice):
+    program, mesh = sharded(stack_loss, STACK)
+    assert stack_collectives(program, mesh, ()) is program
+    assert stack_collectives(program, mesh, (choice,)) is program
+
+
+@pytest.mark.pure
+def test_gathers_of_the_carry_and_of_constants_stay_in_the_loop():
+    def loss(params, batch):
+        def layer(carry, _):
+            x, w = carry
+            return (jnp.tanh(x @ w @ params["v"]), 0.9 * w), None
+
+        return jnp.mean(lax.scan(layer, (batch, params["w"]), None, length=3)[0][0] ** 2)
+
+    program, _ = sharded(loss, {"w": (WIDTH, WIDTH), "v": (WIDTH, WIDTH)})
+    forward = next(loop for loop in find_loops(program.jaxpr) if not loop.reverse)
+    assert sliced_gathers(forward.eqn) == ()
+
+
+@pytest.mark.pure
+def test_a_reduction_that_something_else_reads_stays_in_the_loop():
+    def loss(params, batch):
+        def layer(x, w):
+            y = jnp.tanh(x @ w)
+            mean = jnp.mean(y)
+            return y * (1 + mean), mean
+
+        x, means = lax.scan(layer, batch, params["w"])
+        return jnp.mean(x**2) + jnp.sum(means)
+
+    program, _ = sharded(loss, {"w": (LAYERS, WIDTH, WIDTH)})
+    forward = next(loop for loop in find_loops(program.jaxpr) if not loop.reverse)
+    assert stacked_reductions(forward.eqn) == ()
+
+
+@pytest.mark.h100_aot
+def test_small_parameters_have_no_collective_in_the_loop():
+    """Biases of 8 KiB beside matrices of 16 MiB, on 8 H100s."""
+    width = 2048
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+
+    def loss(params, x):
+        def layer(x, params):
+            return jnp.tanh(x @ params["w"] + params["b"]), None
+
+        return jnp.mean(lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    params, optimizer = shapes({"w": (6, width, width), "b": (6, width)}), optax.sgd(0.1)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=(PipelineLoops(),))
+    module = read(step.lower(state, shapes((64, width))).compile().as_text() or "")
+    loops = [each for body in module.computations.values() for each in body.instructions if each.opcode == "while"]
+    inside = [each for loop in loops for each in module.body(loop).instructions]
+    moved = [each for each in inside if each.opcode.removesuffix("-start") in ("all-gather", "reduce-scatter")]
+    assert moved
+    assert all(array.bytes >= width * width // 8 for each in moved for _, array in leaves(each.shape))

@@ -1,0 +1,133 @@
+"""Loops that XLA cannot count compute the same bits, and are left as they are by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.hlo.reader import read
+from jax_deepcompile.hlo.trip_counts import trip_count
+from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.lowering.compile import compile_options, double_buffering
+from jax_deepcompile.lowering.emit import lower
+from jax_deepcompile.transforms.replace_loops import replace_loops
+from jax_deepcompile.transforms.uncounted_loops import uncounted
+from tests.partition.steps import shapes, training_step
+from tests.schedules import gathers, instructions
+from tests.transforms.programs import (
+    MATRICES,
+    WIDTH,
+    count,
+    matrices_loss,
+    outline,
+    run,
+    run_stack,
+    sharded,
+    stack_loss,
+    stack_shapes,
+)
+
+STACK = {"stack": stack_shapes()}
+TRIPS = 6
+
+
+def backwards_loss(params, batch):
+    return jnp.mean(run_stack(params["stack"], batch, reverse=True) ** 2)
+
+
+def nested_loss(params, batch):
+    def again(x, _):
+        return run_stack(params["stack"], x), None
+
+    return jnp.mean(lax.scan(again, batch, None, length=2)[0] ** 2)
+
+
+def hide_trip_counts(program, mesh, loops):
+    return replace_loops(program, mesh, dict.fromkeys(loops, uncounted))
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("loss", [stack_loss, backwards_loss, nested_loss], ids=["forward", "reverse", "nested"])
+def test_values_stay_the_same(loss):
+    program, mesh = sharded(loss, STACK)
+    hidden = hide_trip_counts(program, mesh, [loop.name for loop in find_loops(program.jaxpr)])
+    verify(hidden)
+    assert count(hidden, "scan") == 0
+    assert count(hidden, "while") > 0
+    for got, expected in zip(run(hidden, mesh), run(program, mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.pure
+def test_before_and_after():
+    program, mesh = sharded(matrices_loss, MATRICES)
+    layers = ["  all_gather", "  dot_general"]
+    before = outline(program, "optimization_barrier")
+    assert before[:3] == ["scan 4", *layers]
+    after = outline(hide_trip_counts(program, mesh, ["scan.0"]), "optimization_barrier")
+    assert after == ["optimization_barrier", "while", *layers, *before[3:]]
+
+
+@pytest.mark.pure
+def test_only_the_named_loops_change():
+    program, mesh = sharded(nested_loss, STACK)
+    outer = [loop.name for loop in find_loops(program.jaxpr) if "/" not in loop.name]
+    inner = [loop.name for loop in find_loops(program.jaxpr) if "/" in loop.name]
+    hidden = hide_trip_counts(program, mesh, outer)
+    assert count(hidden, "while", executed=False) == len(outer)
+    assert count(hidden, "scan", executed=False) == len(inner)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("names", [[], ["scan.9"], ["scan.0/scan.9"]])
+def test_nothing_named_changes_nothing(names):
+    program, mesh = sharded(stack_loss, STACK)
+    assert hide_trip_counts(program, mesh, names) is program
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The while loops of one layer stack's step on 8 H100s: as it is, and with its loops hidden."""
+
+    def loss(params, x):
+        return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0] ** 2)
+
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+    params, optimizer = shapes({"w": (TRIPS, 8 * WIDTH, 8 * WIDTH)}), optax.sgd(0.1)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
+    program = step.trace(state, shapes((64, 8 * WIDTH))).sharded
+    hidden = hide_trip_counts(program, mesh, [loop.name for loop in find_loops(program.jaxpr)])
+    options: Any = compile_options("cuda") | double_buffering()
+    return [
+        read(lower(each, mesh, "cuda").compile(compiler_options=options).as_text() or "") for each in (program, hidden)
+    ]
+
+
+def loops_of(module):
+    return [each for each in instructions(module) if each.opcode == "while"]
+
+
+def gathers_in(module, loop) -> int:
+    return gathers(module.body(loop).instructions)
+
+
+@pytest.mark.h100_aot
+def test_a_hidden_loop_is_still_counted_by_us(compiled):
+    _, hidden = compiled
+    assert [trip_count(hidden, loop) for loop in loops_of(hidden)] == [TRIPS, TRIPS]
+
+
+@pytest.mark.h100_aot
+def test_a_hidden_loop_is_not_doubled(compiled):
+    plain, hidden = compiled
+    assert [gathers_in(plain, loop) for loop in loops_of(plain)] == [2, 2]
+    assert [gathers_in(hidden, loop) for loop in loops_of(hidden)] == [1, 1]

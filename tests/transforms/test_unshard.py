@@ -1,0 +1,230 @@
+"""What stays gathered: the same bits, fewer gathers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile.analysis.gathers import hoistable_gathers
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.hlo.reader import read
+from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.lowering.compile import peak_bytes
+from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
+from jax_deepcompile.transforms.replace_loops import replace_loops
+from jax_deepcompile.transforms.uncounted_loops import uncounted
+from jax_deepcompile.transforms.unshard import keep_over_microbatches, keep_until_backward, regathers
+from tests.partition.steps import shapes
+from tests.schedules import gathers, loop_bodies
+from tests.transforms.programs import (
+    BATCH,
+    UNDER_A_HEAD,
+    WIDTH,
+    compiled_for_h100s,
+    count,
+    h100s,
+    layer,
+    matrices_under_a_head_loss,
+    outline,
+    run,
+    sharded,
+    stack_loss,
+    stack_shapes,
+)
+
+MICROBATCHES = 4
+
+
+def unrolled_loss(params, batch):
+    x = batch
+    for index in range(3):
+        x = jax.checkpoint(layer)(x, params[f"layer{index}"])
+    return jnp.mean(x**2)
+
+
+UNROLLED = {f"layer{index}": {k: v[1:] for k, v in stack_shapes().items()} for index in range(3)}
+
+
+def accumulating(loss, params):
+    """A step whose user accumulates gradients in a loop over microbatches."""
+    optimizer = optax.sgd(0.1)
+
+    def step(state, batches):
+        def one(total, batch):
+            value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+            return jax.tree.map(jnp.add, total, gradients), value
+
+        zeros = jax.tree.map(jnp.zeros_like, state["params"])
+        gradients, values = lax.scan(one, zeros, batches.reshape(BATCH, MICROBATCHES, WIDTH).swapaxes(0, 1))
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, values.mean()
+
+    params = shapes(params)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    sharded_step = deepcompile.shard(step, {"fsdp": 8})
+    traced = sharded_step.trace(state, shapes((BATCH * MICROBATCHES, WIDTH)))
+    return traced.sharded, sharded_step.mesh
+
+
+def chain_loss(params, x):
+    for name in sorted(params):
+        x = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(x, params[name])
+    return jnp.mean(x**2)
+
+
+def until_backward(program, again):
+    """``program`` with what ``again`` chooses of its pairs of gathers gathered once."""
+    jaxpr = open_jaxpr(program.jaxpr)
+    positions = {later.position for _, later in regathers(jaxpr, jaxpr.invars)[again]}
+    kept = keep_until_backward(jaxpr, jaxpr.invars, positions)
+    return program.replace(jaxpr=type(program.jaxpr)(kept, closed_consts(program.jaxpr)))
+
+
+ALL, FIRST = slice(None), slice(1)
+CHAIN = {"w0": (WIDTH, WIDTH), "w1": (WIDTH, WIDTH)}
+
+
+def assert_same(program, planned, mesh):
+    verify(planned)
+    for got, expected in zip(run(planned, mesh), run(program, mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.cpu_mesh
+def test_straight_line_parameters_stay_gathered_until_the_backward():
+    program, mesh = sharded(unrolled_loss, UNROLLED)
+    jaxpr = open_jaxpr(program.jaxpr)
+    pairs = regathers(jaxpr, jaxpr.invars)
+    assert pairs
+    planned = until_backward(program, ALL)
+    assert count(planned, "all_gather") == count(program, "all_gather") - len(pairs)
+    assert_same(program, planned, mesh)
+
+
+@pytest.mark.cpu_mesh
+def test_only_the_chosen_stay():
+    program, mesh = sharded(unrolled_loss, UNROLLED)
+    planned = until_backward(program, FIRST)
+    assert count(planned, "all_gather") == count(program, "all_gather") - 1
+    assert_same(program, planned, mesh)
+
+
+@pytest.mark.pure
+def test_a_straight_line_before_and_after():
+    program, _ = sharded(chain_loss, CHAIN)
+    forward = ["all_gather", "dot_general"] * 2
+    last, first = ["dot_general", "dot_general", "reduce_scatter", "dot_general"], ["dot_general", "dot_general"]
+    gather, reduce = ["all_gather"], ["reduce_scatter"]
+    assert outline(program) == [*forward, *gather, *last, *gather, *first, *reduce]
+    assert outline(until_backward(program, FIRST)) == [*forward, *last, *gather, *first, *reduce]
+    assert outline(until_backward(program, ALL)) == [*forward, *last, *first, *reduce]
+
+
+@pytest.mark.pure
+def test_gathers_that_are_not_repeated_stay():
+    program, _ = sharded(chain_loss, CHAIN)
+    jaxpr = open_jaxpr(program.jaxpr)
+    firsts = {first.position for first, _ in regathers(jaxpr, jaxpr.invars)}
+    assert str(keep_until_backward(jaxpr, jaxpr.invars, firsts)) == str(jaxpr)
+
+
+@pytest.mark.pure
+def test_a_loop_over_microbatches_before_and_after():
+    program, mesh = sharded(matrices_under_a_head_loss, UNDER_A_HEAD, (4 * BATCH, WIDTH), microbatches=4)
+    layers = ["  scan 4", "    all_gather", "    dot_general"]
+    head = ["  dot_general", "  dot_general", "  reduce_scatter", "  dot_general"]
+    backward = [*layers, "    dot_general", "    reduce_scatter", "    dot_general"]
+    assert outline(program) == ["scan 4", *layers, "  all_gather", *head, *backward]
+    kept = keep_over_microbatches(program, mesh, {"scan.0": (0,)})
+    assert outline(kept) == ["all_gather", "scan 4", *layers, *head, *backward]
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("layers", [0, 1, 3])
+def test_layers_stay_gathered_over_all_microbatches(layers):
+    program, mesh = accumulating(stack_loss, {"stack": stack_shapes()})
+    schedules = [
+        dataclasses.replace(
+            schedule,
+            last_layers=layers + 1 if not schedule.delay_layers else schedule.last_layers,
+            first_layers=max(layers, 1) if schedule.delay_layers else 0,
+        )
+        for schedule in choose_schedules(program)
+    ]
+    pipelined = pipeline_loops(program, mesh, schedules)
+    (outer,) = (loop for loop in find_loops(pipelined.jaxpr) if "/" not in loop.name)
+    candidates = hoistable_gathers(outer.eqn)
+    planned = keep_over_microbatches(pipelined, mesh, {outer.name: range(len(candidates))})
+    before, after = count(program, "all_gather"), count(planned, "all_gather")
+    kept_leaves = 3 * layers
+    assert before - after >= kept_leaves * (2 * MICROBATCHES - 1)
+    assert count(planned, "reduce_scatter") == count(program, "reduce_scatter")
+    assert_same(program, planned, mesh)
+
+
+@pytest.mark.pure
+def test_nothing_chosen_changes_nothing():
+    program, mesh = accumulating(stack_loss, {"stack": stack_shapes()})
+    assert keep_over_microbatches(program, mesh, {}) is program
+    assert keep_over_microbatches(program, mesh, {"scan.0": ()}) is program
+    assert keep_over_microbatches(program, mesh, {"scan.0": (99,)}) is program
+
+
+@pytest.mark.pure
+def test_what_a_loop_changes_is_gathered_in_it():
+    def moving(params, batch):
+        def body(weights, row):
+            return weights * 0.9, jnp.mean((row @ weights) ** 2)
+
+        return lax.scan(body, params["w"], batch)[1].mean()
+
+    program, _ = accumulating(lambda params, batch: moving(params, batch[None]), {"w": (WIDTH, WIDTH)})
+    assert count(program, "all_gather")
+    assert [hoistable_gathers(loop.eqn) for loop in find_loops(program.jaxpr)] == [()] * 3
+
+
+@pytest.mark.pure
+def test_gathers_of_different_parameters_are_not_the_same():
+    program, _ = sharded(chain_loss, CHAIN)
+    jaxpr = open_jaxpr(program.jaxpr)
+    pairs = regathers(jaxpr, jaxpr.invars)
+    assert all(first.source is again.source for first, again in pairs)
+    assert len({first.source for first, _ in pairs}) == len(pairs) == len(CHAIN)
+
+
+@pytest.mark.h100_aot
+def test_a_straight_line_gathers_less_and_takes_no_more_than_what_is_kept():
+    layers, width = 4, 2048
+    params = {f"w{index}": (width, width) for index in range(layers)}
+    program, mesh = sharded(chain_loss, params, (64, width), h100s(), optax.sgd(0.1))
+    before, after = (compiled_for_h100s(each, mesh) for each in (program, until_backward(program, ALL)))
+    assert [gathers(read(each.as_text()).entry.instructions) for each in (before, after)] == [2 * layers, layers]
+    more = peak_bytes(after.memory_analysis()) - peak_bytes(before.memory_analysis())
+    assert more <= 1.01 * layers * 4 * width * width
+
+
+@pytest.mark.h100_aot
+def test_microbatches_gather_less_and_take_no_more_than_what_is_kept():
+    width, microbatches = 2048, 4
+    params, batch = {"w": (2, width, width), "head": (width, width)}, (8 * 4 * microbatches, width)
+    program, mesh = sharded(matrices_under_a_head_loss, params, batch, h100s(), optax.sgd(0.1), microbatches)
+
+    def compiled(kept):
+        planned = keep_over_microbatches(program, mesh, {"scan.0": kept})
+        return compiled_for_h100s(replace_loops(planned, mesh, {"scan.0": uncounted}), mesh)
+
+    before, after = compiled(()), compiled((0,))
+    modules = [read(each.as_text()) for each in (before, after)]
+    assert [gathers(module.entry.instructions) for module in modules] == [0, 1]
+    inside = [sum(gathers(body.instructions) for body in loop_bodies(module)) for module in modules]
+    assert inside[1] == inside[0] - 1
+    more = peak_bytes(after.memory_analysis()) - peak_bytes(before.memory_analysis())
+    assert 0 < more <= 1.01 * 4 * width * width
