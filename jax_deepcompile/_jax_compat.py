@@ -104,6 +104,14 @@ def user_source(eqn) -> str:
     return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
 
 
+def user_function(eqn) -> str:
+    """The user's function that made ``eqn``, as Python qualifies its name; empty where all frames are libraries'."""
+    frame = _user_frame(eqn)
+    if frame is None or any(library in frame.file_name for library in _LIBRARIES):
+        return ""
+    return frame.function_name
+
+
 def name_path(eqn) -> str:
     """The path of modules that ``eqn`` came from, its primitive last."""
     return "/".join(part for part in (str(eqn.source_info.name_stack), eqn.primitive.name) if part)

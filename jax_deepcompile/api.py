@@ -30,8 +30,8 @@ from jax_deepcompile.options import check_options
 from jax_deepcompile.partition.partition import partition_init
 from jax_deepcompile.planner.limits import MemoryLimit
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.search import AnyPass
 from jax_deepcompile.planner.session import Wishes
+from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.summary import summary_of_step
 from jax_deepcompile.report.text import explain
@@ -52,7 +52,7 @@ def shard(
     data_axes: AxisNames = "data",
     microbatches: int = 1,
     memory_limit: MemoryLimit = None,
-    passes: Sequence[AnyPass] | None = None,
+    passes: Sequence[Strategy] | None = None,
     profile: Profile | None = None,
     plan: Plan | None = None,
     cache_dir: str | os.PathLike | None = None,

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import compiles_on_gpus_only, is_tracing, user_line
+from jax_deepcompile.analysis.names import with_loop_names
 from jax_deepcompile.costs.devices import as_if_here, is_described, machine_of
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
@@ -142,7 +143,7 @@ class Programs:
             partitioned = partition_step(
                 traced.program, self.use.mesh, self.use.state, self.use.batch, self.microbatches
             )
-            program = accumulate(stop_alone(partitioned.program, self.use.mesh), self.use.mesh)
+            program = with_loop_names(accumulate(stop_alone(partitioned.program, self.use.mesh), self.use.mesh))
             taken = self._taken(traced)
             program = program.replace(state_outputs=tuple(pair for pair in program.state_outputs if pair[0] in taken))
             self._partitions[key] = (traced, replace(partitioned, program=program))

@@ -12,7 +12,7 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.planner.limits import refuse_unknown
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.search import AnyPass
+from jax_deepcompile.planner.strategy import Strategy
 
 
 def check_options(fun: Any, options: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ def _are_names(value: Any) -> bool:
 
 
 def _are_passes(value: Any) -> bool:
-    return value is None or _all_of(value, lambda each: isinstance(each, AnyPass) and not isinstance(each, type))
+    return value is None or _all_of(value, lambda each: isinstance(each, Strategy) and not isinstance(each, type))
 
 
 def _is_path(value: Any) -> bool:

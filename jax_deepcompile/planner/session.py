@@ -21,17 +21,18 @@ from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planner.apply import apply_plan
 from jax_deepcompile.planner.cache import PlanCache
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.executables import executables_in
+from jax_deepcompile.planner.keep_gathered import keep_gathered
 from jax_deepcompile.planner.limits import MemoryLimit, limit_bytes, require_room
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.planner import DEFAULT_PASSES, ONE_DEVICE_PASSES, argument_bytes, make_plan
+from jax_deepcompile.planner.planner import argument_bytes, make_plan
 from jax_deepcompile.planner.recomputation import find_turns
-from jax_deepcompile.planner.search import AnyPass, carried_out
+from jax_deepcompile.planner.search import carried_out
 from jax_deepcompile.planner.shown import plan_rows, planned_rows
-from jax_deepcompile.planner.strategies.keep_gathered import keep_gathered
+from jax_deepcompile.planner.strategies import ONE_DEVICE, STRATEGIES
+from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.planner.version import planner_digest
 from jax_deepcompile.runtime.processes import processes_of
 from jax_deepcompile.summary import Summarized, Summary
@@ -50,7 +51,7 @@ class Wishes:
     """
 
     memory_limit: MemoryLimit = None
-    passes: tuple[AnyPass, ...] | None = None
+    passes: tuple[Strategy, ...] | None = None
     profile: Profile | None = None
     plan: Plan | None = None
     cache_dir: Path | None = None
@@ -119,7 +120,7 @@ def _planned(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes) -> 
 def _given(program: Program, environment: Environment, plan: Plan, mark: str) -> Planned:
     """The user's plan as it is. One that was not made for this program and limit is compiled, to see that it fits."""
     if environment.limit_bytes is None or (plan.fingerprint == mark and plan.prediction is not None):
-        program = apply_plan(program, environment.mesh, plan)
+        program = plan.program(program, environment.mesh)
     else:
         trial = carried_out(program, plan, environment)
         program, plan = trial.program, trial.plan
@@ -133,10 +134,10 @@ def _without_trials(program: Program, environment: Environment, wishes: Wishes) 
     if environment.mesh.size == 1:
         return Planned(program, Plan(""), environment.limit_bytes, "nothing to decide: there is one device")
     held_bytes = int(_HELD_FRACTION * environment.costs.hardware.memory_bytes / environment.mesh.size)
-    plan = keep_gathered(program, held_bytes)
+    plan = Plan("", keep_gathered(program, held_bytes))
     why = "collectives here do not run beside compute; what loops gather again and again stays, up to"
     origin = f"nothing to hide: {why} {held_bytes / 2**20:.0f} MiB a device"
-    return Planned(apply_plan(program, environment.mesh, plan), plan, None, origin)
+    return Planned(plan.program(program, environment.mesh), plan, None, origin)
 
 
 _HELD_FRACTION = 0.25
@@ -150,14 +151,14 @@ def _environment(mesh: Mesh, platform: str, wishes: Wishes) -> Environment:
     return Environment(mesh, platform, costs, limit_bytes(wishes.memory_limit, own_bytes, allocator_bytes))
 
 
-def _passes(program: Program, environment: Environment, wishes: Wishes) -> tuple[AnyPass, ...]:
+def _passes(program: Program, environment: Environment, wishes: Wishes) -> tuple[Strategy, ...]:
     if wishes.passes is not None:
         return tuple(wishes.passes)
     if environment.platform != "cuda":
         return ()
     if environment.mesh.size > 1:
-        return DEFAULT_PASSES
-    return ONE_DEVICE_PASSES if find_turns(program, environment.costs) else ()
+        return STRATEGIES
+    return ONE_DEVICE if find_turns(program, environment.costs) else ()
 
 
 def _keep_executables(cache: PlanCache, mesh: Mesh) -> None:
@@ -176,7 +177,7 @@ _KEPT, _MADE = "kept from an earlier run", "made for this run"
 
 
 def _kept_or_made(
-    program: Program, environment: Environment, mark: str, passes: tuple[AnyPass, ...], cache: PlanCache | None
+    program: Program, environment: Environment, mark: str, passes: tuple[Strategy, ...], cache: PlanCache | None
 ) -> Planned:
     kept = None if cache is None else cache.load(mark)
     if cache is not None and kept is not None:
@@ -199,11 +200,11 @@ def _kept(program: Program, environment: Environment, plan: Plan) -> Planned:
     limit, prediction = environment.limit_bytes, plan.prediction
     if limit is not None and (prediction is None or prediction.peak_bytes > limit):
         raise errors.PlanError("the plan", "it does not say that it fits the memory limit")
-    return Planned(apply_plan(program, environment.mesh, plan), plan, limit, _KEPT)
+    return Planned(plan.program(program, environment.mesh), plan, limit, _KEPT)
 
 
 def _agreed(
-    program: Program, environment: Environment, mark: str, passes: tuple[AnyPass, ...], cache: PlanCache | None
+    program: Program, environment: Environment, mark: str, passes: tuple[Strategy, ...], cache: PlanCache | None
 ) -> Planned:
     """The program as planned; in a run of several processes by the first one's plan.
 
@@ -220,11 +221,11 @@ def _agreed(
             return planned
         text, origin = json.loads(processes.first_says(""))
         plan = Plan.from_json(text, "the plan of the first process")
-        return Planned(apply_plan(program, environment.mesh, plan), plan, environment.limit_bytes, origin)
+        return Planned(plan.program(program, environment.mesh), plan, environment.limit_bytes, origin)
 
 
 def _fingerprint(
-    program: Program, environment: Environment, passes: tuple[AnyPass, ...], profile: Profile | None
+    program: Program, environment: Environment, passes: tuple[Strategy, ...], profile: Profile | None
 ) -> str:
     """The digest of all that a plan depends on."""
     wishes = {

@@ -18,6 +18,7 @@ Guarantees: values are bitwise the same.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from jax_deepcompile.analysis.loops import find_loops, reduces_gradients
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, ReadingMore, Replacement, replace_equations, rescan, split_operands
+from jax_deepcompile.transforms.decision import Decision
 
 _ADDITIONS = frozenset({"add", "add_any"})
 
@@ -46,6 +48,18 @@ class _Sum:
     addition: Any
 
 
+@dataclass(frozen=True)
+class AccumulateInLoops(Decision, kind="accumulate_in_loops"):
+    """Sums over microbatches are added up in the loops that make their terms."""
+
+    def describe(self) -> str:
+        return "sums over microbatches are added up in the loops that make them"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[AccumulateInLoops]) -> Program:
+        return accumulate_in_loops(program, mesh)
+
+
 def accumulate_in_loops(program: Program, mesh: AnyMesh) -> Program:
     """``program`` with stacks added up in the loops that make them; the same object if there is nothing to add.
 
@@ -54,7 +68,7 @@ def accumulate_in_loops(program: Program, mesh: AnyMesh) -> Program:
       mesh: its mesh.
     """
     replacements: dict[int, Replacement] = {}
-    for outer in find_loops(program.jaxpr):
+    for outer in find_loops(program):
         body = open_jaxpr(outer.eqn.params["jaxpr"])
         for eqn in body.eqns:
             sums = _sums(body, eqn) if eqn.primitive.name == "scan" and reduces_gradients(eqn) else []

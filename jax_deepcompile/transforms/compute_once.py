@@ -15,6 +15,8 @@ Guarantees: values are bitwise the same; what a barrier keeps apart stays apart.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jax.extend import core as jex
@@ -22,8 +24,22 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import closed_consts, is_drop_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import alike, literal_bits, renamed, unguarded, variables
 from jax_deepcompile.analysis.equal_work import is_repeatable, work_key
+from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import with_regions
+from jax_deepcompile.transforms.decision import Decision
+
+
+@dataclass(frozen=True)
+class ComputeOnce(Decision, kind="compute_once"):
+    """What is at hand is neither read from a stack nor computed again."""
+
+    def describe(self) -> str:
+        return "what is at hand is not computed or read again"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[ComputeOnce]) -> Program:
+        return compute_once(program)
 
 
 def compute_once(program: Program) -> Program:

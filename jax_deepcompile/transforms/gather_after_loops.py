@@ -16,6 +16,8 @@ Guarantees: values are bitwise the same, nothing is added to what is computed or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,8 +26,22 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import closed_consts, is_drop_var, new_barrier, open_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import find_gathers, is_gather_loop
+from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs, with_regions
+from jax_deepcompile.transforms.decision import Decision
+
+
+@dataclass(frozen=True)
+class GatherAfterLoops(Decision, kind="gather_after_loops"):
+    """Gathers wait for the loops before what needs them."""
+
+    def describe(self) -> str:
+        return "what is needed after a loop is gathered after it"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[GatherAfterLoops]) -> Program:
+        return gather_after_loops(program)
 
 
 def gather_after_loops(program: Program) -> Program:

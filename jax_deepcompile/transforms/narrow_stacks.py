@@ -16,6 +16,8 @@ Guarantees: values are bitwise the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jax import lax
@@ -27,6 +29,19 @@ from jax_deepcompile.analysis.work import fuses
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, replace_equations, rerun
+from jax_deepcompile.transforms.decision import Decision
+
+
+@dataclass(frozen=True)
+class NarrowStacks(Decision, kind="narrow_stacks"):
+    """Stacks of gradients stay in the type that they were reduced in until they are read."""
+
+    def describe(self) -> str:
+        return "gradients of layers stay in the type they were reduced in"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[NarrowStacks]) -> Program:
+        return narrow_stacks(program, mesh)
 
 
 def narrow_stacks(program: Program, mesh: AnyMesh) -> Program:
@@ -36,7 +51,7 @@ def narrow_stacks(program: Program, mesh: AnyMesh) -> Program:
       program: in the local view.
       mesh: its mesh.
     """
-    loops = list(find_loops(program.jaxpr))
+    loops = list(find_loops(program))
     scopes = {loop.path: open_jaxpr(loop.eqn.params["jaxpr"]) for loop in loops}
     replacements: dict[int, Compute] = {}
     for loop in loops:

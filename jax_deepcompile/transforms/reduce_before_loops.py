@@ -16,14 +16,30 @@ Guarantees: values are bitwise the same, nothing is added to what is computed or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 from jax_deepcompile._jax_compat import closed_consts, new_barrier, open_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import needed_for, reached_from, renamed, variables
+from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs
+from jax_deepcompile.transforms.decision import Decision
+
+
+@dataclass(frozen=True)
+class ReduceBeforeLoops(Decision, kind="reduce_before_loops"):
+    """Loops that communicate wait for the reductions before them."""
+
+    def describe(self) -> str:
+        return "gradients that are ready before a loop are reduced before it"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[ReduceBeforeLoops]) -> Program:
+        return reduce_before_loops(program)
 
 
 def reduce_before_loops(program: Program) -> Program:

@@ -19,6 +19,7 @@ Guarantees: values are bitwise the same; nothing is reduced more or less often.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -29,8 +30,36 @@ from jax_deepcompile._jax_compat import closed_consts, new_barrier, open_jaxpr
 from jax_deepcompile.analysis.dataflow import needs, variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.work import is_anchor
+from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import with_regions
+from jax_deepcompile.transforms.decision import Decision, refused
+
+
+@dataclass(frozen=True)
+class OrderedReductions(Decision, kind="reduce_in_order"):
+    """Reductions follow one another.
+
+    Attributes:
+      bucket_bytes: so many go together, at least.
+      in_loops: whether those in the bodies of loops do, too; loops that are pipelined have an order of their own.
+    """
+
+    bucket_bytes: int
+    in_loops: bool = False
+
+    def check(self, program: Program) -> None:
+        if self.bucket_bytes <= 0:
+            raise refused(f"its buckets of reductions have {self.bucket_bytes} bytes")
+
+    def describe(self) -> str:
+        return f"reductions follow one another, {self.bucket_bytes / 2**20:.0f} MiB at a time"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[OrderedReductions]) -> Program:
+        for each in decisions:
+            program = reduce_in_order(program, each.bucket_bytes, each.in_loops)
+        return program
 
 
 def reduction_buckets(jaxpr: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:

@@ -78,7 +78,7 @@ def test_the_same_choice_is_proposed_once(unrolled):
 @pytest.mark.pure
 def test_all_that_a_microbatch_reduces_is_counted(unrolled):
     program, _ = unrolled
-    (loop,) = find_loops(program.jaxpr)
+    (loop,) = find_loops(program)
     found = reductions_of(loop, program.mesh, CLOCK)
     assert {position for position, *_ in found.terms} == set(find_terms(loop.eqn))
     assert found.others_s == pytest.approx(0)
@@ -90,7 +90,7 @@ def test_all_that_a_microbatch_reduces_is_counted(unrolled):
 @pytest.mark.cpu_mesh
 def test_what_is_gathered_for_all_has_the_first_microbatch_to_hide_under(unrolled):
     program, mesh = unrolled
-    (loop,) = find_loops(program.jaxpr)
+    (loop,) = find_loops(program)
     kept = (KeptGathers(loop.name, tuple(range(len(hoistable_gathers(loop.eqn))))),)
     apart = proposals(program, mesh, Plan("0", kept=kept))[-1].plan
     assert [each.first_apart for each in apart.delayed] == [True]

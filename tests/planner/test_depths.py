@@ -27,7 +27,7 @@ from tests.transforms.programs import assert_same_work, sharded, stack_loss, sta
 FORWARD, BACKWARD = LoopSchedule("scan.0", 1, 0, 0, 1), LoopSchedule("scan.1", 1, 1, 1, 1)
 PLAN = Plan("0", loops=(FORWARD, BACKWARD))
 PROGRAM, MESH = sharded(stack_loss, {"stack": stack_shapes()})
-LAYER_BYTES = gathered_bytes(next(find_loops(PROGRAM.jaxpr)))
+LAYER_BYTES = gathered_bytes(next(find_loops(PROGRAM)))
 LIMIT = 1 << 30
 EARLIER, LATER = replace(BACKWARD, prefetch_layers=2, last_layers=2), replace(BACKWARD, delay_layers=2, first_layers=2)
 

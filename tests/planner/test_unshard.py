@@ -115,7 +115,7 @@ def layers_kept(proposal: Proposal | None) -> int:
     return 0 if proposal is None else kept_layers(proposal.plan, STACKS)
 
 
-LAYER_BYTES = bytes_of_a_trip(next(find_loops(PROGRAM.jaxpr)))
+LAYER_BYTES = bytes_of_a_trip(next(find_loops(PROGRAM)))
 
 
 def test_layers_are_kept_where_they_fit_beside_loops():

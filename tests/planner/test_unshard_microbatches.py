@@ -47,7 +47,7 @@ def test_as_much_as_memory_holds_is_gathered_once_to_the_same_bits(limit):
 @pytest.mark.pure
 def test_what_surely_fits_is_tried_where_more_does_not():
     program, mesh = accumulating(unrolled_loss, UNROLLED)
-    (loop,) = find_loops(program.jaxpr)
+    (loop,) = find_loops(program)
     every_bytes = sum(repeat.size_bytes for repeat in repeats_of(loop, program.mesh, CLOCK))
     (close,), (roomy,) = proposals(program, mesh, every_bytes), proposals(program, mesh, 2 * every_bytes)
     assert close.plan == roomy.plan
@@ -74,7 +74,7 @@ def test_a_step_without_microbatches_repeats_nothing():
 @pytest.mark.pure
 def test_what_is_gathered_again_for_backward_saves_twice():
     program, _ = accumulating(unrolled_loss, UNROLLED)
-    (loop,) = find_loops(program.jaxpr)
+    (loop,) = find_loops(program)
     repeats = repeats_of(loop, program.mesh, CLOCK)
     again = [repeat for repeat in repeats if len(repeat.positions) == 2]
     assert again

@@ -75,7 +75,7 @@ def stacked_sums(program) -> int:
     """Additions of whole stacks, in loops around the loops over layers."""
     return sum(
         eqn.primitive.name in ("add", "add_any") and eqn.outvars[0].aval.ndim == 3
-        for loop in find_loops(program.jaxpr)
+        for loop in find_loops(program)
         if "/" not in loop.name
         for eqn in open_jaxpr(loop.eqn.params["jaxpr"]).eqns
     )
@@ -124,9 +124,9 @@ def test_before_and_after():
 def test_the_stack_that_is_added_to_is_the_output():
     program, mesh = sharded(halves_loss, STACK)
     inside = accumulate_in_loops(program, mesh)
-    in_place = [len(split_body(loop.eqn).in_place) for loop in find_loops(inside.jaxpr) if "/" in loop.name]
+    in_place = [len(split_body(loop.eqn).in_place) for loop in find_loops(inside) if "/" in loop.name]
     assert sum(in_place) == 3
-    assert not any(split_body(loop.eqn).in_place for loop in find_loops(program.jaxpr))
+    assert not any(split_body(loop.eqn).in_place for loop in find_loops(program))
 
 
 @pytest.mark.pure
@@ -172,7 +172,7 @@ def test_a_stack_that_something_else_reads_is_added_after_the_loop():
         return jnp.mean(total**2) + jnp.sum(sums)
 
     program, _ = sharded(loss, {"w": (3, 16, 16)})
-    forward = next(loop for loop in find_loops(program.jaxpr) if "/" not in loop.name)
+    forward = next(loop for loop in find_loops(program) if "/" not in loop.name)
     before = len(open_jaxpr(forward.eqn.params["jaxpr"]).eqns)
     program2, mesh = sharded(loss, {"w": (3, 16, 16)})
     after = next(loop for loop in find_loops(accumulate_in_loops(program2, mesh).jaxpr) if "/" not in loop.name)

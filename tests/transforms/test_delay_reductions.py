@@ -29,7 +29,7 @@ def unrolled():
 
 
 def only_loop(program):
-    (loop,) = find_loops(program.jaxpr)
+    (loop,) = find_loops(program)
     return loop
 
 
@@ -159,7 +159,7 @@ def test_loops_of_any_length_and_direction(length, reverse, sums, first_apart):
 @pytest.mark.pure
 def test_stacks_that_inner_loops_fill_are_reduced_there():
     program, _ = accumulating(stack_loss, {"stack": stack_shapes()})
-    around = next(loop for loop in find_loops(program.jaxpr) if "/" not in loop.name)
+    around = next(loop for loop in find_loops(program) if "/" not in loop.name)
     assert all("scan" not in [eqn.primitive.name for eqn in term.eqns] for term in find_terms(around.eqn).values())
 
 

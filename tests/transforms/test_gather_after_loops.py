@@ -61,8 +61,8 @@ def test_so_does_one_inside_of_another_loop():
     outer, waiting = (
         next(
             loop
-            for loop in find_loops(each.jaxpr)
-            if any(inner.path[:1] == loop.path for inner in find_loops(each.jaxpr) if len(inner.path) == 2)
+            for loop in find_loops(each)
+            if any(inner.path[:1] == loop.path for inner in find_loops(each) if len(inner.path) == 2)
             and len(loop.path) == 1
         )
         for each in (program, gather_after_loops(program))

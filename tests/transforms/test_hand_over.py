@@ -51,7 +51,7 @@ def two_stacks_loss(params, batch):
 
 def everything(program) -> HandOver:
     """From the last forward loop to the first backward one, all that both gather."""
-    loops = [loop for loop in find_loops(program.jaxpr) if sliced_gathers(loop.eqn)]
+    loops = [loop for loop in find_loops(program) if sliced_gathers(loop.eqn)]
     middle = len(loops) // 2
     forward, backward = loops[middle - 1], loops[middle]
     shared = shared_gathers(program, forward, backward)
@@ -83,7 +83,7 @@ def test_values_stay_the_same(loss, params, pipelined):
 @pytest.mark.cpu_mesh
 def test_inside_of_another_loop_values_stay_the_same():
     program, mesh = sharded(in_two_iterations(stack_loss), STACK)
-    inner = [loop for loop in find_loops(program.jaxpr) if "/" in loop.name and sliced_gathers(loop.eqn)]
+    inner = [loop for loop in find_loops(program) if "/" in loop.name and sliced_gathers(loop.eqn)]
     shared = shared_gathers(program, inner[0], inner[1])
     choice = HandOver(inner[0].name, inner[1].name, tuple(range(len(shared.gathers))))
     handed = hand_over(program, mesh, [choice])
@@ -100,7 +100,7 @@ def test_before_and_after():
     assert outline(program) == ["scan 4", gather, product, "scan 4", gather, *backward]
     handed = hand_over(program, mesh, [everything(program)])
     assert outline(handed) == ["scan 4", gather, product, "scan 4", *backward]
-    _, reader = find_loops(handed.jaxpr)
+    _, reader = find_loops(handed)
     assert (4, WIDTH, WIDTH) in [var.aval.shape for var in reader.eqn.invars]
 
 
@@ -123,7 +123,7 @@ def test_nothing_chosen_changes_nothing(shared):
 @pytest.mark.pure
 def test_loops_over_different_layers_share_nothing():
     program, _ = sharded(two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes()})
-    first, second, *_ = (loop for loop in find_loops(program.jaxpr) if sliced_gathers(loop.eqn))
+    first, second, *_ = (loop for loop in find_loops(program) if sliced_gathers(loop.eqn))
     assert shared_gathers(program, first, second).gathers == ()
 
 

@@ -222,7 +222,7 @@ def test_a_step_planned_so_trains_as_on_one_device():
 
 def outer_loop(program, mesh):
     planned = apply_kept(program, mesh, pipelined(program))
-    (outer,) = (loop for loop in find_loops(planned.jaxpr) if "/" not in loop.name)
+    (outer,) = (loop for loop in find_loops(planned) if "/" not in loop.name)
     return outer
 
 
@@ -297,7 +297,7 @@ def twice_loss(params, batch):
 @pytest.mark.pure
 def test_loops_none_of_which_reduces_gradients_are_left_alone():
     program, mesh = in_microbatches(twice_loss, STACK)
-    loops = [loop for loop in find_loops(program.jaxpr) if "/" in loop.name]
+    loops = [loop for loop in find_loops(program) if "/" in loop.name]
     assert len(loops) == 4
     assert not any(reduces_gradients(loop.eqn) for loop in loops)
     assert find_halves(outer_loop(program, mesh).eqn) is None
@@ -336,7 +336,7 @@ def test_loops_of_very_different_lengths_are_left_alone():
 @pytest.mark.pure
 def test_layer_loops_that_are_not_pipelined_are_left_alone():
     program, _ = in_microbatches(stack_loss, STACK)
-    (outer,) = (loop for loop in find_loops(program.jaxpr) if "/" not in loop.name)
+    (outer,) = (loop for loop in find_loops(program) if "/" not in loop.name)
     assert find_halves(outer.eqn) is None
 
 

@@ -72,7 +72,7 @@ def test_arrays_written_into_the_program_tell_equations_apart():
         return jnp.mean(odeint(rate, batch, np.linspace(0, 1, 3, dtype=np.float32), params)[-1] ** 2)
 
     program, _ = sharded(integrated, {"w": (WIDTH, WIDTH)})
-    for loop in find_loops(program.jaxpr):
+    for loop in find_loops(program):
         assert split_body(loop.eqn).main.outputs
 
 
@@ -157,7 +157,7 @@ def indented(loop: str, *body: str) -> list[str]:
 @pytest.mark.pure
 def test_a_body_is_split_into_what_comes_early_and_what_comes_late():
     program, _ = sharded(stack_loss, STACK)
-    forward, backward = (split_body(loop.eqn) for loop in find_loops(program.jaxpr))
+    forward, backward = (split_body(loop.eqn) for loop in find_loops(program))
     names = [eqn.primitive.name for eqn in forward.early.jaxpr.eqns]
     assert names.count("all_gather") == 3
     assert not forward.late_outputs
@@ -170,7 +170,7 @@ def test_a_body_is_split_into_what_comes_early_and_what_comes_late():
 def test_in_the_loop_a_gradient_waits_for_the_stack_it_will_be_reduced_for():
     program, mesh = sharded(stack_loss, STACK)
     planned = pipeline_loops(program, mesh, choose_schedules(program))
-    *_, backward = find_loops(planned.jaxpr)
+    *_, backward = find_loops(planned)
     body = open_jaxpr(backward.eqn.params["jaxpr"])
     made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
     barriers = [eqn for eqn in body.eqns if eqn.primitive.name == "optimization_barrier"]
@@ -193,7 +193,7 @@ def test_in_the_loop_a_gradient_waits_for_the_stack_it_will_be_reduced_for():
 def test_gradients_are_carried_in_a_row_unless_xla_divides_them(mesh):
     program, mesh = sharded(stack_loss, STACK, mesh=mesh)
     planned = pipeline_loops(program, mesh, choose_schedules(program))
-    *_, backward = find_loops(planned.jaxpr)
+    *_, backward = find_loops(planned)
     carried = [var.aval.shape for var in open_jaxpr(backward.eqn.params["jaxpr"]).outvars]
     in_a_row = (2 * WIDTH * WIDTH,) in carried
     assert in_a_row == (mesh.axis_names == ("fsdp",))

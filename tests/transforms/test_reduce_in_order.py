@@ -117,7 +117,7 @@ def test_microbatches_reduce_in_order_where_they_are_asked_to():
     assert reduce_in_order(program, MATRIX_BYTES) is program
     assert reduce_in_order(program, 100 * MATRIX_BYTES, in_loops=True) is program
     planned = reduce_in_order(program, MATRIX_BYTES, in_loops=True)
-    (before,), (after,) = (find_loops(each.jaxpr) for each in (program, planned))
+    (before,), (after,) = (find_loops(each) for each in (program, planned))
     waits = [
         sum(eqn.primitive.name == "optimization_barrier" for eqn in open_jaxpr(loop.eqn.params["jaxpr"]).eqns)
         for loop in (before, after)

@@ -65,7 +65,7 @@ def everything(program) -> list[StackCollectives]:
         StackCollectives(
             loop.name, tuple(range(len(sliced_gathers(loop.eqn)))), tuple(range(len(stacked_reductions(loop.eqn))))
         )
-        for loop in find_loops(program.jaxpr)
+        for loop in find_loops(program)
     ]
 
 
@@ -119,18 +119,18 @@ def test_one_collective_a_stack():
     assert (count(program, "all_gather"), count(program, "reduce_scatter")) == (2 * 3 * LAYERS, 3 * LAYERS)
     outside = stack_collectives(program, mesh, everything(program))
     assert (count(outside, "all_gather"), count(outside, "reduce_scatter")) == (2 * 3, 3)
-    inside = [inner.primitive.name for loop in find_loops(outside.jaxpr) for inner in loop.eqn.params["jaxpr"].eqns]
+    inside = [inner.primitive.name for loop in find_loops(outside) for inner in loop.eqn.params["jaxpr"].eqns]
     assert not {"all_gather", "reduce_scatter"} & set(inside)
 
 
 @pytest.mark.pure
 def test_large_stacks_are_gathered_layer_by_layer_before_the_loop():
     program, mesh = sharded(stack_loss, STACK)
-    loops = [loop.name for loop in find_loops(program.jaxpr)]
+    loops = [loop.name for loop in find_loops(program)]
     outside = stack_collectives(program, mesh, everything(program), BY_LAYER)
     assert count(outside, "all_gather") == count(program, "all_gather")
-    assert [loop.name for loop in find_loops(outside.jaxpr)] == loops
-    assert not any(sliced_gathers(loop.eqn) for loop in find_loops(outside.jaxpr))
+    assert [loop.name for loop in find_loops(outside)] == loops
+    assert not any(sliced_gathers(loop.eqn) for loop in find_loops(outside))
 
 
 @pytest.mark.pure
@@ -138,7 +138,7 @@ def test_large_stacks_are_gathered_layer_by_layer_before_the_loop():
 def test_whole_stacks_are_gathered_once_for_all_runs_of_their_loop(at_once_bytes):
     program, mesh = sharded(nested_loss, STACK)
     outside = stack_collectives(program, mesh, everything(program), at_once_bytes)
-    around = [loop.name for loop in find_loops(outside.jaxpr) if "/" not in loop.name]
+    around = [loop.name for loop in find_loops(outside) if "/" not in loop.name]
     once = keep_over_microbatches(outside, mesh, {name: range(9) for name in around})
     trips = 1 if at_once_bytes else LAYERS
     assert count(outside, "all_gather") == 2 * 2 * 3 * trips
@@ -149,9 +149,9 @@ def test_whole_stacks_are_gathered_once_for_all_runs_of_their_loop(at_once_bytes
 @pytest.mark.parametrize("at_once_bytes", [WHOLE, BY_LAYER])
 def test_the_rest_of_the_loop_can_still_be_pipelined(at_once_bytes):
     program, mesh = sharded(nested_loss, STACK)
-    some = [StackCollectives(loop.name, (0,), (0,)) for loop in find_loops(program.jaxpr) if "/" in loop.name]
+    some = [StackCollectives(loop.name, (0,), (0,)) for loop in find_loops(program) if "/" in loop.name]
     outside = stack_collectives(program, mesh, some, at_once_bytes)
-    around = [loop.name for loop in find_loops(outside.jaxpr) if "/" not in loop.name]
+    around = [loop.name for loop in find_loops(outside) if "/" not in loop.name]
     planned = pipeline_loops(outside, mesh, choose_schedules(outside))
     planned = keep_over_microbatches(planned, mesh, {name: range(9) for name in around})
     verify(planned)
@@ -181,7 +181,7 @@ def test_gathers_of_the_carry_and_of_constants_stay_in_the_loop():
         return jnp.mean(lax.scan(layer, (batch, params["w"]), None, length=3)[0][0] ** 2)
 
     program, _ = sharded(loss, {"w": (WIDTH, WIDTH), "v": (WIDTH, WIDTH)})
-    forward = next(loop for loop in find_loops(program.jaxpr) if not loop.reverse)
+    forward = next(loop for loop in find_loops(program) if not loop.reverse)
     assert sliced_gathers(forward.eqn) == ()
 
 
@@ -197,7 +197,7 @@ def test_a_reduction_that_something_else_reads_stays_in_the_loop():
         return jnp.mean(x**2) + jnp.sum(means)
 
     program, _ = sharded(loss, {"w": (LAYERS, WIDTH, WIDTH)})
-    forward = next(loop for loop in find_loops(program.jaxpr) if not loop.reverse)
+    forward = next(loop for loop in find_loops(program) if not loop.reverse)
     assert stacked_reductions(forward.eqn) == ()
 
 

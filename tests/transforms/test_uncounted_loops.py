@@ -58,7 +58,7 @@ def hide_trip_counts(program, mesh, loops):
 @pytest.mark.parametrize("loss", [stack_loss, backwards_loss, nested_loss], ids=["forward", "reverse", "nested"])
 def test_values_stay_the_same(loss):
     program, mesh = sharded(loss, STACK)
-    hidden = hide_trip_counts(program, mesh, [loop.name for loop in find_loops(program.jaxpr)])
+    hidden = hide_trip_counts(program, mesh, [loop.name for loop in find_loops(program)])
     verify(hidden)
     assert count(hidden, "scan") == 0
     assert count(hidden, "while") > 0
@@ -79,8 +79,8 @@ def test_before_and_after():
 @pytest.mark.pure
 def test_only_the_named_loops_change():
     program, mesh = sharded(nested_loss, STACK)
-    outer = [loop.name for loop in find_loops(program.jaxpr) if "/" not in loop.name]
-    inner = [loop.name for loop in find_loops(program.jaxpr) if "/" in loop.name]
+    outer = [loop.name for loop in find_loops(program) if "/" not in loop.name]
+    inner = [loop.name for loop in find_loops(program) if "/" in loop.name]
     hidden = hide_trip_counts(program, mesh, outer)
     assert count(hidden, "while", executed=False) == len(outer)
     assert count(hidden, "scan", executed=False) == len(inner)
@@ -105,7 +105,7 @@ def compiled():
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
     step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
     program = step.trace(state, shapes((64, 8 * WIDTH))).sharded
-    hidden = hide_trip_counts(program, mesh, [loop.name for loop in find_loops(program.jaxpr)])
+    hidden = hide_trip_counts(program, mesh, [loop.name for loop in find_loops(program)])
     options: Any = compile_options("cuda") | double_buffering()
     return [
         read(lower(each, mesh, "cuda").compile(compiler_options=options).as_text() or "") for each in (program, hidden)

@@ -160,7 +160,7 @@ def test_layers_stay_gathered_over_all_microbatches(layers):
         for schedule in choose_schedules(program)
     ]
     pipelined = pipeline_loops(program, mesh, schedules)
-    (outer,) = (loop for loop in find_loops(pipelined.jaxpr) if "/" not in loop.name)
+    (outer,) = (loop for loop in find_loops(pipelined) if "/" not in loop.name)
     candidates = hoistable_gathers(outer.eqn)
     planned = keep_over_microbatches(pipelined, mesh, {outer.name: range(len(candidates))})
     before, after = count(program, "all_gather"), count(planned, "all_gather")
@@ -188,7 +188,7 @@ def test_what_a_loop_changes_is_gathered_in_it():
 
     program, _ = accumulating(lambda params, batch: moving(params, batch[None]), {"w": (WIDTH, WIDTH)})
     assert count(program, "all_gather")
-    assert [hoistable_gathers(loop.eqn) for loop in find_loops(program.jaxpr)] == [()] * 3
+    assert [hoistable_gathers(loop.eqn) for loop in find_loops(program)] == [()] * 3
 
 
 @pytest.mark.pure
