@@ -30,8 +30,8 @@ from jax_deepcompile.options import check_options
 from jax_deepcompile.partition.partition import partition_init
 from jax_deepcompile.planner.limits import MemoryLimit
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.session import Wishes
-from jax_deepcompile.planner.strategy import Strategy
+from jax_deepcompile.planner.selection import Passes
+from jax_deepcompile.planner.session import PlanOptions
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.summary import summary_of_step
 from jax_deepcompile.report.text import explain
@@ -52,7 +52,7 @@ def shard(
     data_axes: AxisNames = "data",
     microbatches: int = 1,
     memory_limit: MemoryLimit = None,
-    passes: Sequence[Strategy] | None = None,
+    passes: Passes = None,
     profile: Profile | None = None,
     plan: Plan | None = None,
     cache_dir: str | os.PathLike | None = None,
@@ -94,7 +94,8 @@ def shard(
         state once, with the gradients of all of them: a step takes the memory of a smaller batch and computes the same.
       memory_limit: device memory a step may take: bytes, "72GiB", a fraction of the device's memory such as 0.9, or
         None for the device's memory less a reserve.
-      passes: what to try to make the step faster, in order; by default everything there is. ``()`` shards and no more.
+      passes: strategies to make the step faster, in the order they are asked; by default all. ``()`` shards and no
+        more, ``"-unshard"`` leaves one out by name, as ``DEEPCOMPILE_DISABLE=unshard`` in the environment does.
       profile: measured times to plan by; by default tables for the device.
       plan: decisions to carry out as they are, such as another run's ``step.plan(...)``.
       cache_dir: a folder that keeps plans between runs, and executables if nobody else can write them.
@@ -135,9 +136,9 @@ def _make_step(fun: Callable, asked: Mapping[str, Any]) -> ShardedStep:
     if _is_pmapped(fun):
         raise errors.PmappedStepError(function_name(fun))
     passes, cache_dir = asked["passes"], asked["cache_dir"]
-    wishes = Wishes(
+    wishes = PlanOptions(
         asked["memory_limit"],
-        None if passes is None else tuple(passes),
+        passes if passes is None or isinstance(passes, str) else tuple(passes),
         asked["profile"],
         asked["plan"],
         None if cache_dir is None else Path(cache_dir),
@@ -159,7 +160,7 @@ class ShardedStep(Summarized):
         self,
         fun: Callable,
         use: MeshUse,
-        wishes: Wishes,
+        wishes: PlanOptions,
         asked: Mapping[str, Any],
     ) -> None:
         functools.update_wrapper(self, fun)

@@ -25,7 +25,7 @@ from jax_deepcompile.ir.traversal import located_equations
 from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
 from jax_deepcompile.partition.partition import Partitioned, partition_step
 from jax_deepcompile.planner.limits import require_fit
-from jax_deepcompile.planner.session import Planned, Wishes, plan_program
+from jax_deepcompile.planner.session import Planned, PlanOptions, plan_program
 from jax_deepcompile.transforms.microbatch import accumulate
 from jax_deepcompile.transforms.stop_alone import stop_alone
 
@@ -108,7 +108,7 @@ class Programs:
     use: MeshUse
     roles: Roles
     microbatches: int
-    wishes: Wishes
+    wishes: PlanOptions
     donate: bool
     _signatures: dict[Any, Signature] = field(default_factory=dict)
     _prepared: dict[Any, Prepared] = field(default_factory=dict)

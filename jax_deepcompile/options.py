@@ -49,6 +49,8 @@ def _are_names(value: Any) -> bool:
 
 
 def _are_passes(value: Any) -> bool:
+    if isinstance(value, str):
+        return all(name.strip().startswith("-") for name in value.split(","))
     return value is None or _all_of(value, lambda each: isinstance(each, Strategy) and not isinstance(each, type))
 
 

@@ -31,6 +31,7 @@ class Environment:
       costs: what things take on it.
       limit_bytes: device memory a step may take; None for no limit.
       kernels: a file for kernels that one candidate compiled and the next one needs too; None to compile them again.
+      disabled: kinds of decisions that are left out of every plan.
     """
 
     mesh: AnyMesh
@@ -38,6 +39,7 @@ class Environment:
     costs: CostModel
     limit_bytes: int | None
     kernels: Path | None = None
+    disabled: frozenset[str] = frozenset()
 
     def replace(self, **changes: Any) -> Environment:
         return dataclasses.replace(self, **changes)

@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from jax_deepcompile.planner.records import that_led_to
 from jax_deepcompile.planner.scheduler_latencies import scheduler_latencies
 from jax_deepcompile.planner.strategy import Proposal, Stage, Strategy
 from jax_deepcompile.runtime.parallel import in_parallel, results_of
+from jax_deepcompile.runtime.progress import Progress
 
 
 def search(base: Program, environment: Environment, strategies: Sequence[Strategy], start: Plan) -> Candidate:
@@ -33,49 +34,66 @@ def search(base: Program, environment: Environment, strategies: Sequence[Strateg
       MemoryExceededError: not even ``start`` fits the limit.
     """
     # Errors: a compilation that was left behind on Ctrl-C may still be writing into it.
-    with tempfile.TemporaryDirectory(prefix="deepcompile_kernels_", ignore_cleanup_errors=True) as folder:
-        return _run(base, environment.replace(kernels=Path(folder) / "kernels"), strategies, start)
+    kernels = tempfile.TemporaryDirectory(prefix="deepcompile_kernels_", ignore_cleanup_errors=True)
+    with kernels as folder, Progress(f"planning {base.name}") as progress:
+        environment = environment.replace(kernels=Path(folder) / "kernels")
+        return _run(base, environment, strategies, start, _Journal(progress))
 
 
-def _run(base: Program, environment: Environment, strategies: Sequence[Strategy], start: Plan) -> Candidate:
+@dataclass
+class _Journal:
+    """What became of each proposal so far, told as it becomes known."""
+
+    progress: Progress
+    records: list[Record] = field(default_factory=list)
+
+    def add(self, records: Sequence[Record]) -> None:
+        self.records += records
+        for each in records:
+            self.progress.say(
+                f"{each.strategy} {'accepted' if each.accepted else 'rejected'}: {each.decision}: {each.reason}"
+            )
+
+
+def _run(
+    base: Program, environment: Environment, strategies: Sequence[Strategy], start: Plan, journal: _Journal
+) -> Candidate:
     openings = [each for each in strategies if each.stage is Stage.OPENING]
     environment, opened = _opened(base, environment, openings, start)
     first, *others = itertools.chain(*opened)
     if first.candidate is None:
         raise first.failure or AssertionError("what did not fail was evaluated")
-    accepted, known = (
-        [first.candidate],
-        {start, *(each.candidate.plan for each in others if each.candidate is not None)},
-    )
-    records: list[Record] = []
+    accepted = [first.candidate]
+    known = {start, *(each.candidate.plan for each in others if each.candidate is not None)}
     for opening, evaluated in zip(openings, opened[1:], strict=True):
         best, records_of = _best_of(
             opening.name, accepted[-1], evaluated, environment.expected_s, environment, of=first.candidate
         )
-        records += records_of
+        journal.add(records_of)
         if best is not accepted[-1]:
             accepted.append(best)
     for step in (each for each in strategies if each.stage is Stage.MAIN):
         for _ in range(_ROUNDS):
-            proposals = [each for each in step.propose(base, accepted[-1], environment) if each.plan not in known]
+            proposed = _enabled(step.propose(base, accepted[-1], environment), environment)
+            proposals = [each for each in proposed if each.plan not in known]
             known |= {each.plan for each in proposals}
             (evaluated,) = _all_evaluated(base, [proposals], environment)
             others += evaluated
             best, records_of = _best_of(step.name, accepted[-1], evaluated, environment.expected_s, environment)
-            records += records_of
+            journal.add(records_of)
             if best is accepted[-1]:
                 break
             gained = 1 - environment.expected_s(best) / environment.expected_s(accepted[-1])
             accepted.append(best)
             if gained < _WORTH_ANOTHER:
                 break
-    accepted, records = _with_rejected_for_memory(accepted, others, records, environment)
+    accepted, journal.records = _with_rejected_for_memory(accepted, others, journal.records, environment)
     now, evaluated = _scheduled(accepted, environment)
-    records += evaluated
+    journal.add(evaluated)
     for closing in (each for each in strategies if each.stage is Stage.CLOSING):
         now, evaluated = _closed(base, closing, now, environment)
-        records += evaluated
-    return _fitting(now, environment, that_led_to(now.prediction, records))
+        journal.add(evaluated)
+    return _fitting(now, environment, that_led_to(now.prediction, journal.records))
 
 
 def _with_rejected_for_memory(
@@ -139,7 +157,11 @@ def _opened(
 ) -> tuple[Environment, list[list[_Evaluated]]]:
     """What became of ``start`` and of what each opening proposes instead, and the environment, now calibrated."""
     proposals = [
-        [each for each in opening.propose(base, Candidate(start, base), environment) if each.plan != start]
+        [
+            each
+            for each in _enabled(opening.propose(base, Candidate(start, base), environment), environment)
+            if each.plan != start
+        ]
         for opening in openings
     ]
     opened = _all_evaluated(base, [[Proposal(start, "")], *proposals], environment)
@@ -186,6 +208,17 @@ class _Evaluated:
         """The same by other costs."""
         candidate = self.candidate and self.candidate.simulated_by(costs)
         return dataclasses.replace(self, candidate=candidate)
+
+
+def _enabled(proposals: Iterable[Proposal], environment: Environment) -> Iterator[Proposal]:
+    """``proposals`` without the kinds of decisions that are left out."""
+
+    def enabled(each: Proposal) -> Proposal:
+        kept = tuple(one for one in each.plan.decisions if one.kind not in environment.disabled)
+        otherwise = each.otherwise and enabled(each.otherwise)
+        return dataclasses.replace(each, plan=each.plan.replace(decisions=kept), otherwise=otherwise)
+
+    return map(enabled, proposals) if environment.disabled else iter(proposals)
 
 
 def _all_evaluated(
@@ -316,7 +349,7 @@ def _closed(
     base: Program, closing: Strategy, now: Candidate, environment: Environment
 ) -> tuple[Candidate, list[Record]]:
     try:
-        proposals = list(closing.propose(base, now, environment))
+        proposals = list(_enabled(closing.propose(base, now, environment), environment))
     except (errors.InvariantError, errors.PlanError) as error:
         failed = f"could not be proposed: {_first_line(error)}"
         return now, [Record(closing.name, "another schedule", now.prediction, None, False, failed, 0.0)]
