@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax_deepcompile.planner.apply import apply_plan
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.gathers import hoistable_gathers
 from jax_deepcompile.analysis.loops import find_loops
-from jax_deepcompile.planner.apply import apply_plan
 from jax_deepcompile.planner.candidate import Environment, Trial
 from jax_deepcompile.planner.plan import KeptGathers, Plan, Prediction
 from jax_deepcompile.planner.strategies.delay_reductions import (

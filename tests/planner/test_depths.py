@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jax_deepcompile.planner.apply import apply_plan
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.simulation import Loop, Totals
 from jax_deepcompile.lowering.compile import double_buffering
-from jax_deepcompile.planner.apply import apply_plan
 from jax_deepcompile.planner.candidate import Environment, Trial, attempt
 from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.planner.search import Proposal

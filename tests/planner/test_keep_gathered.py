@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import jax
 import pytest
+from jax_deepcompile.planner.apply import apply_plan
+from jax_deepcompile.planner.strategies.keep_gathered import keep_gathered
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.gathers import hoistable_gathers
 from jax_deepcompile.analysis.loops import find_loops
-from jax_deepcompile.planner.apply import apply_plan
-from jax_deepcompile.planner.strategies.keep_gathered import keep_gathered
 from tests.partition.steps import shapes
 from tests.transforms.programs import count, sharded, stack_loss, stack_shapes
 from tests.transforms.test_unshard import BATCH, MICROBATCHES, UNROLLED, WIDTH, accumulating, assert_same, unrolled_loss

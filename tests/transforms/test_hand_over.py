@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax_deepcompile.planner.apply import apply_plan
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
@@ -17,7 +18,6 @@ from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.planner.apply import apply_plan
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.hand_over import HandOver, hand_over, shared_gathers
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops

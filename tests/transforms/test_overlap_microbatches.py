@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax_deepcompile.planner.apply import apply_kept, apply_plan
+from jax_deepcompile.planner.strategies.keep_gathered import keep_gathered
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
@@ -21,10 +23,8 @@ from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.latencies import latency_options
-from jax_deepcompile.planner.apply import apply_kept, apply_plan
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.scheduler_latencies import told_latencies
-from jax_deepcompile.planner.strategies.keep_gathered import keep_gathered
 from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.overlap_microbatches import find_halves
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules
