@@ -1,7 +1,8 @@
-"""What the documentation tells to do works: the exercise of ``docs/adding_a_pass.md``, step by step."""
+"""What the documentation says works: examples run, and the exercise of ``docs/adding_a_pass.md`` step by step."""
 
 from __future__ import annotations
 
+import doctest
 import os
 import re
 import shutil
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import jax_deepcompile as deepcompile
+
 ROOT = Path(__file__).parent.parent
+EXAMPLES = ("shard", "Plan", "simulate")
 EXERCISE = """
 import jax, jax.numpy as jnp, numpy as np
 import jax_deepcompile as deepcompile
@@ -45,6 +49,23 @@ w, x = (jax.random.normal(jax.random.key(seed), (16, 16)) for seed in (0, 1))
 for got, expected in zip(given(w + 0, x), deepcompile.shard(step, {"fsdp": 8}, state_argnums=0)(w + 0, x), strict=True):
     np.testing.assert_array_equal(got, expected)
 """
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_examples_in_pages(page: Path):
+    failed, _ = doctest.testfile(str(page), module_relative=False)
+    assert not failed
+
+
+@pytest.mark.cpu_mesh
+def test_examples_of_public_names():
+    """Each module that a public name is of has at least one."""
+    modules = {sys.modules[getattr(deepcompile, name).__module__] for name in EXAMPLES}
+    for module in modules:
+        failed, tried = doctest.testmod(module)
+        assert tried, f"{module.__name__} has no example"
+        assert not failed
 
 
 @pytest.mark.cpu_mesh

@@ -82,6 +82,15 @@ class Record:
 class Plan(Summarized):
     """The decisions for one program on one mesh.
 
+    >>> from jax_deepcompile.transforms.keep_gathered import KeptGathers
+    >>> plan = Plan("", (KeptGathers("microbatches", ("head/kernel @forward",)),))
+    >>> print(plan)
+    microbatches: gathers head/kernel @forward once
+    >>> Plan.from_json(plan.to_json()) == plan
+    True
+    >>> print(plan.diff(Plan("")))
+    - microbatches: gathers head/kernel @forward once
+
     Attributes:
       fingerprint: of the program, the mesh, the device kind and the versions it was made for; empty where nothing was
         there to decide.
