@@ -35,10 +35,12 @@ def with_loop_names(program: Program) -> Program:
 
 
 def parameter_names(program: Program) -> list[str]:
-    """What each input is called: parameters by what their paths do not have in common."""
+    """What each input is called: parameters of one tree by their paths in it, whatever modules there are beside."""
     paths = [_parts(port.path) for port in program.inputs]
     arrays = [path for path, port in zip(paths, program.inputs, strict=True) if _is_parameter(port)]
-    shared = min(len(_shared(arrays)), min(map(len, arrays), default=1) - 1)
+    argument, *rest = _shared(arrays) or [""]
+    tree = [argument, *itertools.takewhile("params".__eq__, rest)] if argument else []
+    shared = min(len(tree), min(map(len, arrays), default=1) - 1)
     named = [
         path[shared:] if port.role is Role.PARAM and path[:shared] == arrays[0][:shared] else path
         for path, port in zip(paths, program.inputs, strict=True)
@@ -105,7 +107,9 @@ def _loop_name(program: Program, path: Path, eqn: Any) -> str:
     """By the parameters whose slices it reads, else the function that the user wrote it in; with its phase."""
     around = _inputs_at(program, path[:-1])
     read = [around[atom] for atom in variables(eqn.invars[sum(scan_counts(eqn)) :]) if atom in around]
-    paths = [name.split("/") for name in dict.fromkeys(read)]
+    roles = zip(parameter_names(program), program.inputs, strict=True)
+    parameters = {name for name, port in roles if port.role is Role.PARAM}
+    paths = [name.split("/") for name in dict.fromkeys(read) if name in parameters]
     if paths:
         module = _shared(paths) if len(paths) > 1 else paths[0][:-1]
         return "/".join(module or paths[0]) + (" @backward" if _is_backward(eqn) else " @forward")
