@@ -92,7 +92,8 @@ def _refuse_twice(decisions: Sequence[Decision]) -> None:
     for each in decisions:
         for subject in each.subjects():
             if subject in seen:
-                raise refused(f"it says what becomes of {subject or 'code outside of loops'!r} twice ({each.kind})")
+                what = repr(subject) if subject else "code outside of loops"
+                raise refused(f"it says what becomes of {what} twice ({each.kind})")
             seen.add(subject)
 
 
