@@ -23,6 +23,7 @@ from jax_deepcompile.analysis.loops import Loop, Path, computing_scans, loops_in
 from jax_deepcompile.ir.program import Port, Program, Role
 
 _PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|\.?(\w+)")
+_ARGUMENTS = re.compile(r"^\(([\w, ]+)\)\[(\d+)\]")
 _TRANSFORMED = re.compile(r"^\w+\((.*)\)$")
 _NOT_SCOPES = frozenset({"", "rematted_computation", "checkpoint", "while", "body", "cond", "closed_call"})
 
@@ -32,6 +33,38 @@ def with_loop_names(program: Program) -> Program:
     loops = list(loops_in(program.jaxpr))
     names = numbered([_loop_name(program, path, eqn) for path, eqn in loops])
     return program.replace(loop_names=dict(zip((path for path, _ in loops), names, strict=True)))
+
+
+def keeping_loop_names(program: Program, before: Program) -> Program:
+    """``program``, rewritten from ``before``, with the names that its loops had there, wherever they are now.
+
+    Where iterations run apart, copies of the loops inside stand beside their loop: those have no names.
+    """
+    names = {
+        new: before.loop_names[old] for old, new in _same_loops(before.jaxpr, program.jaxpr) if old in before.loop_names
+    }
+    return program if names == program.loop_names else program.replace(loop_names=names)
+
+
+def _same_loops(before: Any, after: Any) -> Iterator[tuple[Path, Path]]:
+    """Where loops of ``before`` were and are: those that one call made, in order; of the same scopes, if there are."""
+    old, new = dict(enumerate(computing_scans(before))), dict(enumerate(computing_scans(after)))
+    for scoped in (True, False):
+        waiting: dict[Any, list[int]] = {}
+        for position, eqn in new.items():
+            waiting.setdefault(_origin(eqn, scoped), []).append(position)
+        for position, eqn in list(old.items()):
+            if found := waiting.get(_origin(eqn, scoped)):
+                same = found.pop(0)
+                yield (position,), (same,)
+                inside = _same_loops(old.pop(position).params["jaxpr"], new.pop(same).params["jaxpr"])
+                yield from (((position, *was), (same, *now)) for was, now in inside)
+
+
+def _origin(eqn: Any, scoped: bool) -> tuple:
+    """The call that made an equation, which rewriting leaves, and its scopes, which a replaced one is without."""
+    source = eqn.source_info
+    return id(source.traceback), str(source.name_stack) if scoped else None
 
 
 def parameter_names(program: Program) -> list[str]:
@@ -205,7 +238,12 @@ def _is_parameter(port: Port) -> bool:
 
 
 def _parts(path: str) -> list[str]:
-    """``state.params['embed']['kernel'].value`` in pieces; the attribute that NNX keeps values in is left out."""
+    """``state.params['embed']['kernel'].value`` in pieces; the attribute that NNX keeps values in is left out.
+
+    Of arguments that are one to the compiler, as NNX objects are, ``(model, optimizer)[1]`` is ``optimizer``.
+    """
+    if several := _ARGUMENTS.match(path):
+        path = several[1].split(", ")[int(several[2])] + path[several.end() :]
     found = [next(filter(None, each.groups())) for each in _PART.finditer(path)]
     return found[:-1] if len(found) > 1 and found[-1] == "value" else found
 

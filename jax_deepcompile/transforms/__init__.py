@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from jax_deepcompile.analysis.names import keeping_loop_names
 from jax_deepcompile.errors import InvariantError
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program, View
@@ -83,6 +84,7 @@ def carry_out(
         after = kind.apply(program, mesh, mine) if mine else program
         if after is not program:
             _verify(after, kind.kind)
+            after = keeping_loop_names(after, program)
         program = after
     return program
 
