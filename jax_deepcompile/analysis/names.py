@@ -23,6 +23,7 @@ from jax_deepcompile.analysis.loops import Loop, Path, computing_scans, loops_in
 from jax_deepcompile.ir.program import Port, Program, Role
 
 _PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|\.?(\w+)")
+_ARGUMENTS = re.compile(r"^\(([\w, ]+)\)\[(\d+)\]")
 _TRANSFORMED = re.compile(r"^\w+\((.*)\)$")
 _NOT_SCOPES = frozenset({"", "rematted_computation", "checkpoint", "while", "body", "cond", "closed_call"})
 
@@ -34,11 +35,45 @@ def with_loop_names(program: Program) -> Program:
     return program.replace(loop_names=dict(zip((path for path, _ in loops), names, strict=True)))
 
 
+def keeping_loop_names(program: Program, before: Program) -> Program:
+    """``program``, rewritten from ``before``, with the names that its loops had there, wherever they are now.
+
+    Where iterations run apart, copies of the loops inside stand beside their loop: those have no names.
+    """
+    names = {
+        new: before.loop_names[old] for old, new in _same_loops(before.jaxpr, program.jaxpr) if old in before.loop_names
+    }
+    return program if names == program.loop_names else program.replace(loop_names=names)
+
+
+def _same_loops(before: Any, after: Any) -> Iterator[tuple[Path, Path]]:
+    """Where loops of ``before`` were and are: those that one call made, in order; of the same scopes, if there are."""
+    old, new = dict(enumerate(computing_scans(before))), dict(enumerate(computing_scans(after)))
+    for scoped in (True, False):
+        waiting: dict[Any, list[int]] = {}
+        for position, eqn in new.items():
+            waiting.setdefault(_origin(eqn, scoped), []).append(position)
+        for position, eqn in list(old.items()):
+            if found := waiting.get(_origin(eqn, scoped)):
+                same = found.pop(0)
+                yield (position,), (same,)
+                inside = _same_loops(old.pop(position).params["jaxpr"], new.pop(same).params["jaxpr"])
+                yield from (((position, *was), (same, *now)) for was, now in inside)
+
+
+def _origin(eqn: Any, scoped: bool) -> tuple:
+    """The call that made an equation, which rewriting leaves, and its scopes, which a replaced one is without."""
+    source = eqn.source_info
+    return id(source.traceback), str(source.name_stack) if scoped else None
+
+
 def parameter_names(program: Program) -> list[str]:
-    """What each input is called: parameters by what their paths do not have in common."""
+    """What each input is called: parameters of one tree by their paths in it, whatever modules there are beside."""
     paths = [_parts(port.path) for port in program.inputs]
     arrays = [path for path, port in zip(paths, program.inputs, strict=True) if _is_parameter(port)]
-    shared = min(len(_shared(arrays)), min(map(len, arrays), default=1) - 1)
+    argument, *rest = _shared(arrays) or [""]
+    tree = [argument, *itertools.takewhile("params".__eq__, rest)] if argument else []
+    shared = min(len(tree), min(map(len, arrays), default=1) - 1)
     named = [
         path[shared:] if port.role is Role.PARAM and path[:shared] == arrays[0][:shared] else path
         for path, port in zip(paths, program.inputs, strict=True)
@@ -105,7 +140,9 @@ def _loop_name(program: Program, path: Path, eqn: Any) -> str:
     """By the parameters whose slices it reads, else the function that the user wrote it in; with its phase."""
     around = _inputs_at(program, path[:-1])
     read = [around[atom] for atom in variables(eqn.invars[sum(scan_counts(eqn)) :]) if atom in around]
-    paths = [name.split("/") for name in dict.fromkeys(read)]
+    roles = zip(parameter_names(program), program.inputs, strict=True)
+    parameters = {name for name, port in roles if port.role is Role.PARAM}
+    paths = [name.split("/") for name in dict.fromkeys(read) if name in parameters]
     if paths:
         module = _shared(paths) if len(paths) > 1 else paths[0][:-1]
         return "/".join(module or paths[0]) + (" @backward" if _is_backward(eqn) else " @forward")
@@ -201,7 +238,12 @@ def _is_parameter(port: Port) -> bool:
 
 
 def _parts(path: str) -> list[str]:
-    """``state.params['embed']['kernel'].value`` in pieces; the attribute that NNX keeps values in is left out."""
+    """``state.params['embed']['kernel'].value`` in pieces; the attribute that NNX keeps values in is left out.
+
+    Of arguments that are one to the compiler, as NNX objects are, ``(model, optimizer)[1]`` is ``optimizer``.
+    """
+    if several := _ARGUMENTS.match(path):
+        path = several[1].split(", ")[int(several[2])] + path[several.end() :]
     found = [next(filter(None, each.groups())) for each in _PART.finditer(path)]
     return found[:-1] if len(found) > 1 and found[-1] == "value" else found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from jax_deepcompile.analysis.names import keeping_loop_names
 from jax_deepcompile.errors import InvariantError
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program, View
@@ -83,6 +84,7 @@ def carry_out(
         after = kind.apply(program, mesh, mine) if mine else program
         if after is not program:
             _verify(after, kind.kind)
+            after = keeping_loop_names(after, program)
         program = after
     return program
 
@@ -92,7 +94,8 @@ def _refuse_twice(decisions: Sequence[Decision]) -> None:
     for each in decisions:
         for subject in each.subjects():
             if subject in seen:
-                raise refused(f"it says what becomes of {subject or 'code outside of loops'!r} twice ({each.kind})")
+                what = repr(subject) if subject else "code outside of loops"
+                raise refused(f"it says what becomes of {what} twice ({each.kind})")
             seen.add(subject)
 
 

@@ -92,7 +92,7 @@ def test_untiled_collectives_are_left():
 def test_a_layer_loop_splits_into_gathers_work_and_reductions():
     program, _ = sharded(stack_loss, {"stack": stack_shapes()})
     forward, backward = find_loops(program)
-    assert (forward.name, backward.name, backward.reverse) == ("scan.0", "scan.1", True)
+    assert (forward.name, backward.name, backward.reverse) == ("stack @forward", "stack @backward", True)
     for loop, reduces in ((forward, False), (backward, True)):
         split = split_body(loop.eqn)
         assert "all_gather" in names(split.early.jaxpr.eqns)
