@@ -127,7 +127,7 @@ class Plan(Summarized):
         decisions = tuple(decisions)
         if decisions == self.of(kind):
             return self
-        others = [each for each in self.decisions if type(each) is not kind and kind.kind not in each.after]
+        others = [each for each in self.decisions if type(each) is not kind and kind.kind not in each.follows]
         return self.replace(decisions=(*others, *decisions))
 
     def without(self, *kinds: type[Decision]) -> Plan:

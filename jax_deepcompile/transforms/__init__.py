@@ -53,7 +53,7 @@ def in_order(kinds: Iterable[type[Decision]]) -> list[type[Decision]]:
     def place(kind: type[Decision]) -> tuple[float, str]:
         if kind in TRANSFORMS:
             return names.index(kind.kind), ""
-        return max((names.index(each) for each in kind.after if each in names), default=len(names)) + 0.5, kind.kind
+        return max((names.index(each) for each in kind.follows if each in names), default=len(names)) + 0.5, kind.kind
 
     return sorted(dict.fromkeys(kinds), key=place)
 

@@ -17,16 +17,16 @@ class Decision:
 
     Class attributes:
       kind: its name in JSON, in dumps and where it is left out by name.
-      after: the kinds that decide before it. What it names are parts of the program that those make, so it is dropped
-        where one of those changes.
+      follows: the kinds that decide before it, ``after`` in the class statement. What it names are parts of the program
+        that those make, so it is dropped where one of those changes.
     """
 
     kind: ClassVar[str]
-    after: ClassVar[tuple[str, ...]] = ()
+    follows: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, kind: str, after: tuple[str, ...] = ()) -> None:
         super().__init_subclass__()
-        cls.kind, cls.after = kind, after
+        cls.kind, cls.follows = kind, after
 
     def subjects(self) -> tuple[str, ...]:
         """What no other decision of this kind may speak of, such as its loop."""
