@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jax_deepcompile._jax_compat import closed_consts, open_jaxpr, scan_counts
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
 from jax_deepcompile.analysis.gathers import is_gather_loop
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs
 
 
@@ -29,17 +32,25 @@ class Loop:
         return "/".join(f"scan.{position}" for position in self.path)
 
     @property
+    def scan(self) -> Scan:
+        return Scan(self.eqn)
+
+    @property
+    def body(self) -> jex.Jaxpr:
+        return self.scan.body
+
+    @property
     def slices(self) -> list:
         """The variables of the body that are slices of stacks."""
-        return open_jaxpr(self.eqn.params["jaxpr"]).invars[sum(scan_counts(self.eqn)) :]
+        return self.scan.inputs.xs
 
     @property
     def length(self) -> int:
-        return self.eqn.params["length"]
+        return self.scan.length
 
     @property
     def reverse(self) -> bool:
-        return self.eqn.params["reverse"]
+        return self.scan.reverse
 
 
 def find_loops(jaxpr: Any, around: tuple[int, ...] = ()) -> Iterator[Loop]:
@@ -54,10 +65,9 @@ def find_loops(jaxpr: Any, around: tuple[int, ...] = ()) -> Iterator[Loop]:
 
 def reduces_gradients(eqn) -> bool:
     """Whether a loop reduces onto shards."""
-    return any(inner.primitive.name == "reduce_scatter" for inner in equations(eqn.params["jaxpr"]))
+    return any(inner.primitive.name == "reduce_scatter" for inner in equations(Scan(eqn).body))
 
 
 def constants_of(eqn) -> dict:
     """The values of a scan body's own constants."""
-    closed = eqn.params["jaxpr"]
-    return dict(zip(open_jaxpr(closed).constvars, closed_consts(closed), strict=True))
+    return dict(zip(Scan(eqn).body.constvars, closed_consts(Scan(eqn).closed), strict=True))
