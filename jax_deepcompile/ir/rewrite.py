@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,12 +56,14 @@ class Walk:
     Attributes:
       given: the old jaxpr, closed or open.
       regions: rewrites the closed jaxprs of an equation before it is yielded; None leaves them alone.
+      within: names of the primitives whose jaxprs it rewrites; None for all.
       names: what is read from now on in the place of a variable.
       eqns: of the new jaxpr.
     """
 
     given: Any
     regions: Callable[[Any], Any] | None = None
+    within: Collection[str] | None = None
     names: dict = field(default_factory=dict)
     eqns: list = field(default_factory=list)
 
@@ -72,7 +74,8 @@ class Walk:
 
     def __iter__(self) -> Iterator[Any]:
         for eqn in self.jaxpr.eqns:
-            eqn = eqn if self.regions is None else with_regions(eqn, self.regions)
+            if self.regions is not None and (self.within is None or eqn.primitive.name in self.within):
+                eqn = with_regions(eqn, self.regions)
             yield with_renamed_operands(eqn, self.names) if self.names else eqn
 
     @property

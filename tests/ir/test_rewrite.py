@@ -110,6 +110,14 @@ class TestChanges:
         same = [new is old for new, old in zip(after.params["branches"], before.params["branches"], strict=True)]
         assert same == [True, False]
 
+    def test_in_regions_of_some_primitives(self):
+        closed = jax.make_jaxpr(in_regions)(X)
+        walk = Walk(closed, without_zeros, within={"scan"})
+        walk.eqns += walk
+        same = [new is old for new, old in zip(walk.eqns, closed.jaxpr.eqns, strict=True)]
+        assert [eqn.primitive.name for eqn in walk.eqns] == ["scan", "while"]
+        assert same == [False, True]
+
     def test_not_in_regions_unless_asked(self):
         closed = jax.make_jaxpr(in_regions)(X)
         walk = Walk(closed)
