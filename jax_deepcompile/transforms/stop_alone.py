@@ -28,7 +28,8 @@ from jax_deepcompile.analysis.dataflow import literal_bits
 from jax_deepcompile.analysis.work import COLLECTIVES
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.traversal import equations, with_regions
+from jax_deepcompile.ir.rewrite import Walk
+from jax_deepcompile.ir.traversal import equations
 
 _NOT_COMPARED = (jex.Jaxpr, jex.ClosedJaxpr, np.ndarray, jax.Array)
 """Parameters of equations that are not looked into."""
@@ -43,11 +44,9 @@ def stop_alone(program: Program, mesh: AnyMesh) -> Program:
 
 
 def _rewritten(closed: Any) -> Any:
-    jaxpr = open_jaxpr(closed)
-    eqns = [_alone(with_regions(eqn, _rewritten)) for eqn in jaxpr.eqns]
-    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        return closed
-    return jex.ClosedJaxpr(jaxpr.replace(eqns=eqns), closed_consts(closed))
+    walk = Walk(closed, regions=_rewritten)
+    walk.eqns += map(_alone, walk)
+    return walk.result()
 
 
 def _alone(eqn) -> Any:
