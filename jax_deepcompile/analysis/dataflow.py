@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,13 @@ def slim_barriers(eqns: Sequence, targets: Iterable) -> list:
         if sum(len(eqn.invars) for eqn in slim) == sum(len(eqn.invars) for eqn in eqns):
             return slim
         eqns = slim
+
+
+def with_names(jaxpr: jex.Jaxpr, names: Mapping) -> jex.Jaxpr:
+    """``jaxpr`` in which variables are read by other ``names``, without what nobody needs then."""
+    walk = Walk(jaxpr, names=dict(names))
+    walk.eqns += walk
+    return jaxpr.replace(eqns=slim_barriers(walk.eqns, walk.outvars), outvars=walk.outvars)
 
 
 def stays_whole(barrier) -> bool:

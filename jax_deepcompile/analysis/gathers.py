@@ -47,7 +47,7 @@ def find_gathers(jaxpr: Any, sources: Sequence) -> tuple[Gather, ...]:
         var = eqn.outvars[0]
         origin[var] = origin[operands[0]]
         literals = tuple(map(literal_bits, eqn.invars))
-        keys[var] = (*keys[operands[0]], eqn.primitive.name, _params_key(eqn), literals)
+        keys[var] = (*keys[operands[0]], eqn.primitive.name, params_key(eqn), literals)
         if gathers or eqn.primitive.name == "all_gather":
             found.append(Gather(origin[var], keys[var], size_bytes(var), positions[var], var))
     return tuple(found)
@@ -110,5 +110,6 @@ def size_bytes(var) -> int:
     return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
-def _params_key(eqn) -> str:
+def params_key(eqn) -> str:
+    """Equal for equations whose parameters look the same."""
     return str(sorted(eqn.params.items(), key=lambda item: item[0]))

@@ -11,7 +11,7 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
 from jax_deepcompile.analysis.gathers import is_gather_loop
 from jax_deepcompile.ir.primitives import Scan
-from jax_deepcompile.ir.traversal import equations, nested_jaxprs
+from jax_deepcompile.ir.traversal import inside, nested_jaxprs
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def find_loops(jaxpr: Any, around: tuple[int, ...] = ()) -> Iterator[Loop]:
 
 def reduces_gradients(eqn) -> bool:
     """Whether a loop reduces onto shards."""
-    return any(inner.primitive.name == "reduce_scatter" for inner in equations(Scan(eqn).body))
+    return any(inner.primitive.name == "reduce_scatter" for inner in inside(eqn))
 
 
 def constants_of(eqn) -> dict:

@@ -13,9 +13,10 @@ from jax.extend import core as jex
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import has_side_effects, user_line
 from jax_deepcompile.analysis.dataflow import needed_for, needs, reached_from, slim_barriers, stays_whole, variables
+from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.waits import without_waits
 from jax_deepcompile.ir.primitives import COLLECTIVES, EXPENSIVE, PRODUCTS, RUNNING, axis_names
-from jax_deepcompile.ir.traversal import equations, nested_jaxprs
+from jax_deepcompile.ir.traversal import equations, inside
 
 _MEANING = {
     "psum": "a sum over examples",
@@ -46,8 +47,7 @@ _HEAVY = PRODUCTS | EXPENSIVE | COLLECTIVES.keys() | {"while"}
 
 def is_heavy(eqn) -> bool:
     """Whether ``eqn`` is, or has inside, work that is not done twice so that a total can be known early."""
-    inner = (each for body in nested_jaxprs(eqn) for each in equations(body))
-    return eqn.primitive.name in _HEAVY or any(each.primitive.name in _HEAVY for each in inner)
+    return eqn.primitive.name in _HEAVY or any(each.primitive.name in _HEAVY for each in inside(eqn))
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,7 @@ def _is_over(eqn, axis: str) -> bool:
 
 def _asks(eqn, axis: str) -> bool:
     """Whether ``eqn`` or an equation inside it asks for the number of the iteration."""
-    inside = (inner for body in nested_jaxprs(eqn) for inner in equations(body))
-    return any(each.primitive.name == "axis_index" and _is_over(each, axis) for each in (eqn, *inside))
+    return any(each.primitive.name == "axis_index" and _is_over(each, axis) for each in (eqn, *inside(eqn)))
 
 
 def _totals(eqn) -> Iterator[Total]:
@@ -316,7 +315,7 @@ def _grows(eqn) -> bool:
 
 
 def _bytes(atoms: Sequence) -> int:
-    return sum(atom.aval.size * atom.aval.dtype.itemsize for atom in atoms)
+    return sum(map(size_bytes, atoms))
 
 
 def _refuse_exchanges(jaxpr: jex.Jaxpr, axis: str, length: int) -> None:

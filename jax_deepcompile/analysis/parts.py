@@ -20,6 +20,7 @@ from jax_deepcompile.analysis.dataflow import (
     variables,
     without_barriers,
 )
+from jax_deepcompile.analysis.gathers import params_key
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.ir.primitives import CONTROL_FLOW, DEVICE_SUMS, PRODUCTS, Scan
@@ -113,8 +114,7 @@ def split_body(eqn) -> SplitBody:
     pending = tuple(var for var in late.inputs if var not in given)
     now = [*carry, *(atom for i, atom in enumerate(stacked) if i not in late_outputs)]
     late_set = {id(eqn) for eqn in late_eqns}
-    eqns = needed_for([eqn for eqn in rest if id(eqn) not in late_set], [*now, *pending])
-    eqns = slim_barriers(eqns, [*now, *pending])
+    eqns = slim_barriers([eqn for eqn in rest if id(eqn) not in late_set], [*now, *pending])
     gradients = _gradients(eqns, now, {var: _reduced_for(var, late_eqns, late_outputs) for var in pending}, given)
     apart = {id(eqn) for gradient in gradients for eqn in gradient.part.jaxpr.eqns}
     made_apart = {var for gradient in gradients for var in gradient.part.outputs}
@@ -166,12 +166,12 @@ def _early(body: jex.Jaxpr, carried: set) -> tuple[list, list]:
             gathers.append(eqn.outvars[0])
     pure = [eqn for eqn in plain.eqns if not has_side_effects(eqn)]
     inner = {atom for eqn in needed_for(pure, gathers) for atom in variables(eqn.invars)}
-    used = {atom for eqn in body.eqns if not _only_early(eqn, inner, gathers) for atom in variables(eqn.invars)}
+    used = {atom for eqn in body.eqns if not _only_early(eqn, gathers) for atom in variables(eqn.invars)}
     final = [var for var in gathers if var not in inner or var in used]
     return final, needed_for(pure, final)
 
 
-def _only_early(eqn, inner: set, gathers: list) -> bool:
+def _only_early(eqn, gathers: list) -> bool:
     return eqn.primitive.name == "all_gather" and eqn.outvars[0] in gathers
 
 
@@ -184,7 +184,7 @@ def _merge_equal(eqns: list, results: list) -> dict:
         return literal_bits(atom) or known.get(atom, atom)
 
     for eqn in eqns:
-        key = (eqn.primitive.name, str(sorted(eqn.params.items(), key=lambda item: item[0])), *map(read, eqn.invars))
+        key = (eqn.primitive.name, params_key(eqn), *map(read, eqn.invars))
         first = seen.setdefault(key, eqn)
         known.update(zip(eqn.outvars, (known.get(var, var) for var in first.outvars), strict=True))
     return {var: known.get(var, var) for var in results}

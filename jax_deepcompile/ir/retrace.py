@@ -24,7 +24,7 @@ from jax_deepcompile._jax_compat import (
 from jax_deepcompile.ir.placement import AnyMesh, around
 from jax_deepcompile.ir.primitives import Cond, Scan, ShardMap, While, axis_names
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.traversal import equations, inline_calls, nested_jaxprs
+from jax_deepcompile.ir.traversal import equations, inline_calls, inside
 
 Compute = Callable[[Any, list], Sequence]
 """``(equation, operands) -> results``, traced in the place of an equation."""
@@ -226,7 +226,7 @@ def _recompute(eqn, operands: list, replacements: Mapping[int, Replacement]) -> 
     if id(eqn) in replacements:
         with line_of(eqn):
             return replacements[id(eqn)](eqn, operands)
-    if not any(id(inner) in replacements for body in nested_jaxprs(eqn) for inner in equations(body)):
+    if not any(id(inner) in replacements for inner in inside(eqn)):
         return bind(eqn, operands)
     with provenance(eqn):
         return _REGIONS[eqn.primitive.name](eqn, operands, replacements)

@@ -26,8 +26,13 @@ def equations(jaxpr) -> Iterator[jex.JaxprEqn]:
     """Every equation, those of nested jaxprs included."""
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn
-        for inner in nested_jaxprs(eqn):
-            yield from equations(inner)
+        yield from inside(eqn)
+
+
+def inside(eqn: jex.JaxprEqn) -> Iterator[jex.JaxprEqn]:
+    """Every equation of the jaxprs among an equation's parameters."""
+    for inner in nested_jaxprs(eqn):
+        yield from equations(inner)
 
 
 def located_equations(jaxpr, around: jex.JaxprEqn | None = None) -> Iterator[tuple[jex.JaxprEqn, jex.JaxprEqn]]:
