@@ -24,12 +24,13 @@ from typing import Any
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import free_variables, needed_for, renamed, slim_barriers
+from jax_deepcompile.analysis.dataflow import free_variables, slim_barriers, with_names
 from jax_deepcompile.analysis.gathers import Gather, find_gathers, hoistable_gathers, slice_of
 from jax_deepcompile.analysis.loops import constants_of, find_loops
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import replace_equations, rescan, split_operands
+from jax_deepcompile.ir.rewrite import with_renamed_operands
 
 
 def regathers(jaxpr: Any, sources: Sequence) -> tuple[tuple[Gather, Gather], ...]:
@@ -48,13 +49,7 @@ def keep_until_backward(jaxpr: Any, sources: Sequence, again: Collection[int]) -
     """``jaxpr`` with the later gathers at the positions ``again`` replaced by what the first one made."""
     flat = open_jaxpr(jaxpr)
     known = {later.result: first.result for first, later in regathers(flat, sources) if later.position in again}
-    eqns = []
-    for position, eqn in enumerate(flat.eqns):
-        if position in again and eqn.outvars[0] in known:
-            continue
-        eqns.append(eqn.replace(invars=[renamed(atom, known) for atom in eqn.invars]))
-    outvars = [renamed(atom, known) for atom in flat.outvars]
-    return flat.replace(eqns=slim_barriers(needed_for(eqns, outvars), outvars), outvars=outvars)
+    return with_names(flat, known)
 
 
 def keep_over_microbatches(program: Program, mesh: AnyMesh, kept: dict[str, Collection[int]]) -> Program:
@@ -89,9 +84,8 @@ def _hoist(eqn, operands: list, kept: Collection[int]) -> list:
     early = new_jaxpr(inputs, results, ahead)
     values = eval_local(early, [given[var] for var in inputs])
     known = {gather.result: first[gather.key] for gather in gathers}
-    rest = [other for other in body.eqns if not set(other.outvars) & set(known)]
-    rest = [other.replace(invars=[renamed(atom, known) for atom in other.invars]) for other in rest]
-    rest = slim_barriers(needed_for(rest, body.outvars), body.outvars)
+    rest = [with_renamed_operands(other, known) for other in body.eqns if not set(other.outvars) & set(known)]
+    rest = slim_barriers(rest, body.outvars)
     inner = new_jaxpr([*body.constvars, *results, *body.invars], body.outvars, rest)
     consts = [*closed_consts(eqn.params["jaxpr"]), *values, *operands[:num_consts]]
     _, carry, stacks = split_operands(eqn, operands)
