@@ -27,7 +27,7 @@ import jax
 from jax import lax
 
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers
+from jax_deepcompile.analysis.dataflow import renamed, slim_barriers
 from jax_deepcompile.analysis.gathers import Gather, slice_of
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.loops import find_loops
@@ -35,6 +35,7 @@ from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import replace_equations, rescan, split_operands
+from jax_deepcompile.ir.rewrite import with_renamed_operands
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,8 @@ def given_gathers(body: Any, outvars: Sequence, groups: Sequence[tuple[Gather, .
     """A loop's body that does not gather ``groups``: their values come last among its inputs, its constants first."""
     names = {gather.result: group[0].result for group in groups for gather in group}
     outvars = [renamed(atom, names) for atom in outvars]
-    rest = [inner for inner in body.eqns if not set(inner.outvars) & set(names)]
-    rest = [inner.replace(invars=[renamed(atom, names) for atom in inner.invars]) for inner in rest]
-    rest = slim_barriers(needed_for(rest, outvars), outvars)
+    rest = [with_renamed_operands(inner, names) for inner in body.eqns if not set(inner.outvars) & set(names)]
+    rest = slim_barriers(rest, outvars)
     given = [group[0].result for group in groups]
     return new_jaxpr([*body.constvars, *body.invars, *given], outvars, rest)
 
