@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from jax_deepcompile._jax_compat import new_barrier, new_var, open_jaxpr
-from jax_deepcompile.analysis.dataflow import needed_for, needs, slim_barriers
+from jax_deepcompile.analysis.dataflow import needs, slim_barriers
 from jax_deepcompile.analysis.gathers import Gather, find_gathers, first_uses, outermost, slicer
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.costs.cost_model import CostModel
@@ -107,7 +107,7 @@ def prefetch(program: Program, decisions: Sequence[Prefetch]) -> Program:
     for decision in decisions:
         moved.setdefault(decision.after, []).append(gathers[decision.gather])
     flat = _moved(jaxpr, moved)
-    flat = flat.replace(eqns=slim_barriers(needed_for(flat.eqns, flat.outvars), flat.outvars))
+    flat = flat.replace(eqns=slim_barriers(flat.eqns, flat.outvars))
     return program.replace(jaxpr=closed_like(program.jaxpr, flat))
 
 
