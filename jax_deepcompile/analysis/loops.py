@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend import core as jex
-
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
 from jax_deepcompile.analysis.gathers import is_gather_loop
 from jax_deepcompile.ir.primitives import Scan
@@ -36,7 +34,7 @@ class Loop:
         return Scan(self.eqn)
 
     @property
-    def body(self) -> jex.Jaxpr:
+    def body(self) -> Any:
         return self.scan.body
 
     @property

@@ -219,7 +219,7 @@ class Scan:
         return self.eqn.params["jaxpr"]
 
     @property
-    def body(self) -> jex.Jaxpr:
+    def body(self) -> Any:
         return open_jaxpr(self.closed)
 
     def split(self, values: Iterable) -> ScanInputs:
@@ -280,11 +280,11 @@ class While:
         return self.eqn.params["body_jaxpr"]
 
     @property
-    def condition(self) -> jex.Jaxpr:
+    def condition(self) -> Any:
         return open_jaxpr(self.closed_condition)
 
     @property
-    def body(self) -> jex.Jaxpr:
+    def body(self) -> Any:
         return open_jaxpr(self.closed_body)
 
     @property
@@ -317,7 +317,7 @@ class Cond:
         return self.eqn.params["branches"]
 
     @property
-    def branches(self) -> list[jex.Jaxpr]:
+    def branches(self) -> list:
         return [open_jaxpr(branch) for branch in self.closed_branches]
 
     @property
