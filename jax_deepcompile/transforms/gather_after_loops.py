@@ -21,12 +21,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import is_drop_var, new_barrier, scan_counts
+from jax_deepcompile._jax_compat import is_drop_var, new_barrier
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import find_gathers, is_gather_loop
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.rewrite import Walk
-from jax_deepcompile.ir.traversal import equations, nested_jaxprs
+from jax_deepcompile.ir.traversal import inside
 
 
 def gather_after_loops(program: Program) -> Program:
@@ -71,11 +72,10 @@ def _communicates(eqn: Any) -> bool:
     """Whether ``eqn`` is a loop that gathers, and more than gathers."""
     if eqn.primitive.name != "scan" or is_gather_loop(eqn):
         return False
-    return any(inner.primitive.name == "all_gather" for body in nested_jaxprs(eqn) for inner in equations(body))
+    return any(inner.primitive.name == "all_gather" for inner in inside(eqn))
 
 
 def _left(loop: Any) -> list:
     """The first array of floats that is left of what a loop carries."""
-    _, num_carry = scan_counts(loop)
-    carried = [var for var in loop.outvars[:num_carry] if not is_drop_var(var)]
+    carried = [var for var in Scan(loop).results.carry if not is_drop_var(var)]
     return [var for var in carried if var.aval.ndim and jnp.issubdtype(var.aval.dtype, jnp.inexact)][:1]

@@ -63,7 +63,7 @@ def keep_activations(program: Program, mesh: AnyMesh, choices: Sequence[KeptActi
       PlanError: the program has no such activations.
     """
     loops = {loop.name: loop for loop in find_loops(program.jaxpr)}
-    places = {loop.path: loop.eqn.params["jaxpr"] for loop in loops.values()} | {(): program.jaxpr}
+    places = {loop.path: loop.scan.closed for loop in loops.values()} | {(): program.jaxpr}
     replacements: dict[int, Replacement] = {}
     named = Counter(name for choice in choices for name in sorted({choice.forward, choice.backward}))
     if twice := [name for name, count in named.items() if count > 1]:
@@ -103,7 +103,7 @@ def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptAc
         return with_names(flat, names)
 
     def run(loop: Loop) -> Compute:
-        body = once(loop.eqn.params["jaxpr"], loop.name)
+        body = once(loop.scan.closed, loop.name)
         inner = new_jaxpr([*body.constvars, *body.invars], body.outvars, body.eqns)
         return lambda eqn, operands: rerun(eqn, inner, operands)
 

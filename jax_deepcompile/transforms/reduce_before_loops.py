@@ -20,11 +20,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_deepcompile._jax_compat import new_barrier, scan_counts
+from jax_deepcompile._jax_compat import new_barrier
 from jax_deepcompile.analysis.dataflow import needed_for, reached_from, renamed, variables
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.rewrite import Walk, with_renamed_operands
-from jax_deepcompile.ir.traversal import equations, nested_jaxprs
+from jax_deepcompile.ir.traversal import inside
 
 
 def reduce_before_loops(program: Program) -> Program:
@@ -57,7 +58,7 @@ def _waiting(closed: Any) -> Any:
 
 
 def _communicates(eqn) -> bool:
-    names = {inner.primitive.name for body in nested_jaxprs(eqn) for inner in equations(body)}
+    names = {inner.primitive.name for inner in inside(eqn)}
     return not names.isdisjoint({"all_gather", "reduce_scatter"})
 
 
@@ -69,8 +70,7 @@ def _held(eqn, before: list, reduced: list) -> list:
     """
     candidates: list = []
     if eqn.primitive.name == "scan" and _communicates(eqn):
-        num_consts, num_carry = scan_counts(eqn)
-        candidates = variables(eqn.invars[num_consts : num_consts + num_carry])
+        candidates = variables(Scan(eqn).operands.carry)
     elif eqn.primitive.name == "optimization_barrier":
         operands = variables(eqn.invars)
         candidates = [] if reached_from(before, reduced).isdisjoint(operands) else operands

@@ -26,13 +26,14 @@ from typing import Any
 import jax
 from jax import lax
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import renamed, slim_barriers
 from jax_deepcompile.analysis.gathers import Gather, slice_of
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import replace_equations, rescan, split_operands
 from jax_deepcompile.ir.rewrite import with_renamed_operands
@@ -84,7 +85,7 @@ def _chosen(eqn, choice: StackCollectives) -> bool:
 
 def _outside(eqn, operands: list, choice: StackCollectives, at_once_bytes: int) -> list:
     eqn = scan_along_leading_dimension(eqn)
-    body, length = open_jaxpr(eqn.params["jaxpr"]), eqn.params["length"]
+    body, length = Scan(eqn).body, Scan(eqn).length
     num_consts, num_carry = scan_counts(eqn)
     consts, carry, stacks = split_operands(eqn, operands)
     slices = body.invars[num_consts + num_carry :]
@@ -100,7 +101,7 @@ def _outside(eqn, operands: list, choice: StackCollectives, at_once_bytes: int) 
     for each in reductions:
         outvars[num_carry + each.output] = each.operand
     inner = given_gathers(body, outvars, groups)
-    consts = [*closed_consts(eqn.params["jaxpr"]), *consts]
+    consts = [*closed_consts(Scan(eqn).closed), *consts]
 
     def step(carry: list, layer: list) -> list:
         return eval_local(inner, [*consts, *carry, *layer])

@@ -23,11 +23,12 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr
 from jax_deepcompile.analysis.dataflow import free_variables, slim_barriers, with_names
 from jax_deepcompile.analysis.gathers import Gather, find_gathers, hoistable_gathers, slice_of
 from jax_deepcompile.analysis.loops import constants_of, find_loops
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import replace_equations, rescan, split_operands
 from jax_deepcompile.ir.rewrite import with_renamed_operands
@@ -73,8 +74,8 @@ def keep_over_microbatches(program: Program, mesh: AnyMesh, kept: dict[str, Coll
 
 
 def _hoist(eqn, operands: list, kept: Collection[int]) -> list:
-    body = open_jaxpr(eqn.params["jaxpr"])
-    num_consts, _ = scan_counts(eqn)
+    body = Scan(eqn).body
+    num_consts = Scan(eqn).num_consts
     gathers = [gather for index, gather in enumerate(hoistable_gathers(eqn)) if index in kept]
     given = constants_of(eqn) | dict(zip(body.invars[:num_consts], operands[:num_consts], strict=True))
     first = {gather.key: gather.result for gather in reversed(gathers)}
@@ -87,6 +88,6 @@ def _hoist(eqn, operands: list, kept: Collection[int]) -> list:
     rest = [with_renamed_operands(other, known) for other in body.eqns if not set(other.outvars) & set(known)]
     rest = slim_barriers(rest, body.outvars)
     inner = new_jaxpr([*body.constvars, *results, *body.invars], body.outvars, rest)
-    consts = [*closed_consts(eqn.params["jaxpr"]), *values, *operands[:num_consts]]
+    consts = [*closed_consts(Scan(eqn).closed), *values, *operands[:num_consts]]
     _, carry, stacks = split_operands(eqn, operands)
     return rescan(eqn, lambda carry, slices: eval_local(inner, [*consts, *carry, *slices]), carry, stacks)
