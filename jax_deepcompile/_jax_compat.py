@@ -62,9 +62,9 @@ def closed_consts(jaxpr) -> Sequence:
     return getattr(jaxpr, "consts", ())
 
 
-def dce(jaxpr: jex.Jaxpr, keep_inputs: bool = True) -> jex.Jaxpr:
+def dce(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     """``jaxpr`` without the equations that reach neither an output nor an effect; loops and branches included."""
-    live, _ = _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=keep_inputs)
+    live, _ = _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return live
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from jax_deepcompile._jax_compat import closed_consts, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
 from jax_deepcompile.analysis.gathers import is_gather_loop
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.traversal import equations, nested_jaxprs
+from jax_deepcompile.ir.traversal import inside, nested_jaxprs
 
 Path: TypeAlias = tuple[int, ...]
 """Where a loop is: the position of its scan among those around it, outermost first; () is outside of loops."""
@@ -30,17 +31,25 @@ class Loop:
     name: str
 
     @property
+    def scan(self) -> Scan:
+        return Scan(self.eqn)
+
+    @property
+    def body(self) -> Any:
+        return self.scan.body
+
+    @property
     def slices(self) -> list:
         """The variables of the body that are slices of stacks."""
-        return open_jaxpr(self.eqn.params["jaxpr"]).invars[sum(scan_counts(self.eqn)) :]
+        return self.scan.inputs.xs
 
     @property
     def length(self) -> int:
-        return self.eqn.params["length"]
+        return self.scan.length
 
     @property
     def reverse(self) -> bool:
-        return self.eqn.params["reverse"]
+        return self.scan.reverse
 
     def is_inside(self, other: Loop) -> bool:
         """Whether it runs in every iteration of ``other``."""
@@ -69,10 +78,9 @@ def computing_scans(jaxpr: Any) -> list:
 
 def reduces_gradients(eqn) -> bool:
     """Whether a loop reduces onto shards."""
-    return any(inner.primitive.name == "reduce_scatter" for inner in equations(eqn.params["jaxpr"]))
+    return any(inner.primitive.name == "reduce_scatter" for inner in inside(eqn))
 
 
 def constants_of(eqn) -> dict:
     """The values of a scan body's own constants."""
-    closed = eqn.params["jaxpr"]
-    return dict(zip(open_jaxpr(closed).constvars, closed_consts(closed), strict=True))
+    return dict(zip(Scan(eqn).body.constvars, closed_consts(Scan(eqn).closed), strict=True))

@@ -12,14 +12,8 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
-
-_MIXING = frozenset(
-    {"argmax", "argmin", "conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "custom_call"}
-    | {"dot_general", "eigh", "fft", "gather", "lu", "qr", "ragged_dot", "ragged_dot_general", "random_bits"}
-    | {"random_split", "scaled_matmul", "sort", "svd", "threefry2x32", "top_k", "triangular_solve"}
-)
-"""Primitives whose results are made of many elements at once; so are those of all reductions."""
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.ir.primitives import MIXING, Cond, Scan, While
 
 
 def carried_inputs(jaxpr: Any) -> tuple[int, ...]:
@@ -40,26 +34,24 @@ def _outputs(jaxpr: jex.Jaxpr, inputs: Sequence[int]) -> list[int]:
 
 
 def _results(eqn: jex.JaxprEqn, operands: list[int]) -> list[int]:
-    name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        consts, carry = scan_counts(eqn)
-        return _loop(params["jaxpr"], operands[:consts], operands[consts : consts + carry], operands[consts + carry :])
-    if name == "while":
-        first = params["cond_nconsts"] + params["body_nconsts"]
-        return _loop(params["body_jaxpr"], operands[params["cond_nconsts"] : first], operands[first:], [])
-    if name == "cond":
-        branches = [_outputs(open_jaxpr(branch), operands[1:]) for branch in params["branches"]]
-        return [reduce(or_, results) for results in zip(*branches, strict=True)]
-    if name == "optimization_barrier":
-        return operands
-    mixes = name in _MIXING or (name.startswith("reduce_") and name != "reduce_precision")
-    return [0 if mixes else reduce(or_, operands, 0)] * len(eqn.outvars)
+    match eqn.primitive.name:
+        case "scan":
+            return _loop(Scan(eqn).body, *Scan(eqn).split(operands))
+        case "while":
+            _, consts, carry = While(eqn).split(operands)
+            return _loop(While(eqn).body, consts, carry, [])
+        case "cond":
+            branches = [_outputs(branch, operands[1:]) for branch in Cond(eqn).branches]
+            return [reduce(or_, results) for results in zip(*branches, strict=True)]
+        case "optimization_barrier":
+            return operands
+    return [0 if eqn.primitive.name in MIXING else reduce(or_, operands, 0)] * len(eqn.outvars)
 
 
-def _loop(body: Any, consts: list[int], carry: list[int], stacked: list[int]) -> list[int]:
+def _loop(body: jex.Jaxpr, consts: list[int], carry: list[int], stacked: list[int]) -> list[int]:
     """A carry is what it was before the loop, and what any number of iterations made of it."""
     while True:
-        outputs = _outputs(open_jaxpr(body), [*consts, *carry, *stacked])
+        outputs = _outputs(body, [*consts, *carry, *stacked])
         after = [before | new for before, new in zip(carry, outputs[: len(carry)], strict=True)]
         if after == carry:
             return [*after, *outputs[len(carry) :]]

@@ -22,15 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import eval_local
 from jax_deepcompile.analysis.dataflow import alike, variables
 from jax_deepcompile.analysis.loops import find_loops, reduces_gradients
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import ADDITIONS, Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, ReadingMore, Replacement, replace_equations, rescan, split_operands
 from jax_deepcompile.transforms.decision import Decision
-
-_ADDITIONS = frozenset({"add", "add_any"})
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def accumulate_in_loops(program: Program, mesh: AnyMesh) -> Program:
     """
     replacements: dict[int, Replacement] = {}
     for outer in find_loops(program):
-        body = open_jaxpr(outer.eqn.params["jaxpr"])
+        body = outer.body
         for eqn in body.eqns:
             sums = _sums(body, eqn) if eqn.primitive.name == "scan" and reduces_gradients(eqn) else []
             if sums:
@@ -85,13 +84,13 @@ def _sums(body, loop) -> list[_Sum]:
     uses.update(variables(body.outvars))
     position = body.eqns.index(loop)
     ready = {*body.constvars, *body.invars, *(var for eqn in body.eqns[:position] for var in eqn.outvars)}
-    _, num_carry = scan_counts(loop)
+    num_carry = Scan(loop).num_carry
     made = {var: index for index, var in enumerate(loop.outvars) if index >= num_carry and uses[var] == 1}
     found = []
     for eqn in body.eqns[position:]:
         mine = [atom for atom in variables(eqn.invars) if atom in made]
         others = [atom for atom in variables(eqn.invars) if atom in ready and uses[atom] == 1]
-        if eqn.primitive.name in _ADDITIONS and len(mine) == len(others) == 1 and alike(mine[0], others[0]):
+        if eqn.primitive.name in ADDITIONS and len(mine) == len(others) == 1 and alike(mine[0], others[0]):
             found.append(_Sum(made[mine[0]], others[0], eqn))
     return found
 
@@ -104,7 +103,7 @@ def _adding(sums: list[_Sum]) -> Compute:
 
         def step(carry: list, slices: list) -> list:
             mine, before = slices[: len(slices) - len(sums)], slices[len(slices) - len(sums) :]
-            made = eval_local(eqn.params["jaxpr"], [*consts, *carry, *mine])
+            made = eval_local(Scan(eqn).closed, [*consts, *carry, *mine])
             for each, value in zip(sums, before, strict=True):
                 made[each.output] = value + made[each.output]
             return made

@@ -30,11 +30,12 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, variables
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.names import reduction_names
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import ADDITIONS, KEEPS_ZERO, Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, rescan, split_operands
 from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused
@@ -107,27 +108,9 @@ class Term:
         return [eqn for eqn in self.eqns if eqn.primitive.name == "reduce_scatter"]
 
 
-_ADDITIONS = frozenset({"add", "add_any"})
-
-_ZERO_OF_ZERO = _ADDITIONS | {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "expand_dims",
-    "neg",
-    "psum",
-    "reduce_scatter",
-    "reduce_sum",
-    "reshape",
-    "squeeze",
-    "sub",
-    "transpose",
-}
-
-
 def find_terms(eqn) -> dict[int, Term]:
     """By position in the carry of a ``scan``, the terms that are reduced and then only added to what it carries."""
-    body = open_jaxpr(eqn.params["jaxpr"])
+    body = Scan(eqn).body
     num_consts, num_carry = scan_counts(eqn)
     places = {var: place for place, each in enumerate(body.eqns) for var in each.outvars}
     readers = Counter(atom for each in body.eqns for atom in set(variables(each.invars)))
@@ -149,7 +132,7 @@ def _adds_to(var, eqn) -> bool:
     """Whether ``eqn`` adds something else to ``var``, or takes it off."""
     if [atom is var for atom in eqn.invars].count(True) != 1:
         return False
-    return eqn.primitive.name in _ADDITIONS or (eqn.primitive.name == "sub" and eqn.invars[0] is var)
+    return eqn.primitive.name in ADDITIONS or (eqn.primitive.name == "sub" and eqn.invars[0] is var)
 
 
 def _moved(eqns: Sequence, last: int, before: Any, places: dict, readers: Counter) -> tuple:
@@ -178,7 +161,7 @@ def _keeps_zero(eqn) -> bool:
     if eqn.primitive.name in ("mul", "div"):
         sides = ([0], [1]) if eqn.primitive.name == "mul" else ([1],)
         return literals in sides and _is_factor(eqn.invars[literals[0]].val)
-    return eqn.primitive.name in _ZERO_OF_ZERO and not literals
+    return eqn.primitive.name in KEEPS_ZERO and not literals
 
 
 def _is_factor(value: Any) -> bool:
@@ -217,7 +200,7 @@ def delaying(loop: Loop, sums: Sequence[int], first_apart: bool = False) -> Comp
 
     def run(eqn, operands: list) -> list:
         own_consts, carry, stacks = split_operands(eqn, operands)
-        consts, own = [*closed_consts(eqn.params["jaxpr"]), *own_consts], len(carry)
+        consts, own = [*closed_consts(Scan(eqn).closed), *own_consts], len(carry)
 
         def iteration(carry: list, slices: list) -> list:
             return eval_local(rest, [*consts, *carry, *slices])
@@ -238,7 +221,7 @@ def delaying(loop: Loop, sums: Sequence[int], first_apart: bool = False) -> Comp
 
 def _first_apart(eqn, first: Callable, step: Callable, carry: list, stacks: list) -> list:
     """As ``rescan`` with ``step``, but ``first`` makes of ``carry`` what it carries on."""
-    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    length, reverse = Scan(eqn).length, Scan(eqn).reverse
     place, begin = (length - 1, 0) if reverse else (0, 1)
     made = first(carry, [lax.index_in_dim(stack, place, keepdims=False) for stack in stacks])
     made = list(map(jnp.asarray, made))  # constants of the body are no arrays yet
@@ -259,7 +242,7 @@ def _read(terms: Sequence[Term]) -> list:
 
 def _pieces(eqn, terms: Sequence[Term]) -> tuple[jex.Jaxpr, jex.Jaxpr]:
     """What adds ``terms`` to sums, of both; and the rest of the body, whose carry ends with what ``terms`` read."""
-    body = open_jaxpr(eqn.params["jaxpr"])
+    body = Scan(eqn).body
     num_consts, num_carry = scan_counts(eqn)
     carried, moved = body.invars[num_consts : num_consts + num_carry], [each for term in terms for each in term.eqns]
     pending, sums = _read(terms), [term.position for term in terms]

@@ -31,8 +31,9 @@ from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.names import gather_names
 from jax_deepcompile.analysis.stacks import sliced_gathers
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Replacement, replace_equations, rerun, split_operands
+from jax_deepcompile.ir.retrace import Replacement, replace_equations, rerun
 from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused
 from jax_deepcompile.transforms.stack_collectives import given_gathers
 
@@ -82,15 +83,15 @@ class Shared:
 
 def shared_gathers(program: Program, forward: Loop, backward: Loop) -> Shared:
     """What ``forward`` could leave gathered for ``backward``, which comes later in the same place."""
-    around = {loop.path: open_jaxpr(loop.eqn.params["jaxpr"]) for loop in find_loops(program)}
+    around = {loop.path: loop.body for loop in find_loops(program)}
     sources = unguarded(around.get(forward.path[:-1], open_jaxpr(program.jaxpr)))
 
     def groups(loop: Loop) -> tuple[Any, dict[Any, tuple[Gather, ...]]]:
         eqn = scan_along_leading_dimension(loop.eqn)
-        _, _, operands = split_operands(eqn, list(eqn.invars))
+        operands = Scan(eqn).operands.xs
         read = dict(zip(loop.slices, operands, strict=True))
         found = {(renamed(read[group[0].source], sources), group[0].key[1:]): group for group in sliced_gathers(eqn)}
-        return open_jaxpr(eqn.params["jaxpr"]), found
+        return Scan(eqn).body, found
 
     (ahead, first), (again, second) = groups(forward), groups(backward)
     return Shared(ahead, again, tuple((first[key], second[key]) for key in first if key in second))

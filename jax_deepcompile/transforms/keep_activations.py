@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_deepcompile._jax_compat import closed_consts, new_jaxpr, new_var, open_jaxpr
-from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers
+from jax_deepcompile.analysis.dataflow import with_names
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.analysis.recomputed import Activation, Place, SharedLayers
@@ -80,7 +80,7 @@ def keep_activations(program: Program, mesh: AnyMesh, choices: Sequence[KeptActi
     Raises:
       PlanError: the program has no such activations.
     """
-    places = {loop.path: loop.eqn.params["jaxpr"] for loop in find_loops(program)} | {(): program.jaxpr}
+    places = {loop.path: loop.scan.closed for loop in find_loops(program)} | {(): program.jaxpr}
     replacements: dict[int, Replacement] = {}
     for choice in (each for each in choices if each.forward != each.backward):
         what = "keeps activations of"
@@ -110,10 +110,10 @@ def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptAc
     def once(jaxpr: Any, name: str) -> Any:
         flat = open_jaxpr(jaxpr)
         names = {var: each.first for each in _chosen(flat, Place(flat).repeated(), choices[name]) for var in each.again}
-        return flat.replace(**_with_names(flat, names))
+        return with_names(flat, names)
 
     def run(loop: Loop) -> Compute:
-        body = once(loop.eqn.params["jaxpr"], loop.name)
+        body = once(loop.scan.closed, loop.name)
         inner = new_jaxpr([*body.constvars, *body.invars], body.outvars, body.eqns)
         return lambda eqn, operands: rerun(eqn, inner, operands)
 
@@ -123,19 +123,12 @@ def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptAc
     return program.replace(jaxpr=type(program.jaxpr)(once(program.jaxpr, ""), closed_consts(program.jaxpr)))
 
 
-def _with_names(body: Any, names: Mapping[Any, Any]) -> dict[str, list]:
-    """The equations and outputs of ``body`` where some variables are read by other ``names``, and nothing needless."""
-    outvars = [renamed(atom, names) for atom in body.outvars]
-    eqns = [eqn.replace(invars=[renamed(atom, names) for atom in eqn.invars]) for eqn in body.eqns]
-    return {"eqns": slim_barriers(needed_for(eqns, outvars), outvars), "outvars": outvars}
-
-
 def _given_activations(body: Any, kept: Sequence[Activation]) -> Any:
     """A backward loop's body that does not compute ``kept``: they come last among its inputs, its constants first."""
     given = [new_var(activation.first.aval) for activation in kept]
     names = {var: made for activation, made in zip(kept, given, strict=True) for var in activation.again}
-    rest = _with_names(body, names)
-    return new_jaxpr([*body.constvars, *body.invars, *given], rest["outvars"], rest["eqns"])
+    rest = with_names(body, names)
+    return new_jaxpr([*body.constvars, *body.invars, *given], rest.outvars, rest.eqns)
 
 
 @dataclass

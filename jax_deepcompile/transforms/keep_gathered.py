@@ -16,14 +16,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import free_variables, needed_for, renamed, slim_barriers
+from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr
+from jax_deepcompile.analysis.dataflow import free_variables, slim_barriers
 from jax_deepcompile.analysis.gathers import hoistable_gathers, slice_of
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
 from jax_deepcompile.analysis.names import gather_names
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import replace_equations, rescan, split_operands
+from jax_deepcompile.ir.rewrite import with_renamed_operands
 from jax_deepcompile.transforms.decision import Decision, loop_named, positions
 
 
@@ -70,8 +72,8 @@ def _positions(program: Program, choice: KeptGathers) -> list[int]:
 
 
 def _hoist(eqn, operands: list, kept: Collection[int]) -> list:
-    body = open_jaxpr(eqn.params["jaxpr"])
-    num_consts, _ = scan_counts(eqn)
+    body = Scan(eqn).body
+    num_consts = Scan(eqn).num_consts
     gathers = [gather for index, gather in enumerate(hoistable_gathers(eqn)) if index in kept]
     given = constants_of(eqn) | dict(zip(body.invars[:num_consts], operands[:num_consts], strict=True))
     first = {gather.key: gather.result for gather in reversed(gathers)}
@@ -81,10 +83,9 @@ def _hoist(eqn, operands: list, kept: Collection[int]) -> list:
     early = new_jaxpr(inputs, results, ahead)
     values = eval_local(early, [given[var] for var in inputs])
     known = {gather.result: first[gather.key] for gather in gathers}
-    rest = [other for other in body.eqns if not set(other.outvars) & set(known)]
-    rest = [other.replace(invars=[renamed(atom, known) for atom in other.invars]) for other in rest]
-    rest = slim_barriers(needed_for(rest, body.outvars), body.outvars)
+    rest = [with_renamed_operands(other, known) for other in body.eqns if not set(other.outvars) & set(known)]
+    rest = slim_barriers(rest, body.outvars)
     inner = new_jaxpr([*body.constvars, *results, *body.invars], body.outvars, rest)
-    consts = [*closed_consts(eqn.params["jaxpr"]), *values, *operands[:num_consts]]
+    consts = [*closed_consts(Scan(eqn).closed), *values, *operands[:num_consts]]
     _, carry, stacks = split_operands(eqn, operands)
     return rescan(eqn, lambda carry, slices: eval_local(inner, [*consts, *carry, *slices]), carry, stacks)

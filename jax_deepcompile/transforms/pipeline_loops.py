@@ -34,11 +34,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import eval_local, scan_counts
 from jax_deepcompile.analysis.dataflow import needed_for, reached_from, without_barriers
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
 from jax_deepcompile.analysis.parts import Part, SplitBody, split_body
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import split_operands
 from jax_deepcompile.transforms.decision import Decision, loop_named, refused
@@ -167,7 +168,7 @@ class _Pipeline:
         return min(max(self.schedule.first_layers, self.schedule.delay_layers), self.loop.length)
 
     def run(self, eqn, operands: list) -> Sequence:
-        body = open_jaxpr(eqn.params["jaxpr"])
+        body = Scan(eqn).body
         num_consts, num_carry = scan_counts(eqn)
         consts, carry, stacks = split_operands(eqn, operands)
         slices = dict(zip(self.loop.slices, stacks, strict=True))

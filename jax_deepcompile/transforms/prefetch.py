@@ -26,15 +26,17 @@ from typing import Any
 
 import numpy as np
 
-from jax_deepcompile._jax_compat import closed_consts, new_barrier, new_var, open_jaxpr
-from jax_deepcompile.analysis.dataflow import needed_for, needs, renamed, slim_barriers
+from jax_deepcompile._jax_compat import new_barrier, new_var, open_jaxpr
+from jax_deepcompile.analysis.dataflow import needs, slim_barriers
 from jax_deepcompile.analysis.gathers import Gather, find_gathers, first_uses, outermost, slicer
 from jax_deepcompile.analysis.names import gather_names, value_names
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import closed_like
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.rewrite import Walk, with_renamed_operands
 from jax_deepcompile.transforms.decision import Decision, positions, refused
 from jax_deepcompile.transforms.unshard import OF_LOOPS
 
@@ -131,9 +133,9 @@ def prefetch(program: Program, decisions: Sequence[Prefetch]) -> Program:
                 f"it starts the gather of {decision.gather!r} after {decision.after!r}, which it cannot wait for"
             )
         moved.setdefault(anchor, []).append(gathers[place])
-    eqns, outvars = _moved(jaxpr, moved)
-    flat = jaxpr.replace(eqns=slim_barriers(needed_for(eqns, outvars), outvars), outvars=outvars)
-    return program.replace(jaxpr=type(program.jaxpr)(flat, closed_consts(program.jaxpr)))
+    flat = _moved(jaxpr, moved)
+    flat = flat.replace(eqns=slim_barriers(flat.eqns, flat.outvars))
+    return program.replace(jaxpr=closed_like(program.jaxpr, flat))
 
 
 def parameter_gathers(program: Program) -> tuple[Gather, ...]:
@@ -142,19 +144,18 @@ def parameter_gathers(program: Program) -> tuple[Gather, ...]:
     return outermost(find_gathers(jaxpr, jaxpr.invars))
 
 
-def _moved(jaxpr: Any, moved: dict[int, list[Gather]]) -> tuple[list, list]:
-    """Equations and outputs, with each gather made anew from what came in, right after what it waits for."""
+def _moved(jaxpr: Any, moved: dict[int, list[Gather]]) -> Any:
+    """``jaxpr`` with each gather made anew from what came in, right after what it waits for."""
     results = {gather.result for gathers in moved.values() for gather in gathers}
     slice_for = slicer(jaxpr)
-    known: dict = {}
-    eqns: list = []
-    for index, eqn in enumerate(jaxpr.eqns):
+    walk = Walk(jaxpr)
+    for index, eqn in enumerate(walk):
         if not results.intersection(eqn.outvars):
-            eqns.append(eqn.replace(invars=[renamed(atom, known) for atom in eqn.invars]))
+            walk.eqns.append(eqn)
         for gather in moved.get(index, ()):
-            again, known[gather.result] = _copy(slice_for([gather.result]), gather.result, eqn.outvars[0])
-            eqns += again
-    return eqns, [renamed(atom, known) for atom in jaxpr.outvars]
+            again, walk.names[gather.result] = _copy(slice_for([gather.result]), gather.result, eqn.outvars[0])
+            walk.eqns += again
+    return walk.result()
 
 
 def _copy(chain: list, result: Any, anchor: Any) -> tuple[list, Any]:
@@ -162,11 +163,10 @@ def _copy(chain: list, result: Any, anchor: Any) -> tuple[list, Any]:
     known: dict = {}
     eqns: list = []
     for eqn in chain:
-        operands = [renamed(atom, known) for atom in eqn.invars]
+        operands = with_renamed_operands(eqn, known).invars
         if eqn.primitive.name == "all_gather" and anchor is not None:
-            barrier = new_barrier([operands[0], anchor], eqn.source_info)
-            eqns.append(barrier)
-            operands, anchor = barrier.outvars[:1], None
+            eqns.append(new_barrier([operands[0], anchor], eqn.source_info))
+            operands, anchor = eqns[-1].outvars[:1], None
         outvars = [new_var(var.aval) for var in eqn.outvars]
         known.update(zip(eqn.outvars, outvars, strict=True))
         eqns.append(eqn.replace(invars=operands, outvars=outvars))

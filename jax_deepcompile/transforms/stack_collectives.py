@@ -26,16 +26,18 @@ from typing import Any
 import jax
 from jax import lax
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers
+from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, scan_counts
+from jax_deepcompile.analysis.dataflow import renamed, slim_barriers
 from jax_deepcompile.analysis.gathers import Gather, slice_of
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.loops import Loop
 from jax_deepcompile.analysis.names import gather_names, reduction_names
 from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, rescan, split_operands
+from jax_deepcompile.ir.rewrite import with_renamed_operands
 from jax_deepcompile.transforms.decision import Decision, loop_named, positions
 from jax_deepcompile.transforms.replace_loops import replace_loops
 
@@ -110,7 +112,7 @@ def _chosen(program: Program, choice: StackCollectives) -> tuple[list[int], list
 
 def _outside(eqn, operands: list, wanted: Sequence[int], reduced: Sequence[int], at_once_bytes: int) -> list:
     eqn = scan_along_leading_dimension(eqn)
-    body, length = open_jaxpr(eqn.params["jaxpr"]), eqn.params["length"]
+    body, length = Scan(eqn).body, Scan(eqn).length
     num_consts, num_carry = scan_counts(eqn)
     consts, carry, stacks = split_operands(eqn, operands)
     slices = body.invars[num_consts + num_carry :]
@@ -126,7 +128,7 @@ def _outside(eqn, operands: list, wanted: Sequence[int], reduced: Sequence[int],
     for each in reductions:
         outvars[num_carry + each.output] = each.operand
     inner = given_gathers(body, outvars, groups)
-    consts = [*closed_consts(eqn.params["jaxpr"]), *consts]
+    consts = [*closed_consts(Scan(eqn).closed), *consts]
 
     def step(carry: list, layer: list) -> list:
         return eval_local(inner, [*consts, *carry, *layer])
@@ -142,9 +144,8 @@ def given_gathers(body: Any, outvars: Sequence, groups: Sequence[tuple[Gather, .
     """A loop's body that does not gather ``groups``: their values come last among its inputs, its constants first."""
     names = {gather.result: group[0].result for group in groups for gather in group}
     outvars = [renamed(atom, names) for atom in outvars]
-    rest = [inner for inner in body.eqns if not set(inner.outvars) & set(names)]
-    rest = [inner.replace(invars=[renamed(atom, names) for atom in inner.invars]) for inner in rest]
-    rest = slim_barriers(needed_for(rest, outvars), outvars)
+    rest = [with_renamed_operands(inner, names) for inner in body.eqns if not set(inner.outvars) & set(names)]
+    rest = slim_barriers(rest, outvars)
     given = [group[0].result for group in groups]
     return new_jaxpr([*body.constvars, *body.invars, *given], outvars, rest)
 

@@ -21,7 +21,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
-from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers
+from jax_deepcompile.analysis.dataflow import with_names
 from jax_deepcompile.analysis.gathers import Gather, find_gathers
 from jax_deepcompile.analysis.names import gather_names
 from jax_deepcompile.ir.placement import AnyMesh
@@ -88,10 +88,4 @@ def keep_until_backward(jaxpr: Any, sources: Sequence, again: Collection[int]) -
     """``jaxpr`` with the later gathers at the positions ``again`` replaced by what the first one made."""
     flat = open_jaxpr(jaxpr)
     known = {later.result: first.result for first, later in regathers(flat, sources) if later.position in again}
-    eqns = []
-    for position, eqn in enumerate(flat.eqns):
-        if position in again and eqn.outvars[0] in known:
-            continue
-        eqns.append(eqn.replace(invars=[renamed(atom, known) for atom in eqn.invars]))
-    outvars = [renamed(atom, known) for atom in flat.outvars]
-    return flat.replace(eqns=slim_barriers(needed_for(eqns, outvars), outvars), outvars=outvars)
+    return with_names(flat, known)
