@@ -19,7 +19,7 @@ import jax_deepcompile as deepcompile
 from experiments.gpu_suite import lines
 from experiments.gpu_suite.cases import error_text
 from experiments.gpu_suite.sizes import PairSizes
-from experiments.gpu_suite.workloads import Training, llama_training
+from experiments.trainings import Training, llama_training
 
 
 @dataclass
@@ -49,7 +49,7 @@ def run(index: int, port: int, sizes: PairSizes, out: Path) -> None:
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, index, initialization_timeout=60)
-    work = llama_training(sizes.model, sizes.batch, sizes.sequence)
+    work = llama_training(sizes.model, sizes.sequence, sizes.batch)
     state = deepcompile.shard(work.step, passes=()).init(work.create)
     systems: list[System] = []
     losses: list[list[float]] = []
