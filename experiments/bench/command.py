@@ -42,7 +42,7 @@ def run(
     from experiments.bench.configs import BENCHMARKS
 
     if suite == "gpu":
-        from experiments import gpu_suite
+        from experiments.gpu_suite import suite as gpu_suite
 
         return gpu_suite.run(out or Path("gpu.json"))
     if list:

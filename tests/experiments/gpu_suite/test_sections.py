@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +12,12 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
-from experiments.gpu_suite import attention, host_copies, lines, llama_block, matmul, memory, simulated_vs_measured
+from experiments.gpu_suite import attention, host_copies, llama_block, matmul, memory, simulated_vs_measured
 from experiments.gpu_suite.cases import Deadline, OutOfTimeError, attempted, until
 from experiments.gpu_suite.llama_block import Kernel
 from experiments.gpu_suite.meshes import one_device_mesh
-from experiments.gpu_suite.sizes import full, layer_shapes, named, tiny
-from experiments.gpu_suite.worker import run_part, section_module
+from experiments.gpu_suite.sizes import full, layer_shapes, tiny
+from experiments.gpu_suite.suite import section_module
 from experiments.gpu_suite.workloads import WORKLOADS
 from experiments.trainings import Training
 from models.llama import LLAMA3_70B
@@ -148,7 +146,6 @@ def test_full_sizes():
     assert (4096, 28_672, 8192) in layer_shapes(LLAMA3_70B, 4096)
     assert set(layer_shapes(LLAMA3_70B, 4096)) <= set(sizes.matmul.shapes)
     assert all(callable(section_module(name).rows) for name, _ in sizes.budgets.sections_s)
-    assert named("full") == sizes
 
 
 def test_a_section_stops_when_its_time_is_over():
@@ -162,20 +159,3 @@ def test_a_case_that_fails_says_why():
     assert attempted({"m": 1}, lambda: {"seconds": 2.0}) == {"m": 1, "seconds": 2.0}
     failed = attempted({"m": 1}, lambda: {"seconds": 1 / 0})
     assert failed == {"m": 1, "error": "ZeroDivisionError: division by zero"}
-
-
-def test_a_worker_keeps_the_rows_before_an_error(tmp_path: Path):
-    sizes = dataclasses.replace(TINY, matmul=dataclasses.replace(TINY.matmul, shapes=((8, 8, 8),)))
-    run_part("matmul", "", sizes, Deadline.after(-1), tmp_path / "late")
-    assert lines.read(tmp_path / "late") == [{"error": "OutOfTimeError: out of time: 8 of 8 cases were not reached"}]
-    run_part("no_section", "", sizes, Deadline.after(1), tmp_path / "none")
-    assert "ModuleNotFoundError" in lines.read(tmp_path / "none")[0]["error"]
-
-
-def test_lines_that_were_cut_short_are_left_out(tmp_path: Path):
-    path = tmp_path / "lines"
-    assert lines.read(path) == []
-    lines.append(path, {"loss": float("nan"), "shape": (1, 2.5)})
-    with path.open("a") as file:
-        file.write('{"row": 1')
-    assert lines.read(path) == [{"loss": "nan", "shape": [1, 2.5]}]
