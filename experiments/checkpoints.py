@@ -140,7 +140,10 @@ def claim_folder(
     if _holds_run(folder):
         raise ConfigError(f"{folder} holds a run already; add --resume to continue it, or give another --out")
     if is_primary:
-        write_whole(path, json.dumps(settings, indent=2) + "\n")
+        try:
+            write_whole(path, json.dumps(settings, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write to {folder}: {error.strerror}; give another --out") from error
 
 
 def _holds_run(folder: Path) -> bool:

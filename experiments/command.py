@@ -74,9 +74,9 @@ def train(words: Sequence[str], own: Path | None = None, watch: "Watch | None" =
     Raises:
         SystemExit: help was asked for (0), or an option is wrong (2).
     """
-    known = names(own)
-    name = next((word for word in words if word in known), next(iter(words), None))
     try:
+        known = names(own)
+        name = next((word for word in words if word in known), next(iter(words), None))
         if "--list" in words:
             print(listing(own, *(word for word in words if word != "--list")))
             return 0
@@ -148,4 +148,8 @@ def bench(words: Sequence[str], own: Path | None = None, watch: "Watch | None" =
     """Measures a benchmark; returns the exit code."""
     from experiments.bench.command import run
 
-    return tyro.cli(run, args=words, prog="deepcompile bench", config=(tyro.conf.FlagCreatePairsOff,))
+    try:
+        return tyro.cli(run, args=words, prog="deepcompile bench", config=(tyro.conf.FlagCreatePairsOff,))
+    except OSError as error:  # of the file that is read or written
+        print(f"deepcompile: {error}", file=sys.stderr)
+        return 2

@@ -130,7 +130,10 @@ def names(own: Path | None = None) -> dict[str, str]:
     found = {}
     for folder in (Path(__file__).parent, own) if own is not None else (Path(__file__).parent,):
         for path in sorted(folder.glob("*.py")):
-            module = ast.parse(path.read_text(encoding="utf-8"))
+            try:
+                module = ast.parse(path.read_text(encoding="utf-8"))
+            except (SyntaxError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{path}: {error}") from error
             if any(_assigns_config(statement) for statement in module.body):
                 found[path.stem] = (ast.get_docstring(module) or "").partition("\n")[0]
     return found

@@ -9,6 +9,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+from experiments.bench.configs import BENCHMARKS
+from experiments.bench.rows import Results, load, measure
+from experiments.bench.table import table
 from jax_deepcompile.cli.values import bounded, nearest_name
 from jax_deepcompile.runtime.files import write_whole
 
@@ -39,8 +42,6 @@ def run(
     Returns:
       The exit code, 2 after one line about a mistake of the user's.
     """
-    from experiments.bench.configs import BENCHMARKS
-
     if suite == "gpu":
         from experiments.gpu_suite import suite as gpu_suite
 
@@ -64,17 +65,16 @@ def run(
     unknown = [system for system in again if system not in systems]
     if unknown:
         return _mistake(f"{name} has no system {unknown[0]!r}: its systems are {', '.join(systems)}")
-    _measure(name, out, rows or range(count), resume, again)
+    try:
+        done = load(out, name) if out is not None and (resume or again) else None
+    except (ValueError, KeyError, TypeError) as error:
+        return _mistake(f"{out} holds no results to go on with: {error}")
+    _measure(name, out, rows or range(count), done, again)
     return 0
 
 
-def _measure(name: str, out: Path | None, rows: Sequence[int], resume: bool, again: Sequence[str]) -> None:
-    from experiments.bench.configs import BENCHMARKS
-    from experiments.bench.rows import load, measure
-    from experiments.bench.table import table
-
+def _measure(name: str, out: Path | None, rows: Sequence[int], done: Results | None, again: Sequence[str]) -> None:
     benchmark, results = BENCHMARKS[name], None
-    done = load(out, name) if out is not None and (resume or again) else None
     for latest, results in measure(name, benchmark, rows, done, again):
         step = f"{latest.figures.step_s:.3f} s" if latest.figures is not None else "does not fit"
         print(f"{latest.workload.model} {latest.system}: {step}", file=sys.stderr, flush=True)

@@ -84,6 +84,12 @@ def test_a_folder_that_is_not_there_is_named(folder, capsys):
     assert capsys.readouterr().err == "deepcompile: --experiments nowhere: there is no such folder\n"
 
 
+def test_a_file_that_is_no_python_is_named(folder, capsys):
+    (folder / "broken.py").write_text("def (\n")
+    assert cli.main(["train", "--experiments", str(folder), "--list"]) == 2
+    assert capsys.readouterr().err == f"deepcompile: {folder / 'broken.py'}: invalid syntax (<unknown>, line 1)\n"
+
+
 @pytest.mark.parametrize(("name", "is_told"), [("orbax.checkpoint", True), ("of_the_user", False)])
 def test_what_the_extra_brings_is_named(monkeypatch, capsys, name, is_told):
     def missing(*_):

@@ -225,6 +225,13 @@ def test_a_folder_with_a_run_is_not_overwritten(experiment, tmp_path):
 
 
 @pytest.mark.pure
+def test_a_folder_that_cannot_be_written_is_named(experiment, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^cannot write to .*: .*; give another --out$"):
+        claim_folder(tmp_path / "file" / "run", experiment, 1, resume=False)
+
+
+@pytest.mark.pure
 def test_resuming_needs_the_same_experiment(experiment, tmp_path):
     with pytest.raises(ConfigError, match=r"^nothing to resume: .* holds no run; leave --resume out to start one$"):
         claim_folder(tmp_path, experiment, 1, resume=True)

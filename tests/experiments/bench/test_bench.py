@@ -164,6 +164,15 @@ def test_mistakes_are_named(line, sentence, capsys):
     assert sentence in capsys.readouterr().err
 
 
+def test_files_that_hold_no_results_or_cannot_be_written_are_named(measured, tmp_path, capsys):
+    file = tmp_path / "results.json"
+    file.write_text("nonsense")
+    assert bench(["smoke", "--resume", "--out", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"deepcompile: {file} holds no results to go on with: ")
+    assert bench(["smoke", "--out", str(file / "x.json")]) == 2
+    assert "File exists" in capsys.readouterr().err
+
+
 def test_the_list_names_every_benchmark(capsys):
     assert bench(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(BENCHMARKS)
