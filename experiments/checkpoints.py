@@ -12,10 +12,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from experiments.config import Experiment, Train
+from experiments.config import ConfigError, Experiment, Train, flatten, spell
 from experiments.metrics import metrics_path
-from experiments.settings import flatten, spell
-from experiments.values import ConfigError
 from jax_deepcompile.runtime.files import write_whole
 
 # A change of these is a different run; a change of the others (more steps, another log interval) is the same one.
@@ -142,7 +140,10 @@ def claim_folder(
     if _holds_run(folder):
         raise ConfigError(f"{folder} holds a run already; add --resume to continue it, or give another --out")
     if is_primary:
-        write_whole(path, json.dumps(settings, indent=2) + "\n")
+        try:
+            write_whole(path, json.dumps(settings, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write to {folder}: {error.strerror}; give another --out") from error
 
 
 def _holds_run(folder: Path) -> bool:
@@ -178,7 +179,7 @@ def _check_same_run(recorded: dict[str, Any], settings: dict[str, str]) -> None:
             raise ConfigError("cannot resume: the text has changed since the run began; give the same files in --data")
         raise ConfigError(
             f"cannot resume: {key} was {recorded.get(key)} and is now {value}; "
-            f"set {key}={recorded.get(key)}, or start a new run in another --out"
+            f"add --{key.replace('_', '-')} {recorded.get(key)}, or start a new run in another --out"
         )
 
 

@@ -1,31 +1,44 @@
-"""What an experiment is made of: the keys of ``deepcompile train NAME key=value``, with units in their names.
+"""What an experiment is made of: the options of ``deepcompile train NAME``, with units in their names.
 
-An experiment is a module of this package that assigns ``CONFIG``, an :class:`Experiment`; its name is the module's.
+An experiment is a module that assigns ``CONFIG``, an :class:`Experiment`; its name is the module's. It lies in this
+package, or in the folder that the user gives.
 """
 
 import ast
 import dataclasses
 import importlib
+import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from experiments.settings import check, override
-from experiments.values import ConfigError, Range, nearest_name
+import jax
+import jax.numpy as jnp
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-Fraction = Range(0, 1)
-AtLeastOne = Range(1)
-NotNegative = Range(0)
+from jax_deepcompile.cli.values import bounded, nearest_name
+
+
+class ConfigError(ValueError):
+    """A setting, file or name the user gave cannot be used; the sentence says which, why, and what would be right."""
+
+
+AtLeastOne = Annotated[int, bounded(int, 1)]
+AtLeastOneOrNone = Annotated[int | None, bounded(int, 1, or_none=True)]
+Fraction = Annotated[float, bounded(float, 0, 1)]
+NotNegative = Annotated[float, bounded(float, 0)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
     """Bytes of text, packed into sequences. ``files`` are paths, directories or globs; none is Python's own library."""
 
-    files: tuple[str, ...] = ()
-    sequence_length: Annotated[int, Range(2)] = 128
-    batch_size: Annotated[int, AtLeastOne] = 16
-    held_out_fraction: Annotated[float, Range(0.001, 0.5)] = 0.02
-    shuffle_seed: Annotated[int, Range(0, 2**32 - 1)] = 0
+    files: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--data"])] = ()
+    sequence_length: Annotated[int, bounded(int, 2)] = 128
+    batch_size: AtLeastOne = 16
+    held_out_fraction: Annotated[float, bounded(float, 0.001, 0.5)] = 0.02
+    shuffle_seed: Annotated[int, bounded(int, 0, 2**32 - 1)] = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +49,14 @@ class Optimizer:
     ``decay_steps`` is none it is ``train.steps``, so a run resumed for more steps has another schedule from there on.
     """
 
-    learning_rate: Annotated[float, NotNegative] = 3e-3
-    warmup_fraction: Annotated[float, Fraction] = 0.1
-    decay_steps: Annotated[int, AtLeastOne] | None = None
-    final_fraction: Annotated[float, Fraction] = 0.1
-    weight_decay: Annotated[float, NotNegative] = 0.1
-    beta1: Annotated[float, Fraction] = 0.9
-    beta2: Annotated[float, Fraction] = 0.95
-    clip_norm: Annotated[float, NotNegative] = 1.0
+    learning_rate: NotNegative = 3e-3
+    warmup_fraction: Fraction = 0.1
+    decay_steps: AtLeastOneOrNone = None
+    final_fraction: Fraction = 0.1
+    weight_decay: NotNegative = 0.1
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    clip_norm: NotNegative = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,20 +66,20 @@ class Mesh:
     ``fsdp`` none takes every device that ``replicas`` leaves.
     """
 
-    fsdp: Annotated[int, AtLeastOne] | None = None
-    replicas: Annotated[int, AtLeastOne] = 1
+    fsdp: AtLeastOneOrNone = None
+    replicas: AtLeastOne = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Train:
     """How long to run, and what to leave behind on the way."""
 
-    steps: Annotated[int, AtLeastOne] = 200
-    seed: Annotated[int, NotNegative] = 0
-    log_every_steps: Annotated[int, AtLeastOne] = 10
-    checkpoint_every_steps: Annotated[int, AtLeastOne] = 100
-    keep_checkpoints: Annotated[int, AtLeastOne] = 2
-    held_out_batches: Annotated[int, AtLeastOne] = 8
+    steps: Annotated[int, bounded(int, 1), tyro.conf.arg(aliases=["--steps"])] = 200
+    seed: Annotated[int, bounded(int, 0)] = 0
+    log_every_steps: AtLeastOne = 10
+    checkpoint_every_steps: AtLeastOne = 100
+    keep_checkpoints: AtLeastOne = 2
+    held_out_batches: AtLeastOne = 8
     explain: bool = True
 
 
@@ -81,30 +94,99 @@ class Experiment:
     train: Train = Train()
 
 
-def names() -> dict[str, str]:
+REGISTRY = ConstructorRegistry()
+"""How those settings of a model's own config are read that are no plain values."""
+
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+_POLICIES = {
+    "None": None,
+    "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
+    "dots_saveable": jax.checkpoint_policies.dots_saveable,
+    "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@REGISTRY.primitive_rule
+def _named(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """A dtype or a checkpoint policy by its name."""
+    if info.type is type(jnp.float32):
+        named = _DTYPES
+    elif info.type == Callable[..., Any] | None:
+        named = _POLICIES
+    else:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join(named) + "}",
+        instance_from_str=lambda words: named[words[0]],
+        is_instance=lambda value: value in named.values(),
+        str_from_instance=lambda value: [spell(value)],
+        choices=tuple(named),
+    )
+
+
+def names(own: Path | None = None) -> dict[str, str]:
     """Every experiment by name, with the first line of its docstring. Read from the source: nothing is imported."""
     found = {}
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        module = ast.parse(path.read_text(encoding="utf-8"))
-        if any(_assigns_config(statement) for statement in module.body):
-            found[path.stem] = (ast.get_docstring(module) or "").partition("\n")[0]
+    for folder in (Path(__file__).parent, own) if own is not None else (Path(__file__).parent,):
+        for path in sorted(folder.glob("*.py")):
+            try:
+                module = ast.parse(path.read_text(encoding="utf-8"))
+            except (SyntaxError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{path}: {error}") from error
+            if any(_assigns_config(statement) for statement in module.body):
+                found[path.stem] = (ast.get_docstring(module) or "").partition("\n")[0]
     return found
 
 
-def load(name: str, assignments: list[str] | None = None) -> Experiment:
-    """The checked config of the experiment called ``name``, with ``key=value`` overrides applied.
+def load(name: str, own: Path | None = None) -> Experiment:
+    """The checked config of the experiment called ``name``; the folder ``own`` comes before this package.
 
     Raises:
-        ConfigError: no experiment has that name, or a key or value is wrong.
+        ConfigError: no experiment has that name, or a value in its file is wrong.
     """
-    known = names()
+    known = names(own)
     if name not in known:
         nearest = nearest_name(name, known)
         hint = f"; the nearest is {nearest!r}" if nearest else ""
         raise ConfigError(f"there is no experiment {name!r}{hint}; there are {', '.join(known)}")
-    experiment = importlib.import_module(f"experiments.{name}").CONFIG
+    is_own = own is not None and (own / f"{name}.py").exists()
+    experiment = importlib.import_module(name if is_own else f"experiments.{name}").CONFIG
     check(experiment)
-    return override(experiment, assignments or [])
+    return experiment
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every setting of a config under its dotted name, in the order of declaration."""
+    settings: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name
+        settings |= flatten(value, name + ".") if dataclasses.is_dataclass(value) else {name: value}
+    return settings
+
+
+def spell(value: Any) -> str:
+    """The text a value is recorded as."""
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return ",".join(map(spell, value))
+    return str(getattr(value, "__name__", value))
+
+
+def check(config: Any, prefix: str = "") -> None:
+    """Checks the bounds of every setting, for configs written in Python."""
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name
+        if dataclasses.is_dataclass(value):
+            check(value, name + ".")
+        for spec in getattr(hints[field.name], "__metadata__", ()):
+            if isinstance(spec, PrimitiveConstructorSpec):
+                try:
+                    spec.instance_from_str(spec.str_from_instance(value))
+                except ValueError as error:
+                    raise ConfigError(f"{name}={value}: {error}") from error
 
 
 def _assigns_config(statement: ast.stmt) -> bool:

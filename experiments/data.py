@@ -17,8 +17,8 @@ from typing import cast
 import grain
 import numpy as np
 
-from experiments.config import Data
-from experiments.values import ConfigError, nearest_name
+from experiments.config import ConfigError, Data
+from jax_deepcompile.cli.values import nearest_name
 
 VOCABULARY_SIZE = 256
 DOCUMENT_SEPARATOR = b"\0"

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from experiments.config import ConfigError
 from experiments.data import VOCABULARY_SIZE
-from experiments.values import ConfigError
 from models import gpt2, llama, mixtral
 
 Batch = dict[str, jax.Array]

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from experiments.config import ConfigError
 from experiments.metrics import Record, memory_in_use
-from experiments.values import ConfigError
 
 
 def compile_s(step: Any, state: Any, batch: Any) -> float:

@@ -18,14 +18,13 @@ from rich.console import Console
 import jax_deepcompile as deepcompile
 from experiments import report
 from experiments.checkpoints import Checkpoints, abstract, claim_folder
-from experiments.config import Experiment, Mesh, Optimizer
+from experiments.config import ConfigError, Experiment, Mesh, Optimizer
 from experiments.data import held_out_batches, load_text, training_batches
 from experiments.language_models import Batch, LanguageModel, Metrics, language_model
 from experiments.loop import compile_s, mean_loss, training_steps
 from experiments.metrics import MetricsWriter, Record, metrics_path, read_metrics, unreadable_lines
 from experiments.progress import progress_view
 from experiments.stopping import StopRequest, Watch
-from experiments.values import ConfigError
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"profilers", "report", "runtime", "stages"},
     "__init__": {"api", "costs", "ir", "lowering", "partition", "planner", "transforms"},
     "cli": {"api", "costs", "lowering", "planner", "runtime"},
+    "__main__": {"cli"},
 }
 """What each folder or file of the package may import from the package, besides what all may."""
 
@@ -115,7 +118,7 @@ def test_models_are_plain_flax(path: Path):
 
 @pytest.mark.parametrize("path", python_files(ROOT / "experiments"), ids=lambda path: path.name)
 def test_experiments_use_the_public_api_and_the_models(path: Path):
-    allowed = PUBLIC | {"runtime"} | MEASURES.get(path.parent.name, set()) | MEASURES.get(path.stem, set())
+    allowed = PUBLIC | {"runtime", "cli"} | MEASURES.get(path.parent.name, set()) | MEASURES.get(path.stem, set())
     for module in imported_modules(path):
         if module.startswith("jax_deepcompile."):
             assert module.split(".")[1] in allowed, module
@@ -129,6 +132,28 @@ def test_experiments_use_the_public_api_and_the_models(path: Path):
 def test_only_one_door_to_private_jax(path: Path):
     private = {module for module in imported_modules(path) if module.startswith("jax._src")}
     assert not private or path.name == "_jax_compat.py", private
+
+
+def third_parties(folder: Path) -> set[str]:
+    """The distributions that the modules of ``folder`` import."""
+    own = {"jax_deepcompile", "experiments", "models", *sys.stdlib_module_names}
+    imported = {module.partition(".")[0] for path in python_files(folder) for module in imported_modules(path)}
+    return {{"orbax": "orbax-checkpoint"}.get(module, module) for module in imported - own}
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    return {re.match(r"[\w-]+", each)[0] for each in requirements}  # pyright: ignore[reportOptionalSubscript]
+
+
+def test_what_is_installed_is_what_is_imported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    core = distributions(project["project"]["dependencies"])
+    extras = {name: distributions(each) for name, each in project["project"]["optional-dependencies"].items()}
+    assert third_parties(PACKAGE) | {"jaxlib"} == core
+    assert third_parties(ROOT / "experiments") | third_parties(ROOT / "models") <= core | extras["train"]
+    assert extras["train"] <= third_parties(ROOT / "experiments")
+    assert not {name for name in extras["h100"] if name.startswith("jax")}, "it would move the jax that is installed"
+    assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["jax_deepcompile*"]
 
 
 def test_public_names():

@@ -1,28 +1,52 @@
-"""``deepcompile bench`` behind its parser."""
+"""``deepcompile bench``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
-from experiments.values import nearest_name
+import tyro
+
+from experiments.bench.configs import BENCHMARKS
+from experiments.bench.rows import Results, load, measure
+from experiments.bench.table import table
+from jax_deepcompile.cli.values import bounded, nearest_name
 from jax_deepcompile.runtime.files import write_whole
+
+Row = Annotated[int, bounded(int, 0)]
 
 
 def run(
-    name: str | None,
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")] = None,
     *,
-    out: Path | None,
-    rows: Sequence[int],
-    resume: bool,
-    again: Sequence[str],
-    list_only: bool,
+    list: bool = False,
+    suite: Literal["gpu"] | None = None,
+    out: Path | None = None,
+    rows: tuple[Row, ...] = (),
+    resume: bool = False,
+    again: tuple[str, ...] = (),
 ) -> int:
-    """Measures a benchmark; returns the exit code, 2 after one line about a mistake of the user's."""
-    from experiments.bench.configs import BENCHMARKS
+    """Compiles and simulates whole train steps for GPUs that are not here, or measures the GPU that is.
 
-    if list_only:
+    Args:
+      name: of the benchmark, such as headline.
+      list: list the benchmarks.
+      suite: measure the attached GPU instead, in under 8 minutes.
+      out: file for the results as JSON; a Markdown table is written beside it.
+      rows: to measure, from 0; all where none is given.
+      resume: keep what the output file holds already.
+      again: systems to measure anew beside that, such as all.
+
+    Returns:
+      The exit code, 2 after one line about a mistake of the user's.
+    """
+    if suite == "gpu":
+        from experiments.gpu_suite import suite as gpu_suite
+
+        return gpu_suite.run(out or Path("gpu.json"))
+    if list:
         for each, benchmark in BENCHMARKS.items():
             print(f"{each:<20}{benchmark.title} ({len(benchmark.workloads)} rows)")
         return 0
@@ -32,7 +56,7 @@ def run(
         nearest = nearest_name(name, BENCHMARKS)
         return _mistake(f"there is no benchmark {name}" + (f"; the nearest is {nearest}" if nearest else ""))
     count = len(BENCHMARKS[name].workloads)
-    wrong = [row for row in rows if not 0 <= row < count]
+    wrong = [row for row in rows if row >= count]
     if wrong:
         return _mistake(f"{name} has no row {wrong[0]}: its rows are 0 to {count - 1}")
     if (resume or again) and out is None:
@@ -41,17 +65,16 @@ def run(
     unknown = [system for system in again if system not in systems]
     if unknown:
         return _mistake(f"{name} has no system {unknown[0]!r}: its systems are {', '.join(systems)}")
-    _measure(name, out, rows or range(count), resume, again)
+    try:
+        done = load(out, name) if out is not None and (resume or again) else None
+    except (ValueError, KeyError, TypeError) as error:
+        return _mistake(f"{out} holds no results to go on with: {error}")
+    _measure(name, out, rows or range(count), done, again)
     return 0
 
 
-def _measure(name: str, out: Path | None, rows: Sequence[int], resume: bool, again: Sequence[str]) -> None:
-    from experiments.bench.configs import BENCHMARKS
-    from experiments.bench.rows import load, measure
-    from experiments.bench.table import table
-
+def _measure(name: str, out: Path | None, rows: Sequence[int], done: Results | None, again: Sequence[str]) -> None:
     benchmark, results = BENCHMARKS[name], None
-    done = load(out, name) if out is not None and (resume or again) else None
     for latest, results in measure(name, benchmark, rows, done, again):
         step = f"{latest.figures.step_s:.3f} s" if latest.figures is not None else "does not fit"
         print(f"{latest.workload.model} {latest.system}: {step}", file=sys.stderr, flush=True)

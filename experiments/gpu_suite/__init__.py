@@ -1,5 +1,1 @@
 """What one GPU does, measured in minutes, beside what the cost model says of it: ``deepcompile bench --suite gpu``."""
-
-from experiments.gpu_suite.suite import run
-
-__all__ = ["run"]

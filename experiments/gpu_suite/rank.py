@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,10 +15,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
-from experiments.gpu_suite import lines
-from experiments.gpu_suite.cases import error_text
+from experiments.gpu_suite.cases import Row, error_text
 from experiments.gpu_suite.sizes import PairSizes
-from experiments.gpu_suite.workloads import Training, llama_training
+from experiments.trainings import Training, llama_training
 
 
 @dataclass
@@ -40,8 +38,8 @@ class System:
         return [float(loss) for loss in losses]
 
 
-def run(index: int, port: int, sizes: PairSizes, out: Path) -> None:
-    """Trains as process ``index`` of two and writes to ``out``, one row each.
+def rows(index: int, port: int, sizes: PairSizes) -> Iterator[Row]:
+    """Trains as process ``index`` of two; the rows are process 0's.
 
     ``what="losses"``: of a system, its first ``losses`` and how long it took to compile, or its ``error``;
     ``what="agreement"``, of the systems up to then: the largest ``relative_difference`` between the losses of two, and
@@ -49,7 +47,11 @@ def run(index: int, port: int, sizes: PairSizes, out: Path) -> None:
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, index, initialization_timeout=60)
-    work = llama_training(sizes.model, sizes.batch, sizes.sequence)
+    return (row for row in _rows(sizes) if index == 0)
+
+
+def _rows(sizes: PairSizes) -> Iterator[Row]:
+    work = llama_training(sizes.model, sizes.sequence, sizes.batch)
     state = deepcompile.shard(work.step, passes=()).init(work.create)
     systems: list[System] = []
     losses: list[list[float]] = []
@@ -59,17 +61,15 @@ def run(index: int, port: int, sizes: PairSizes, out: Path) -> None:
             system = make(work, state)
             found = system.run(sizes.loss_steps)
         except Exception as error:
-            lines.append(out, {"what": "losses", "system": name, "error": error_text(error)})
+            yield {"what": "losses", "system": name, "error": error_text(error)}
             continue
         seconds = time.perf_counter() - begun
-        lines.append(out, {"what": "losses", "system": name, "losses": found, "compile_and_first_steps_s": seconds})
+        yield {"what": "losses", "system": name, "losses": found, "compile_and_first_steps_s": seconds}
         systems.append(system)
         losses.append(found)
         if len(systems) > 1:
-            difference = largest_difference(losses)
-            lines.append(
-                out, {"what": "agreement", "relative_difference": difference, "step_s": _step_seconds(systems, sizes)}
-            )
+            difference, step_s = largest_difference(losses), _step_seconds(systems, sizes)
+            yield {"what": "agreement", "relative_difference": difference, "step_s": step_s}
 
 
 def largest_difference(losses: list[list[float]]) -> float:

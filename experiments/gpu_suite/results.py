@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -96,13 +96,6 @@ class Results:
 
     def write(self, path: Path) -> None:
         write_whole(path, self.to_json() + "\n")
-
-
-def section_of(name: str, lines: Sequence[Mapping[str, Any]], problems: Sequence[str], seconds: float) -> SectionResult:
-    """A section from what its workers wrote, ``row`` or ``error`` each, and how they ended."""
-    errors = [str(line["error"]) for line in lines if "error" in line]
-    rows = tuple(line["row"] for line in lines if "row" in line)
-    return SectionResult(name, rows, "; ".join([*errors, *filter(None, problems)]), seconds)
 
 
 def _section(entry: Mapping[str, Any]) -> SectionResult:

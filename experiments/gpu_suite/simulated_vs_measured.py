@@ -18,7 +18,8 @@ import jax_deepcompile as deepcompile
 from experiments.gpu_suite.cases import Deadline, Row, attempted, until
 from experiments.gpu_suite.meshes import one_device_mesh
 from experiments.gpu_suite.sizes import Sizes, StepSizes
-from experiments.gpu_suite.workloads import Training, training
+from experiments.gpu_suite.workloads import WORKLOADS
+from experiments.trainings import Training
 
 
 def parts(sizes: Sizes) -> tuple[str, ...]:
@@ -30,7 +31,7 @@ def rows(sizes: Sizes, part: str, deadline: Deadline) -> Iterator[Row]:
 
     The sharded step comes first, so that the allocator's high-water mark is its own; the figure of ``jit`` has none.
     """
-    work = training(part)
+    work = WORKLOADS[part]()
     for system in until(deadline, ("shard", "jit")):
         run = _sharded if system == "shard" else _jitted
         yield attempted({"workload": part, "system": system}, lambda run=run: run(work, sizes.steps))

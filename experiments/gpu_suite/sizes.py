@@ -165,7 +165,7 @@ class Sizes:
     """All of the suite.
 
     Attributes:
-      name: in ``named``, by which worker processes find it.
+      name: ``full`` or ``tiny``.
     """
 
     name: str
@@ -282,8 +282,3 @@ def tiny() -> Sizes:
             ),
         ),
     )
-
-
-def named(name: str) -> Sizes:
-    """``full()`` or ``tiny()``."""
-    return {"full": full, "tiny": tiny}[name]()

@@ -6,26 +6,26 @@ A process of its own gives each section all of the GPU's memory, keeps a crash f
 from __future__ import annotations
 
 import datetime
+import importlib
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from experiments.gpu_suite import lines
 from experiments.gpu_suite.cases import Deadline, Row, error_text, until
-from experiments.gpu_suite.children import run_together
-from experiments.gpu_suite.results import Results, SectionResult, section_of
+from experiments.gpu_suite.facts import machine_facts
+from experiments.gpu_suite.processes import run_together
+from experiments.gpu_suite.results import Results, SectionResult
 from experiments.gpu_suite.sizes import Budgets, Sizes, full
 from experiments.gpu_suite.summary import summary
-from experiments.gpu_suite.worker import section_module
 from jax_deepcompile.runtime.files import write_whole
 
 FACTS_S = 60.0
 """For finding out what the machine is: JAX loads CUDA."""
 
-RunPart = Callable[[str, str, Sizes, float, Path], str]
-"""``(section, part, sizes, seconds, out) -> problem``: writes what one part of a section found to ``out``."""
+RunPart = Callable[[str, str, Sizes, float], tuple[list[Row], str]]
+"""``(section, part, sizes, seconds) -> (rows, problem)``: what one part of a section found, and how it failed."""
 
 
 def run(out: Path) -> int:
@@ -55,7 +55,7 @@ def run_sizes(out: Path, sizes: Sizes, deadline: Deadline, facts: Row, run_part:
       out: as for ``run``.
       sizes: what to measure.
       deadline: of the whole; each section gets its share of the time until then.
-      facts: as ``worker.machine_facts`` says.
+      facts: as ``machine_facts`` says.
       run_part: how to run one part of a section.
     """
     results = Results(datetime.date.today().isoformat(), facts["device_kind"], facts["versions"], sizes.name)
@@ -81,28 +81,34 @@ def section_seconds(budgets: Budgets, index: int, left_s: float) -> float:
 
 def run_section(name: str, sizes: Sizes, seconds: float, run_part: RunPart) -> SectionResult:
     """All parts of a section, within ``seconds``; those that come after that are not run, which its error says."""
-    begun, deadline, problems = time.monotonic(), Deadline.after(seconds), []
-    with tempfile.TemporaryDirectory(prefix="deepcompile_bench_") as folder:
-        out = Path(folder) / "lines"
-        try:
-            for part in until(deadline, section_module(name).parts(sizes)):
-                problem = run_part(name, part, sizes, deadline.left_s, out)
-                problems.append(problem and f"{part or name}: {problem}")
-        except Exception as error:
-            problems.append(error_text(error))
-        return section_of(name, lines.read(out), problems, time.monotonic() - begun)
+    begun, deadline, rows, problems = time.monotonic(), Deadline.after(seconds), [], []
+    try:
+        for part in until(deadline, section_module(name).parts(sizes)):
+            found, problem = run_part(name, part, sizes, deadline.left_s)
+            rows += found
+            problems.append(problem and f"{part or name}: {problem}")
+    except Exception as error:
+        problems.append(error_text(error))
+    return SectionResult(name, tuple(rows), "; ".join(filter(None, problems)), time.monotonic() - begun)
 
 
-def in_own_process(section: str, part: str, sizes: Sizes, seconds: float, out: Path) -> str:
+def in_own_process(section: str, part: str, sizes: Sizes, seconds: float) -> tuple[list[Row], str]:
     """The part in a worker process, which is ended some grace after its time is over."""
-    command = ["--out", str(out), "section", section, "--part", part, "--sizes", sizes.name, "--seconds", str(seconds)]
-    return run_together([command], seconds + sizes.budgets.grace_s, out.parent).problem
+    arguments = (section, part, sizes, Deadline.after(seconds))
+    return run_together(part_rows, [arguments], seconds + sizes.budgets.grace_s)
+
+
+def part_rows(section: str, part: str, sizes: Sizes, deadline: Deadline) -> Iterator[Row]:
+    """The rows of one part of a section, as soon as each is there."""
+    return section_module(section).rows(sizes, part, deadline)
+
+
+def section_module(name: str) -> Any:
+    """The module of a section: ``parts(sizes)`` and ``rows(sizes, part, deadline)``."""
+    return importlib.import_module(f"experiments.gpu_suite.{name}")
 
 
 def find_facts() -> tuple[Row, str]:
     """What the machine is, or nothing and why that is not known; this process itself takes no GPU's memory."""
-    with tempfile.TemporaryDirectory(prefix="deepcompile_bench_") as folder:
-        out = Path(folder) / "facts"
-        problem = run_together([["--out", str(out), "facts"]], FACTS_S, out.parent).problem
-        found = lines.read(out)
-        return (found[0], "") if found else ({}, problem.splitlines()[-1] if problem else "JAX said nothing")
+    found, problem = run_together(machine_facts, [()], FACTS_S)
+    return (found[0], "") if found else ({}, problem.splitlines()[-1] if problem else "JAX said nothing")

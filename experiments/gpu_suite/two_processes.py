@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
-from experiments.gpu_suite import lines
+from experiments.gpu_suite import rank
 from experiments.gpu_suite.cases import Deadline, Row
-from experiments.gpu_suite.children import run_together
+from experiments.gpu_suite.processes import run_together
 from experiments.gpu_suite.sizes import PairSizes, Sizes
 
 
@@ -27,23 +25,16 @@ def parts(sizes: Sizes) -> tuple[str, ...]:
 
 
 def rows(sizes: Sizes, part: str, deadline: Deadline) -> Iterator[Row]:
-    """What ``rank.run`` writes in process 0, as far as the two got."""
+    """What ``rank.rows`` yields in process 0, as far as the two got."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="deepcompile_pair_") as name:
-        folder = Path(name)
-        out = folder / "rows"
-        outs = [out, folder / "others"]
-        commands = [
-            ["--out", str(outs[index]), "rank", str(index), "--port", str(port), "--sizes", sizes.name]
-            for index in range(2)
-        ]
-        environments = [environment(index, sizes.pair) for index in range(2)]
-        ended = run_together(commands, deadline.left_s, folder, environments, own_session=False)
-        yield from lines.read(out)
-    if ended.problem:
-        raise WorkersFailedError(ended.problem)
+    arguments = [(index, port, sizes.pair) for index in range(2)]
+    environments = [environment(index, sizes.pair) for index in range(2)]
+    found, problem = run_together(rank.rows, arguments, deadline.left_s, environments, own_session=False)
+    yield from found
+    if problem:
+        raise WorkersFailedError(problem)
 
 
 def environment(index: int, sizes: PairSizes) -> dict[str, str]:

@@ -1,52 +1,56 @@
-"""What the subcommands of ``deepcompile`` do with a step of the user's: each returns the text to print."""
+"""The subcommands of ``deepcompile`` that take a step of the user's: each returns the text to print."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import tyro
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.api import ShardedStep, shard
+from jax_deepcompile.cli.values import bounded
 from jax_deepcompile.costs.devices import as_if_here
 from jax_deepcompile.costs.simulate import simulate
 from jax_deepcompile.costs.simulation import Simulation
-from jax_deepcompile.lowering import targets
+from jax_deepcompile.lowering import cuda_compiler, targets
 from jax_deepcompile.lowering.compile import compile_options, peak_bytes
 from jax_deepcompile.planner.plan import Plan
 
 _GIB = 1 << 30
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+_DEFAULT_VIRTUAL_DEVICES = 8
+
+
+Positive = Annotated[int, bounded(int, 1)]
 
 
 @dataclass(frozen=True)
-class StepRequest:
-    """A step, and where it is to run.
+class Cluster:
+    """GPUs that are not here; by default the devices of this process are used.
 
     Attributes:
-      spec: ``FILE.py:NAME`` or ``package.module:NAME`` of a function without arguments that returns ``(step, state,
-        batch, ...)``, shapes or arrays.
-      gpu: ``h100`` or ``h200`` for GPUs that are not here; None for the devices of this process.
-      nodes, gpus_per_node, nics_per_node, nic_gbps: of that cluster; see ``targets.h100``.
-      microbatches, memory_limit, cache_dir: see ``shard``.
+      gpu: kind of GPU.
+      nodes: machines.
+      gpus_per_node: in each.
+      nics_per_node: network cards in each; one a GPU where it is not said.
+      nic_gbps: speed of each card.
     """
 
-    spec: str
-    gpu: str | None = None
-    nodes: int = 1
-    gpus_per_node: int = 8
-    nics_per_node: int | None = None
+    gpu: Literal["h100", "h200"] | None = None
+    nodes: Positive = 1
+    gpus_per_node: Positive = 8
+    nics_per_node: Annotated[int | None, bounded(int, 1, or_none=True)] = None
     nic_gbps: float = 400.0
-    microbatches: int = 1
-    memory_limit: str | None = None
-    cache_dir: Path | None = None
 
     @property
     def mesh(self) -> Mesh | None:
@@ -58,35 +62,69 @@ class StepRequest:
         return target.make_mesh((target.size,), ("fsdp",))
 
 
-def trace(request: StepRequest) -> str:
-    """The step as one device runs it, before planning."""
-    step, args = _sharded(request)
+_HERE = Cluster()
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """A step, and how it is to run.
+
+    Attributes:
+      step: FILE.py:NAME or package.module:NAME of a function that returns (step, state, batch); shapes will do.
+      microbatches: parts of each batch.
+      memory_limit: of each device, such as 72GiB or 0.9.
+      cache_dir: where plans are kept between runs.
+      devices: virtual CPU devices where there is no accelerator; 8 where it is not said.
+    """
+
+    step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+    microbatches: Positive = 1
+    memory_limit: str | None = None
+    cache_dir: Path | None = None
+    devices: Annotated[int | None, bounded(int, 1, or_none=True)] = None
+
+
+def trace(request: StepRequest, cluster: Cluster = _HERE) -> str:
+    """Prints a step as each device runs it, before planning."""
+    step, args = _sharded(request, cluster)
     return str(step.trace(*args).sharded.jaxpr)
 
 
-def plan(request: StepRequest, out: Path | None) -> str:
-    """The plan; its JSON is written to ``out``."""
-    step, args = _sharded(request)
+def plan(request: StepRequest, cluster: Cluster = _HERE, out: Path | None = None) -> str:
+    """Plans a step, and prints or writes the plan.
+
+    Args:
+      out: file for the plan as JSON.
+    """
+    step, args = _sharded(request, cluster)
     made = step.plan(*args)
     if out is not None:
         out.write_text(made.to_json())
     return str(made)
 
 
-def explain(request: StepRequest, given: Path | None) -> str:
-    """What is decided for the step and why, or what comes of the plan in the file ``given``."""
-    options = {} if given is None else {"plan": Plan.from_json(given.read_text(errors="replace"), str(given))}
-    step, args = _sharded(request, **options)
+def explain(request: StepRequest, cluster: Cluster = _HERE, plan: Path | None = None) -> str:
+    """Says what is decided for a step, and why.
+
+    Args:
+      plan: file with a plan to carry out instead of making one.
+    """
+    options = {} if plan is None else {"plan": Plan.from_json(plan.read_text(errors="replace"), str(plan))}
+    step, args = _sharded(request, cluster, **options)
     return step.trace(*args).explain()
 
 
-def profile(request: StepRequest, out: Path, runs: int) -> str:
-    """Measures the step on the devices of this process, on zeros where it is given shapes.
+def profile(request: StepRequest, out: Path = Path("profile.json"), runs: Positive = 5) -> str:
+    """Measures a step on the devices of this process, on zeros where it is given shapes.
+
+    Args:
+      out: file for the profile as JSON.
+      runs: measurements of everything.
 
     Raises:
       DevicesNotAttachedError: the devices are not here.
     """
-    step, args = _sharded(request)
+    step, args = _sharded(request, _HERE)
     taken = step.profile(*jax.tree.map(_zeros, args), runs=runs).profile
     out.write_text(taken.to_json())
     measured = f"{len(taken.ops)} ops, {len(taken.collectives)} collectives, {len(taken.copies)} copies to {out}"
@@ -94,13 +132,13 @@ def profile(request: StepRequest, out: Path, runs: int) -> str:
     return "\n".join([step_s + measured, *taken.fallbacks()])
 
 
-def compare(request: StepRequest) -> str:
-    """The step as ``jax.jit`` compiles it with the same shardings, and as this package does: one table."""
-    bare, args = _sharded(request, passes=())
-    ours, _ = _sharded(request)
+def compare(request: StepRequest, cluster: Cluster = _HERE) -> str:
+    """Simulates jax.jit's FSDP and this package's side by side."""
+    bare, args = _sharded(request, cluster, passes=())
+    ours, _ = _sharded(request, cluster)
     mesh = bare.mesh
     if not isinstance(mesh, Mesh):
-        raise errors.StepSpecError(request.spec, "its mesh is abstract: there is no hardware to judge it on")
+        raise errors.StepSpecError(request.step, "its mesh is abstract: there is no hardware to judge it on")
     platform = mesh.devices.flat[0].platform
     options: dict[str, Any] = compile_options("cuda" if platform == "gpu" else platform)
     systems = {
@@ -119,14 +157,35 @@ def compare(request: StepRequest) -> str:
     return "\n".join([_table(rows), *left])
 
 
-def _sharded(request: StepRequest, **options: Any) -> tuple[ShardedStep, tuple]:
+def install_compiler() -> str:
+    """Brings XLA's compiler for GPUs that are not here, once for each version of jax.
+
+    Some 180 MB by pip, into a folder of its own, so that other JAX programs do not find it.
+    """
+    return cuda_compiler.install()
+
+
+def use_virtual_devices(count: int | None) -> None:
+    """Makes the CPU backend ``count`` devices, if JAX has not started and an accelerator is not what it finds.
+
+    Without a count, a number the user has put in ``XLA_FLAGS`` stays, and else there will be eight.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if count is None and any(flag.startswith(_DEVICE_COUNT_FLAG) for flag in flags):
+        return
+    kept = [flag for flag in flags if not flag.startswith(_DEVICE_COUNT_FLAG)]
+    os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_DEVICE_COUNT_FLAG}={count or _DEFAULT_VIRTUAL_DEVICES}"])
+
+
+def _sharded(request: StepRequest, cluster: Cluster, **options: Any) -> tuple[ShardedStep, tuple]:
     """The step and its arguments. A step that is sharded already keeps what the request does not say otherwise."""
-    mesh = request.mesh
+    use_virtual_devices(request.devices)
+    mesh = cluster.mesh
     with as_if_here(mesh):
-        step, args = load_step(request.spec)
+        step, args = load_step(request.step)
     if not isinstance(step, ShardedStep):
         step = shard(step)
-    silent = StepRequest(request.spec)
+    silent = StepRequest(request.step)
     for name in ("microbatches", "memory_limit", "cache_dir"):
         if getattr(request, name) != getattr(silent, name):
             options[name] = getattr(request, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.cli import main as cli
-from jax_deepcompile.cli.commands import StepRequest, load_step
+from jax_deepcompile.cli.commands import Cluster, load_step, use_virtual_devices
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.lowering.xla_options import DOUBLE_BUFFERING
 from jax_deepcompile.planner.plan import Plan
@@ -106,9 +107,17 @@ def test_a_decorated_step_keeps_its_own_mesh(file, capsys):
 
 
 @pytest.mark.pure
-def test_mistakes_end_with_2_and_a_sentence(file, capsys):
-    assert cli.main(["explain", f"{file}:other"]) == 2
-    assert capsys.readouterr().err.startswith("deepcompile: ")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["{file}:other"], "my_train_step has no function other"),
+        (["{file}:make", "--plan", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
+    ],
+)
+def test_mistakes_end_with_2_and_a_sentence(file, capsys, words, said):
+    assert cli.main(["explain", *(word.format(file=file) for word in words)]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.startswith("deepcompile: "), said in printed.err) == ("", True, True)
 
 
 @pytest.mark.cpu_mesh
@@ -178,5 +187,21 @@ def test_compare_says_what_does_not_fit_and_goes_on(file, capsys):
 
 
 @pytest.mark.pure
-def test_a_request_for_devices_of_this_process_has_no_mesh():
-    assert StepRequest("x:y").mesh is None
+def test_without_a_cluster_the_devices_are_those_of_this_process():
+    assert Cluster().mesh is None
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("flags", "count", "expected"),
+    [
+        ("", None, "--xla_force_host_platform_device_count=8"),
+        ("--a=1", None, "--a=1 --xla_force_host_platform_device_count=8"),
+        ("--xla_force_host_platform_device_count=2 --a=1", None, "--xla_force_host_platform_device_count=2 --a=1"),
+        ("--xla_force_host_platform_device_count=2 --a=1", 4, "--a=1 --xla_force_host_platform_device_count=4"),
+    ],
+)
+def test_virtual_devices_are_eight_unless_the_user_said_otherwise(monkeypatch, flags, count, expected):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    use_virtual_devices(count)
+    assert os.environ["XLA_FLAGS"] == expected

@@ -1,15 +1,10 @@
-import dataclasses
-import importlib
-import math
-
 import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.config import Experiment, load, names
+from experiments.command import parse
+from experiments.config import ConfigError, flatten, load, names, spell
 from experiments.language_models import language_model
-from experiments.settings import flatten, override, spell
-from experiments.values import ConfigError
 
 pytestmark = pytest.mark.pure
 
@@ -24,14 +19,6 @@ def test_modules_without_a_config_are_not_experiments():
 
 
 @pytest.mark.parametrize("name", sorted(names()))
-def test_every_experiment_is_valid_and_can_be_spelled_out(name):
-    experiment = load(name)
-    assert isinstance(experiment, Experiment)
-    settable = [f"{key}={spell(value)}" for key, value in flatten(experiment).items() if key != "model.remat_policy"]
-    assert override(experiment, settable) == experiment
-
-
-@pytest.mark.parametrize("name", sorted(names()))
 def test_every_experiment_has_a_model_with_a_loss(name):
     experiment = load(name)
     model = language_model(experiment.model, experiment.data.sequence_length)
@@ -42,13 +29,6 @@ def test_every_experiment_has_a_model_with_a_loss(name):
     assert total.shape == metrics["loss"].shape == ()
     _, without_dropout = jax.eval_shape(lambda *args: model.loss(*args, None), params, batch)
     assert without_dropout["loss"].shape == ()
-
-
-def test_load_applies_overrides():
-    experiment = load("tiny_llama", ["steps=40", "optimizer.learning_rate=1e-3", "n_layers=3"])
-    assert experiment.train.steps == 40
-    assert math.isclose(experiment.optimizer.learning_rate, 1e-3)
-    assert experiment.model.n_layers == 3
 
 
 def test_an_unknown_name_gets_the_nearest_and_all():
@@ -65,35 +45,43 @@ def test_a_module_of_the_package_is_not_addressed_as_an_experiment():
         load("data")
 
 
-def test_a_config_that_is_wrong_in_its_file_is_refused(monkeypatch):
-    module = importlib.import_module("experiments.tiny_llama")
-    train = dataclasses.replace(module.CONFIG.train, steps=0)
-    monkeypatch.setattr(module, "CONFIG", dataclasses.replace(module.CONFIG, train=train))
-    with pytest.raises(ConfigError, match=r"^train\.steps=0: must be at least 1; the nearest is 1$"):
-        load("tiny_llama")
+def test_flatten_names_every_setting_in_order():
+    settings = flatten(load("tiny_llama"), "x.")
+    assert list(settings)[:2] == ["x.model.vocab_size", "x.model.d_model"]
+    assert list(settings)[-1] == "x.train.explain"
+    assert settings["x.model.dtype"] is jnp.float32
+    assert [spell(value) for value in (None, jnp.float32, ("a", "b"), 3)] == ["none", "float32", "a,b", "3"]
 
 
 @pytest.mark.parametrize(
-    ("name", "assignment", "sentence"),
+    ("name", "options", "sentence"),
     [
-        ("tiny_llama", "n_heads=3", "model.n_heads=3: must divide model.d_model=64; the nearest that does is 2"),
-        ("tiny_llama", "n_kv_heads=3", "model.n_kv_heads=3: must divide model.n_heads=4; the nearest that does is 2"),
-        ("tiny_llama", "vocab_size=255", "model.vocab_size=255: must be at least 256; the nearest is 256"),
-        ("tiny_llama", "n_layers=0", "model.n_layers=0: must be at least 1; the nearest is 1"),
+        (
+            "tiny_llama",
+            "model.n-heads=3",
+            "model.n_heads=3: must divide model.d_model=64; the nearest that does is 2",
+        ),
+        (
+            "tiny_llama",
+            "model.n-kv-heads=3",
+            "model.n_kv_heads=3: must divide model.n_heads=4; the nearest that does is 2",
+        ),
+        ("tiny_llama", "model.vocab-size=255", "model.vocab_size=255: must be at least 256; the nearest is 256"),
+        ("tiny_llama", "model.n-layers=0", "model.n_layers=0: must be at least 1; the nearest is 1"),
         (
             "tiny_gpt2",
-            "sequence_length=65",
+            "data.sequence-length=65",
             "data.sequence_length=65: model.max_length=64 is the longest this model reads; the nearest is 64",
         ),
         (
             "tiny_mixtral",
-            "n_active_experts=9",
+            "model.n-active-experts=9",
             "model.n_active_experts=9: there are model.n_experts=4; the nearest is 4",
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_with_the_nearest(name, assignment, sentence):
-    experiment = load(name, [assignment])
+def test_sizes_that_do_not_fit_are_refused_with_the_nearest(name, options, sentence):
+    experiment = parse(name, [f"--{options}"]).experiment
     with pytest.raises(ConfigError) as caught:
         language_model(experiment.model, experiment.data.sequence_length)
     assert str(caught.value) == sentence

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from experiments import cpu_side_by_side as side
+from experiments import trainings
 from experiments.small_models import SmallResNet, SmallTransformer
 from models import gpt2, llama, mixtral, resnet, vit
 
@@ -16,17 +17,17 @@ pytestmark = pytest.mark.cpu_mesh
 
 SAVED = dataclasses.replace(llama.LLAMA_TINY, remat_policy=None)
 
-SMALL: dict[str, Callable[[], side.Training]] = {
-    "mlp": lambda: side.mlp_training(width=64, layers=3, examples=128),
-    "mlp, few examples": lambda: side.mlp_training(width=128, layers=3, examples=16),
-    "llama": lambda: side.llama_training(llama.LLAMA_TINY, 16, 16),
-    "unrolled llama": lambda: side.llama_training(SAVED, 16, 16, unrolled=True),
-    "mixtral": lambda: side.mixtral_training(mixtral.MIXTRAL_TINY, 16, 16),
-    "vit": lambda: side.vit_training(vit.VIT_TINY, 16),
-    "resnet": lambda: side.resnet_training(resnet.RESNET_TINY, 32, 16),
-    "small resnet": lambda: side.image_training(SmallResNet(blocks=1), 10, 16, 16),
-    "small transformer": lambda: side.transformer_training(SmallTransformer(64, 16, 32, 2, 2), 16, 16),
-    "gpt2 in microbatches": lambda: side.gpt2_training(gpt2.GPT2_TINY, 64, 32, microbatches=4),
+SMALL: dict[str, Callable[[], trainings.Training]] = {
+    "mlp": lambda: trainings.mlp_training(width=64, layers=3, examples=128),
+    "mlp, few examples": lambda: trainings.mlp_training(width=128, layers=3, examples=16),
+    "llama": lambda: trainings.llama_training(llama.LLAMA_TINY, 16, 16),
+    "unrolled llama": lambda: trainings.llama_training(SAVED, 16, 16, unrolled=True),
+    "mixtral": lambda: trainings.mixtral_training(mixtral.MIXTRAL_TINY, 16, 16),
+    "vit": lambda: trainings.vit_training(vit.VIT_TINY, 16),
+    "resnet": lambda: trainings.resnet_training(resnet.RESNET_TINY, 32, 16),
+    "small resnet": lambda: trainings.image_training(SmallResNet(blocks=1), 10, 16, 16),
+    "small transformer": lambda: trainings.transformer_training(SmallTransformer(64, 16, 32, 2, 2), 16, 16),
+    "gpt2 in microbatches": lambda: trainings.gpt2_training(gpt2.GPT2_TINY, 64, 32, microbatches=4),
 }
 
 

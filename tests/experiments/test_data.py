@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from experiments import data as text_data
-from experiments.config import Data
+from experiments.config import ConfigError, Data
 from experiments.data import PackedSequences, held_out_batches, load_text, training_batches
-from experiments.values import ConfigError
 
 pytestmark = pytest.mark.pure
 

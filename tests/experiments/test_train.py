@@ -16,13 +16,13 @@ from rich.console import Console
 
 from experiments import train as training
 from experiments.checkpoints import claim_folder
-from experiments.config import Experiment, Mesh, load
+from experiments.command import parse
+from experiments.config import ConfigError, Experiment, Mesh
 from experiments.data import load_text, training_batches
 from experiments.language_models import language_model
 from experiments.loop import training_steps
 from experiments.metrics import read_metrics
 from experiments.train import check_batch_size, make_mesh, make_optimizer, train
-from experiments.values import ConfigError
 
 STEPS = 6
 
@@ -31,9 +31,10 @@ STEPS = 6
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
-    overrides = ["d_model=16", "n_heads=2", "n_kv_heads=1", "d_ff=16", "n_layers=1", "remat_policy=none"]
-    overrides += ["sequence_length=16", "batch_size=8", "held_out_batches=2", "learning_rate=0.03"]
-    return load("tiny_llama", [*overrides, f"steps={STEPS}", "checkpoint_every_steps=2", f"data.files={text}"])
+    words = f"""--model.d-model 16 --model.n-heads 2 --model.n-kv-heads 1 --model.d-ff 16 --model.n-layers 1
+        --model.remat-policy None --data.sequence-length 16 --data.batch-size 8 --optimizer.learning-rate 0.03
+        --steps {STEPS} --train.held-out-batches 2 --train.checkpoint-every-steps 2"""
+    return parse("tiny_llama", [*words.split(), "--data", str(text)]).experiment
 
 
 @dataclasses.dataclass
@@ -224,6 +225,13 @@ def test_a_folder_with_a_run_is_not_overwritten(experiment, tmp_path):
 
 
 @pytest.mark.pure
+def test_a_folder_that_cannot_be_written_is_named(experiment, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^cannot write to .*: .*; give another --out$"):
+        claim_folder(tmp_path / "file" / "run", experiment, 1, resume=False)
+
+
+@pytest.mark.pure
 def test_resuming_needs_the_same_experiment(experiment, tmp_path):
     with pytest.raises(ConfigError, match=r"^nothing to resume: .* holds no run; leave --resume out to start one$"):
         claim_folder(tmp_path, experiment, 1, resume=True)
@@ -238,7 +246,7 @@ def test_resuming_needs_the_same_experiment(experiment, tmp_path):
     with pytest.raises(ConfigError) as caught:
         claim_folder(tmp_path, wider, 1, resume=True)
     assert str(caught.value) == (
-        "cannot resume: model.d_model was 16 and is now 32; set model.d_model=16, or start a new run in another --out"
+        "cannot resume: model.d_model was 16 and is now 32; add --model.d-model 16, or start a new run in another --out"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +16,7 @@ from experiments.bench.rows import Result, Results, load, measure
 from experiments.bench.systems import Figures, Ours
 from experiments.bench.table import table
 from experiments.bench.workload import Cluster, Workload
+from experiments.command import bench
 
 pytestmark = pytest.mark.pure
 
@@ -141,30 +141,38 @@ def test_published_figures_belong_to_a_workload_of_the_paper(name):
 def test_the_command_writes_after_every_system(measured, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(BENCHMARKS, "two", two_rows())
     file = tmp_path / "made" / "two.json"
-    assert run("two", out=file, rows=[0], resume=False, again=[], list_only=False) == 0
+    assert run("two", out=file, rows=(0,)) == 0
     assert len(Results.from_json(file.read_text()).results) == 2
     assert file.with_suffix(".md").read_text() == capsys.readouterr().out
-    assert run("two", out=file, rows=[], resume=True, again=[], list_only=False) == 0
+    assert run("two", out=file, resume=True) == 0
     assert len(measured) == 4
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "sentence"),
+    ("line", "sentence"),
     [
-        (None, {}, "say which benchmark: smoke, headline"),
-        ("smok", {}, "there is no benchmark smok; the nearest is smoke"),
-        ("smoke", {"rows": [7]}, "smoke has no row 7: its rows are 0 to 0"),
-        ("smoke", {"resume": True}, "say which results to go on with: --out FILE"),
-        ("smoke", {"again": ["all"]}, "say which results to go on with: --out FILE"),
-        ("smoke", {"again": ["al"], "out": Path("any.json")}, "smoke has no system 'al': its systems are jit, all"),
+        ("", "say which benchmark: smoke, headline"),
+        ("smok", "there is no benchmark smok; the nearest is smoke"),
+        ("smoke --rows 0 7", "smoke has no row 7: its rows are 0 to 0"),
+        ("smoke --resume", "say which results to go on with: --out FILE"),
+        ("smoke --again all", "say which results to go on with: --out FILE"),
+        ("smoke --again al --out any.json", "smoke has no system 'al': its systems are jit, all"),
     ],
 )
-def test_mistakes_are_named(name, options, sentence, capsys):
-    given = {"out": None, "rows": [], "resume": False, "again": [], "list_only": False} | options
-    assert run(name, **given) == 2
+def test_mistakes_are_named(line, sentence, capsys):
+    assert bench(line.split()) == 2
     assert sentence in capsys.readouterr().err
 
 
+def test_files_that_hold_no_results_or_cannot_be_written_are_named(measured, tmp_path, capsys):
+    file = tmp_path / "results.json"
+    file.write_text("nonsense")
+    assert bench(["smoke", "--resume", "--out", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"deepcompile: {file} holds no results to go on with: ")
+    assert bench(["smoke", "--out", str(file / "x.json")]) == 2
+    assert "File exists" in capsys.readouterr().err
+
+
 def test_the_list_names_every_benchmark(capsys):
-    assert run(None, out=None, rows=[], resume=False, again=[], list_only=True) == 0
+    assert bench(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(BENCHMARKS)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
-from experiments.gpu_suite import attention, host_copies, lines, llama_block, matmul, memory, simulated_vs_measured
+from experiments.gpu_suite import attention, host_copies, llama_block, matmul, memory, simulated_vs_measured
 from experiments.gpu_suite.cases import Deadline, OutOfTimeError, attempted, until
 from experiments.gpu_suite.llama_block import Kernel
 from experiments.gpu_suite.meshes import one_device_mesh
-from experiments.gpu_suite.sizes import full, layer_shapes, named, tiny
-from experiments.gpu_suite.worker import run_part, section_module
-from experiments.gpu_suite.workloads import Training, TrainState, training
+from experiments.gpu_suite.sizes import full, layer_shapes, tiny
+from experiments.gpu_suite.suite import section_module
+from experiments.gpu_suite.workloads import WORKLOADS
+from experiments.trainings import Training
 from models.llama import LLAMA3_70B
 
 pytestmark = pytest.mark.cpu_mesh
@@ -97,7 +97,7 @@ def test_kernels_are_summed_by_kind_and_the_heaviest_listed():
 
 
 def test_simulated_vs_measured(monkeypatch):
-    monkeypatch.setattr(simulated_vs_measured, "training", lambda name: {"smallest": smallest_training()}[name])
+    monkeypatch.setattr(simulated_vs_measured, "WORKLOADS", {"smallest": smallest_training})
     sharded, jitted = rows(simulated_vs_measured, part="smallest")
     assert (sharded["system"], jitted["system"]) == ("shard", "jit")
     assert sharded["first_loss"] == pytest.approx(jitted["first_loss"], rel=1e-5)
@@ -113,14 +113,14 @@ def smallest_training() -> Training:
 
     def create() -> TrainState:
         params = {"w": jnp.full((8, 4), 0.5)}
-        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), dropout_key=jax.random.key(0))
+        return TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
 
-    return Training(step, create, np.ones((4, 8), np.float32))
+    return Training(create, step, np.ones((4, 8), np.float32))
 
 
 @pytest.mark.parametrize("name", ["llama_smallest", "gpt2_tiny", "vit_tiny", "resnet_tiny", "mixtral_tiny"])
 def test_steps_of_the_workloads_keep_their_state_as_it_is(name: str):
-    work = training(name)
+    work = WORKLOADS[name]()
     state = jax.eval_shape(work.create)
     new, loss = jax.eval_shape(work.step, state, work.batch)
     assert loss.shape == ()
@@ -131,7 +131,7 @@ def test_steps_of_the_workloads_keep_their_state_as_it_is(name: str):
 
 @pytest.mark.parametrize("name", ["llama_smallest", "gpt2_tiny", "vit_tiny", "mixtral_tiny"])
 def test_on_one_device_they_can_be_sharded_in_microbatches(name: str):
-    work, mesh = training(name), one_device_mesh()
+    work, mesh = WORKLOADS[name](), one_device_mesh()
     state = jax.eval_shape(work.create)
     whole = deepcompile.shard(work.step, mesh).trace(state, work.batch)
     parts = deepcompile.shard(work.step, mesh, microbatches=2).trace(state, work.batch)
@@ -146,7 +146,6 @@ def test_full_sizes():
     assert (4096, 28_672, 8192) in layer_shapes(LLAMA3_70B, 4096)
     assert set(layer_shapes(LLAMA3_70B, 4096)) <= set(sizes.matmul.shapes)
     assert all(callable(section_module(name).rows) for name, _ in sizes.budgets.sections_s)
-    assert named("full") == sizes
 
 
 def test_a_section_stops_when_its_time_is_over():
@@ -160,20 +159,3 @@ def test_a_case_that_fails_says_why():
     assert attempted({"m": 1}, lambda: {"seconds": 2.0}) == {"m": 1, "seconds": 2.0}
     failed = attempted({"m": 1}, lambda: {"seconds": 1 / 0})
     assert failed == {"m": 1, "error": "ZeroDivisionError: division by zero"}
-
-
-def test_a_worker_keeps_the_rows_before_an_error(tmp_path: Path):
-    sizes = dataclasses.replace(TINY, matmul=dataclasses.replace(TINY.matmul, shapes=((8, 8, 8),)))
-    run_part("matmul", "", sizes, Deadline.after(-1), tmp_path / "late")
-    assert lines.read(tmp_path / "late") == [{"error": "OutOfTimeError: out of time: 8 of 8 cases were not reached"}]
-    run_part("no_section", "", sizes, Deadline.after(1), tmp_path / "none")
-    assert "ModuleNotFoundError" in lines.read(tmp_path / "none")[0]["error"]
-
-
-def test_lines_that_were_cut_short_are_left_out(tmp_path: Path):
-    path = tmp_path / "lines"
-    assert lines.read(path) == []
-    lines.append(path, {"loss": float("nan"), "shape": (1, 2.5)})
-    with path.open("a") as file:
-        file.write('{"row": 1')
-    assert lines.read(path) == [{"loss": "nan", "shape": [1, 2.5]}]

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.gpu_suite import lines, suite
-from experiments.gpu_suite.cases import Deadline
-from experiments.gpu_suite.children import run_together
-from experiments.gpu_suite.results import Results, SectionResult, Status, section_of
+from experiments.gpu_suite import suite
+from experiments.gpu_suite.cases import Deadline, Row
+from experiments.gpu_suite.results import Results, SectionResult, Status
 from experiments.gpu_suite.sizes import Budgets, Sizes, full, tiny
 from experiments.gpu_suite.summary import summary
 from experiments.gpu_suite.table_file import file_stem, kernel_table, write_table
@@ -24,10 +23,9 @@ FACTS = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", "versions": 
 MATMUL = {"m": 64, "n": 64, "k": 64, "dtype": "bf16", "form": "nn"}
 
 
-def written(section: str, part: str, sizes: Sizes, seconds: float, out: Path) -> str:
+def written(section: str, part: str, sizes: Sizes, seconds: float) -> tuple[list[Row], str]:
     """A section of one row."""
-    lines.append(out, {"row": {"section": section, "part": part, "seconds": seconds}})
-    return ""
+    return [{"section": section, "part": part, "seconds": seconds}], ""
 
 
 def run(out: Path, run_part=written, total_s: float = 1000.0) -> Results:
@@ -70,13 +68,12 @@ def test_every_section_is_run_and_written(tmp_path: Path, capsys):
 
 
 def test_a_section_that_fails_does_not_lose_the_others(tmp_path: Path):
-    def breaking(section, part, sizes, seconds, out) -> str:
+    def breaking(section, part, sizes, seconds) -> tuple[list[Row], str]:
         if section == "attention":
             raise RuntimeError("no more memory")
         if section == "memory":
-            lines.append(out, {"row": {"kind": "tiny"}})
-            return "exit status -11: ...Segmentation fault"
-        return written(section, part, sizes, seconds, out)
+            return [{"kind": "tiny"}], "exit status -11: ...Segmentation fault"
+        return written(section, part, sizes, seconds)
 
     results = run(tmp_path / "out.json", breaking)
     statuses = {section.name: section.status for section in results.sections}
@@ -91,10 +88,10 @@ def test_a_section_that_fails_does_not_lose_the_others(tmp_path: Path):
 def test_the_file_is_there_after_each_section(tmp_path: Path):
     seen: list[int] = []
 
-    def watching(section, part, sizes, seconds, out) -> str:
+    def watching(section, part, sizes, seconds) -> tuple[list[Row], str]:
         path = tmp_path / "out.json"
         seen.append(len(Results.from_json(path.read_text()).sections) if path.exists() else 0)
-        return written(section, part, sizes, seconds, out)
+        return written(section, part, sizes, seconds)
 
     run(tmp_path / "out.json", watching)
     assert seen == list(range(7))
@@ -115,27 +112,11 @@ def test_sections_get_what_those_after_them_do_not_need():
     assert suite.section_seconds(budgets, 2, 0.0) == 0.0
 
 
-def test_a_section_in_a_process_of_its_own(tmp_path: Path):
+def test_a_section_in_a_process_of_its_own():
     """The real one, as it runs on GPUs."""
     section = suite.run_section("host_copies", tiny(), 60.0, suite.in_own_process)
     assert section.error == ""
     assert len(section.measured) == 6
-
-
-def test_a_worker_that_hangs_is_killed(tmp_path: Path):
-    """It waits for a second process, which never comes."""
-    command = ["--out", str(tmp_path / "out"), "rank", "0", "--port", "1", "--sizes", "tiny"]
-    ended = run_together([command], 0.5, tmp_path)
-    assert ended.problem == "killed, for it did not end within 0 s"
-    assert ended.seconds < 5
-
-
-def test_a_worker_that_fails_ends_the_others_too(tmp_path: Path):
-    waiting = ["--out", str(tmp_path / "out"), "rank", "0", "--port", "1", "--sizes", "tiny"]
-    ended = run_together([waiting, ["--no-such-option"]], 60.0, tmp_path, patience_s=0.0)
-    assert ended.problem.startswith("exit status 2: ...")
-    assert "usage:" in ended.problem
-    assert ended.seconds < 30
 
 
 def test_results_of_another_format_are_refused():
@@ -143,10 +124,7 @@ def test_results_of_another_format_are_refused():
         Results.from_json("{}")
 
 
-def test_a_section_of_lines_and_problems():
-    section = section_of("x", [{"row": {"a": 1}}, {"row": {"error": "b"}}, {"error": "c"}], ["", "d"], 2.0)
-    assert section == SectionResult("x", ({"a": 1}, {"error": "b"}), "c; d", 2.0)
-    assert section.measured == ({"a": 1},)
+def test_a_section_that_did_not_run_has_failed():
     assert Results("", "", {}, "").section("x").status is Status.FAILED
 
 

@@ -1,0 +1,59 @@
+"""Numbers on the command line, with their bounds.
+
+>>> bounded(int, 1).instance_from_str(["1e3"])
+1000
+>>> bounded(int, 1).instance_from_str(["0"])
+Traceback (most recent call last):
+    ...
+ValueError: must be at least 1; the nearest is 1
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+
+def bounded(
+    kind: type[int] | type[float], minimum: float = -math.inf, maximum: float = math.inf, *, or_none: bool = False
+) -> PrimitiveConstructorSpec[Any]:
+    """The annotation of a number that lies between two bounds, or is ``None`` where it may be."""
+    expected, metavar = ("an integer", "INT") if kind is int else ("a number", "FLOAT")
+
+    def read(words: list[str]) -> int | float | None:
+        text = words[0]
+        if or_none and text.lower() == "none":
+            return None
+        try:
+            value = int(text) if text.lstrip("+-").isdecimal() else float(text)
+        except ValueError:
+            raise ValueError(f"expected {expected}, not {text!r}") from None
+        if not math.isfinite(value) or kind(value) != value:
+            raise ValueError(f"expected {expected}, not {text!r}")
+        nearest = min(max(value, minimum), maximum)
+        if nearest != value:
+            raise ValueError(f"must be {_in_words(minimum, maximum)}; the nearest is {nearest}")
+        return kind(value)
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{{None}}|{metavar}" if or_none else metavar,
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, kind) or (or_none and value is None),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that looks most like ``name``, or None where nothing does."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)), None)
+
+
+def _in_words(minimum: float, maximum: float) -> str:
+    if maximum == math.inf:
+        return f"at least {minimum}"
+    return f"at most {maximum}" if minimum == -math.inf else f"between {minimum} and {maximum}"
