@@ -13,7 +13,7 @@ import tyro
 
 from jax_deepcompile.runtime.interrupts import Watch
 
-_TRAIN_EXTRA = {"grain", "orbax", "rich", "tensorboardX"}
+_TRAIN_EXTRA = {"grain", "orbax", "tensorboardX"}
 """What the extra ``train`` installs, by the names that Python imports."""
 
 

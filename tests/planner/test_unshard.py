@@ -56,7 +56,7 @@ def proposals(
     if loop_bytes is not None:
         memory = replace(memory, names=("ahead", "while"), live_bytes=(loop_bytes - LAYER_BYTES, loop_bytes))
         loops = (Loop("ahead", "", LAYERS, True, 1.0, replace(trip, reduced_bytes=0)), backward)
-        plan = plan.having(HandOver, [HandOver(FORWARD, BACKWARD, ("up",))])
+        plan = plan.having(HandOver, [HandOver(FORWARD, BACKWARD, ("stack/up",))])
     totals = Totals(communication_s=10.0, gathered_bytes=gathered_bytes)
     return proposals_for(PROGRAM, plan, Simulation(10.0, totals, loops, (), memory), free_bytes)
 
