@@ -492,6 +492,14 @@ class UnknownOperationError(DeepCompileError, NotImplementedError):
         )
 
 
+class UnknownHardwareWarning(UserWarning):
+    def __init__(self, device_kind: str, assumed: str, known: Sequence[str]) -> None:
+        super().__init__(
+            f"nothing is known of {device_kind}: what programs take on it is simulated as on one {assumed}, and its "
+            f"memory is not. Known are {', '.join(known)}; add it to jax_deepcompile/costs/hardware.py."
+        )
+
+
 def _size(size_bytes: int) -> str:
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size_bytes >= unit:

@@ -24,7 +24,7 @@ from jax_deepcompile.costs.entries import (
 )
 from jax_deepcompile.summary import Summarized, Summary, size_text
 
-FORMAT = 2
+FORMAT = 3
 """Of the JSON text; a change of any field makes it another."""
 
 Entry = TypeVar("Entry", OpTime, CollectiveFit, CopyFit)

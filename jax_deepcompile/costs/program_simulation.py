@@ -22,7 +22,7 @@ from jax_deepcompile._jax_compat import name_path, open_jaxpr, scan_counts, user
 from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.costs.combining import Thresholds
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.operation import Queue, Stream, Timing
+from jax_deepcompile.costs.streams import Queue, Stream, Timing
 from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.costs.program_time import combined_timings, timings_of
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation, Totals

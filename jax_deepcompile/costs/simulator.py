@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.memory import memory_of
-from jax_deepcompile.costs.operation import Queue, Stream, Timing, timing_of
+from jax_deepcompile.costs.operation import timing_of
+from jax_deepcompile.costs.streams import Queue, Stream, Timing
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation, Totals
 from jax_deepcompile.hlo import opcodes
 from jax_deepcompile.hlo.reader import Computation, Instruction, Module

@@ -27,7 +27,7 @@ from jax_deepcompile.costs.entries import (
 )
 from jax_deepcompile.costs.measured import MeasuredCostModel
 from jax_deepcompile.costs.memory import MemoryUse
-from jax_deepcompile.costs.operation import Stream
+from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.simulation import Event, Simulation, Totals
 from jax_deepcompile.lowering.emit import lower

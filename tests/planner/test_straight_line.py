@@ -14,7 +14,7 @@ import pytest
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.operation import Stream
+from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.costs.program_time import EquationTime
 from jax_deepcompile.costs.simulation import Loop, Totals
