@@ -133,7 +133,7 @@ B200_SXM = Hardware(
     # As of the H100: the CPUs of a DGX B200 have PCIe 5
     to_host_bytes_per_s=55 * GIGA,
     from_host_bytes_per_s=55 * GIGA,
-    # 722 GB/s in NCCL's own model (https://github.com/NVIDIA/nccl/issues/1807), of which an H100 reaches 97 % of its 371
+    # 97 % of the 722 GB/s in NCCL's own model, as an H100 of its 371: https://github.com/NVIDIA/nccl/issues/1807
     nvlink_bytes_per_s=700 * GIGA,
     cudnn_version=90700,  # dnn_version_info of lowering/gpus/b200_sxm.txtpb
 )

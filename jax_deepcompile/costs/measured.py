@@ -13,9 +13,9 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.devices import hardware_of, machine_of, network_of
 from jax_deepcompile.costs.entries import CollectiveFit, CopyDirection
-from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.simulation import Simulation
+from jax_deepcompile.costs.streams import Stream
 
 
 @dataclass(frozen=True)

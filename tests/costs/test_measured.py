@@ -27,9 +27,9 @@ from jax_deepcompile.costs.entries import (
 )
 from jax_deepcompile.costs.measured import MeasuredCostModel
 from jax_deepcompile.costs.memory import MemoryUse
-from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.simulation import Event, Simulation, Totals
+from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.planner.session import Wishes, plan_program
 from tests.transforms.programs import sharded, stack_loss, stack_shapes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jax_deepcompile import errors
-from jax_deepcompile.costs.streams import Queue, Stream
 from jax_deepcompile.costs.simulator import simulate
+from jax_deepcompile.costs.streams import Queue, Stream
 from jax_deepcompile.hlo import opcodes
 from jax_deepcompile.hlo import reader as hlo
 from tests.costs.snippets import ADDER, COSTS, GROUPS, module
