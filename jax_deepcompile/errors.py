@@ -500,6 +500,14 @@ class UnknownHardwareWarning(UserWarning):
         )
 
 
+class UnknownXlaOptionWarning(UserWarning):
+    def __init__(self, name: str, jaxlib: Sequence[int]) -> None:
+        super().__init__(
+            f"XLA of jaxlib {'.'.join(map(str, jaxlib))} does not know the option {name}, and compiles without it: "
+            f"what the plan expects of it may not come true."
+        )
+
+
 def _size(size_bytes: int) -> str:
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size_bytes >= unit:

@@ -14,7 +14,7 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs import frozen_json
 from jax_deepcompile.lowering.compile import Options
 from jax_deepcompile.lowering.latencies import Latency, latency_options
-from jax_deepcompile.lowering.xla_options import objection_to
+from jax_deepcompile.lowering.xla_options import known, objection_to
 from jax_deepcompile.planner.shown import expected_rows, plan_rows
 from jax_deepcompile.summary import Summarized, Summary, Text
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
@@ -156,8 +156,8 @@ class Plan(Summarized):
         return dataclasses.replace(self, **changes)
 
     def compiler_options(self) -> Options:
-        """All that XLA is told."""
-        return dict(self.options) | latency_options(self.latencies)
+        """All that XLA is told, as far as the installed one knows it."""
+        return known(dict(self.options)) | latency_options(self.latencies)
 
     def to_json(self) -> str:
         return frozen_json.dump(_Document(FORMAT, self))
