@@ -488,7 +488,7 @@ class UnknownOperationError(DeepCompileError, NotImplementedError):
     def __init__(self, opcode: str, name: str) -> None:
         super().__init__(
             f"the compiled program has the operation {opcode} (%{name}), which this version of jax_deepcompile cannot "
-            f"time: it may be newer than XLA's of JAX 0.12. Add it to jax_deepcompile/lowering/opcodes.py."
+            f"time: it may be newer than XLA's of JAX 0.12. Add it to jax_deepcompile/hlo/opcodes.py."
         )
 
 

@@ -97,5 +97,5 @@ def describe_network(client: Any, network: Network) -> None:
 
 
 def described_network(client: Any) -> Network | None:
-    """What ``describe_network`` was told of ``client``; None for nothing."""
+    """What ``describe_network`` remembers of ``client``; None for nothing."""
     return _DESCRIBED.get(client)

@@ -83,7 +83,7 @@ class _Jaxprs:
     timings: dict[int, list[Timing | None]] = field(default_factory=dict)
 
     def play(self, jaxpr: Any, operands: Sequence[Due], run: _Run, path: str) -> list[Due]:
-        """Plays a jaxpr whose operands are due as told; tells when its results are."""
+        """Plays a jaxpr whose operands are due at ``operands``; returns when its results are."""
         flat = open_jaxpr(jaxpr)
         timings = self._timings(flat)
         due: dict = dict(zip(flat.invars, operands, strict=True))
