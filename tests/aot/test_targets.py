@@ -13,11 +13,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.costs.devices import hardware_of, machine_of, network_of
+from jax_deepcompile.costs.devices import hardware_of, latency_bytes_of, machine_of, network_of
 from jax_deepcompile.costs.hardware import HARDWARE
 
 pytestmark = pytest.mark.h100_aot
@@ -54,6 +54,14 @@ def test_a_slower_network_is_the_slower_step():
         assert network_of(mesh.devices.flat) == target.network
         seconds.append(deepcompile.simulate(compiled_gather(mesh), mesh).communication_s)
     assert seconds[1] == pytest.approx(8 * seconds[0], rel=0.1)
+
+
+def test_a_collective_begins_after_what_the_network_could_send_meanwhile():
+    target = deepcompile.targets.h100(nodes=2)
+    found = latency_bytes_of(target.make_mesh((16,), ("fsdp",)))
+    assert found == target.network.ring_s(16, 8) * target.network.bus_bytes_per_s(16, 8) > 1 << 20
+    assert latency_bytes_of(jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))) == 0
+    assert latency_bytes_of(AbstractMesh((8,), ("fsdp",))) == 0
 
 
 def test_the_network_is_the_meshs_whatever_mesh_the_devices_are_in():
