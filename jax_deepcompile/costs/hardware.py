@@ -6,7 +6,7 @@ Attained fractions are those of large, well-shaped operations; a measured profil
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 TERA, GIGA, MICRO = 1e12, 1e9, 1e-6
@@ -57,21 +57,19 @@ class Hardware:
         return self.memory_fraction * self.memory_bytes_per_s
 
 
-_HOPPER_FLOPS = {
-    # H100 SXM data sheet, https://resources.nvidia.com/en-us-tensor-core; half of the figures "with sparsity"
-    "bf16": 989.4 * TERA,
-    "f16": 989.4 * TERA,
-    "f32": 494.7 * TERA,
-    "f32-highest": 66.9 * TERA,
-    "f64": 66.9 * TERA,
-    "s8": 1978.9 * TERA,
-    "f8e4m3fn": 1978.9 * TERA,
-    "f8e5m2": 1978.9 * TERA,
-}
-
 H100_SXM = Hardware(
     name="H100 SXM",
-    matmul_flops_per_s=_HOPPER_FLOPS,
+    matmul_flops_per_s={
+        # H100 SXM data sheet, https://resources.nvidia.com/en-us-tensor-core; half of the figures "with sparsity"
+        "bf16": 989.4 * TERA,
+        "f16": 989.4 * TERA,
+        "f32": 494.7 * TERA,
+        "f32-highest": 66.9 * TERA,
+        "f64": 66.9 * TERA,
+        "s8": 1978.9 * TERA,
+        "f8e4m3fn": 1978.9 * TERA,
+        "f8e5m2": 1978.9 * TERA,
+    },
     vector_flops_per_s=66.9 * TERA,  # data sheet, FP32
     # 720 of 989 TFLOP/s for bf16 GEMMs of training, where the clock gives way at 700 W, less 3 % for their shapes:
     # https://semianalysis.com/2024/12/22/mi300x-vs-h100-vs-h200-benchmark-part-1-training
@@ -91,21 +89,11 @@ H100_SXM = Hardware(
     cudnn_version=91000,  # dnn_version_info of lowering/gpus/h100_sxm.txtpb, for which XLA compiles
 )
 
-H200_SXM = Hardware(
+H200_SXM = replace(
+    H100_SXM,  # whose chip and board it has: https://www.nvidia.com/en-us/data-center/h200
     name="H200 SXM",
-    matmul_flops_per_s=_HOPPER_FLOPS,  # the same chip: https://www.nvidia.com/en-us/data-center/h200
-    vector_flops_per_s=66.9 * TERA,
-    matmul_fraction=0.70,  # these and the figures of kernels and copies: as of the H100, whose chip and board it has
     memory_bytes=151_397_597_184,  # device_memory_size of lowering/gpus/h200_sxm.txtpb
     memory_bytes_per_s=4.8 * TERA,  # data sheet, HBM3e
-    memory_fraction=0.85,
-    kernel_launch_s=0.9 * MICRO,
-    shortest_kernel_s=2.9 * MICRO,
-    to_host_bytes_per_s=55 * GIGA,
-    from_host_bytes_per_s=55 * GIGA,
-    # 361 GB/s all-gather, 363 reduce-scatter: stas00/ml-engineering network/README.md
-    nvlink_bytes_per_s=360 * GIGA,
-    cudnn_version=91000,  # dnn_version_info of lowering/gpus/h200_sxm.txtpb
 )
 
 B200_SXM = Hardware(

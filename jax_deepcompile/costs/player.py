@@ -61,36 +61,22 @@ class Player:
           operands: what it waits for.
           operation: what to record of it.
         """
-        stream, after = timing.stream, {}
+        stream = timing.stream
         if stream is Stream.COMPUTE:
             self.wait(operands)
-            begin_s = self.now_s
+            begin_s, after = self.now_s, {}
+            self.now_s = begin_s + timing.seconds
         else:
             after = merged([operands, self.free.get(stream.queue, {})])
             begin_s = max([earliest_s, *after.values()])
-        end_s = begin_s + timing.seconds
-        due = {**after, stream: end_s}
-        if stream is Stream.COMPUTE:
-            self.now_s = end_s
-        else:
+        due = {**after, stream: begin_s + timing.seconds}
+        if stream is not Stream.COMPUTE:
             self.free[stream.queue] = due
         self.totals = self.totals.plus(Totals.of(timing))
         if self.is_recorded:
-            said = operation()
-            self.events.append(
-                Event(
-                    stream,
-                    said.name,
-                    begin_s,
-                    end_s,
-                    self.trips,
-                    said.op_name,
-                    said.source,
-                    timing.kind,
-                    timing.sent_bytes,
-                    self.loop,
-                )
-            )
+            recorded = operation()
+            where = recorded.op_name, recorded.source, timing.kind, timing.sent_bytes, self.loop
+            self.events.append(Event(stream, recorded.name, begin_s, due[stream], self.trips, *where))
         return due
 
     def wait(self, due: Due) -> None:

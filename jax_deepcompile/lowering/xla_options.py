@@ -43,29 +43,8 @@ class Range:
         return f"a whole number from {self.least} to {self.most}"
 
     def holds(self, value: object) -> bool:
+        """Whether ``value`` is one of them."""
         return type(value) is int and self.least <= value <= self.most
-
-
-@dataclass(frozen=True)
-class Switch:
-    """On or off."""
-
-    def __str__(self) -> str:
-        return "True or False"
-
-    def holds(self, value: object) -> bool:
-        return type(value) is bool
-
-
-@dataclass(frozen=True)
-class Text:
-    """Any text."""
-
-    def __str__(self) -> str:
-        return "text"
-
-    def holds(self, value: object) -> bool:
-        return type(value) is str
 
 
 @dataclass(frozen=True)
@@ -81,7 +60,7 @@ class Option:
     """
 
     name: str
-    takes: Range | Switch | Text
+    takes: Range | type[bool] | type[str]
     is_planned: bool = True
     since: Version = (0, 10)
     until: Version | None = None
@@ -89,6 +68,12 @@ class Option:
     def is_known_to(self, jaxlib: Version) -> bool:
         """Whether the XLA of ``jaxlib`` knows it."""
         return self.since <= jaxlib and (self.until is None or jaxlib[: len(self.until)] <= self.until)
+
+    def objection_to(self, value: object) -> str:
+        """What it takes, where that is not ``value``; else empty."""
+        if isinstance(self.takes, Range):
+            return "" if self.takes.holds(value) else str(self.takes)
+        return "" if type(value) is self.takes else {bool: "True or False", str: "text"}[self.takes]
 
 
 SLOP_PERCENT = Range(1, 10**6)
@@ -98,16 +83,16 @@ _BYTES = Range(0, 2**63 - 1)
 
 # 2026-11: XLA of jaxlib 0.10.2 and 0.12.0 compiles with each.
 _OPTIONS = (
-    Option(DOUBLE_BUFFERING, Switch()),
+    Option(DOUBLE_BUFFERING, bool),
     Option(OVERLAP_LIMIT, Range(1, 16)),
-    Option(SLICE_FUSION, Switch()),
+    Option(SLICE_FUSION, bool),
     Option(MEMORY_SLOP, SLOP_PERCENT),
     Option(GATHER_COMBINER, _BYTES),
     Option(REDUCE_COMBINER, _BYTES),
-    Option(TRITON_GEMM, Switch(), is_planned=False),
+    Option(TRITON_GEMM, bool, is_planned=False),
     Option(AUTOTUNE_LEVEL, Range(0, 5), is_planned=False),
-    Option(SHARD_AUTOTUNING, Switch(), is_planned=False),
-    Option(KERNEL_CACHE, Text(), is_planned=False),
+    Option(SHARD_AUTOTUNING, bool, is_planned=False),
+    Option(KERNEL_CACHE, str, is_planned=False),
 )
 
 OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option in _OPTIONS})
@@ -138,4 +123,5 @@ def objection_to(name: object, value: object) -> str:
         planned = ", ".join(option.name for option in _OPTIONS if option.is_planned)
         others = "options of your own belong in XLA_FLAGS or in lower().compile(compiler_options=...)"
         return f"it sets the XLA option {name!r:.100}, and plans set {planned} only; {others}"
-    return "" if option.takes.holds(value) else f"it sets {name} to {value!r:.60}, which takes {option.takes}"
+    takes = option.objection_to(value)
+    return takes and f"it sets {name} to {value!r:.60}, which takes {takes}"
