@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import compiles_on_gpus_only, is_tracing, user_line
 from jax_deepcompile.analysis.names import with_loop_names
-from jax_deepcompile.costs.devices import as_if_here, is_described, machine_of
+from jax_deepcompile.costs.devices import as_if_here, is_described, latency_bytes_of, machine_of
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.frontend.call import PureCall, PureStep
@@ -140,8 +140,9 @@ class Programs:
                 raise errors.NoBatchError(self.name, self.microbatches)
             function = self._function(step, args, kwargs, signature)
             traced = trace_step(function, args, kwargs, signature, self.use.axes)
+            mesh = self.use.mesh
             partitioned = partition_step(
-                traced.program, self.use.mesh, self.use.state, self.use.batch, self.microbatches
+                traced.program, mesh, self.use.state, self.use.batch, self.microbatches, latency_bytes_of(mesh)
             )
             program = with_loop_names(accumulate(stop_alone(partitioned.program, self.use.mesh), self.use.mesh))
             taken = self._taken(traced)

@@ -493,7 +493,23 @@ class UnknownOperationError(DeepCompileError, NotImplementedError):
     def __init__(self, opcode: str, name: str) -> None:
         super().__init__(
             f"the compiled program has the operation {opcode} (%{name}), which this version of jax_deepcompile cannot "
-            f"time: it may be newer than XLA's of JAX 0.12. Add it to jax_deepcompile/lowering/opcodes.py."
+            f"time: it may be newer than XLA's of JAX 0.12. Add it to jax_deepcompile/hlo/opcodes.py."
+        )
+
+
+class UnknownHardwareWarning(UserWarning):
+    def __init__(self, device_kind: str, assumed: str, known: Sequence[str]) -> None:
+        super().__init__(
+            f"nothing is known of {device_kind}: what programs take on it is simulated as on one {assumed}, and its "
+            f"memory is not. Known are {', '.join(known)}; add it to jax_deepcompile/costs/hardware.py."
+        )
+
+
+class UnknownXlaOptionWarning(UserWarning):
+    def __init__(self, name: str, jaxlib: Sequence[int]) -> None:
+        super().__init__(
+            f"XLA of jaxlib {'.'.join(map(str, jaxlib))} does not know the option {name}, and compiles without it: "
+            f"what the plan expects of it may not come true."
         )
 
 

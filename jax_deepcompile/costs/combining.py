@@ -9,7 +9,7 @@ from typing import Any
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import needs
 from jax_deepcompile.analysis.gathers import size_bytes
-from jax_deepcompile.costs.operation import Timing
+from jax_deepcompile.costs.streams import Timing
 
 _DEFAULT_BYTES = 30 * 2**20 + 7
 """``kDefault*CombineThreshold`` of xla/service/gpu/gpu_compiler.cc."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-from jax_deepcompile.costs.hardware import DGX_NETWORK, H100_SXM, Hardware, Network
-
-if TYPE_CHECKING:
-    from jax_deepcompile.costs.simulation import Simulation
+from jax_deepcompile.costs.hardware import H100_SXM, Hardware
+from jax_deepcompile.costs.network import DGX_NETWORK, Network
+from jax_deepcompile.costs.simulation import Simulation
 
 
 class Direction(StrEnum):

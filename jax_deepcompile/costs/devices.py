@@ -1,8 +1,9 @@
-"""Tables for the devices of a mesh, and what connects them."""
+"""The hardware and the network of a mesh's devices."""
 
 from __future__ import annotations
 
-import re
+import functools
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,47 +15,62 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import described_gpu
 from jax_deepcompile.costs.entries import Axis, Machine
-from jax_deepcompile.costs.hardware import CPU_HOST, CPU_NETWORK, H100_SXM, H200_SXM, Hardware, Network
+from jax_deepcompile.costs.hardware import CPU_HOST, H100_SXM, HARDWARE, Hardware, known_hardware
+from jax_deepcompile.costs.network import CPU_NETWORK, Network, described_network
 from jax_deepcompile.costs.tables import fitted_hardware, latest_table, stored_tables
 from jax_deepcompile.ir.placement import AnyMesh
 
-_NETWORK = re.compile(r" \((\d+) x ([\d.]+) Gbit/s a node\)$")
 _GPU = ("gpu", "cuda")
 
 
 def hardware_of(device_kind: str) -> Hardware:
-    """The table for a device, by what JAX calls its kind; an unknown GPU is taken for an H100.
+    """The hardware of a device, by what JAX calls its kind; an unknown GPU is taken for an H100, with a warning.
 
     Fitted to what was measured on such a device, where the package has that.
     """
-    kind = device_kind.lower()
-    if "cpu" in kind:
-        return CPU_HOST
-    published = H200_SXM if "h200" in kind else H100_SXM
-    measured = latest_table(_NETWORK.sub("", device_kind), stored_tables())
+    published = known_hardware(device_kind) or _taken_for_an_h100(device_kind)
+    measured = latest_table(device_kind, stored_tables())
     return published if measured is None else fitted_hardware(published, measured)
 
 
-def has_table(device_kind: str) -> bool:
-    """Whether ``hardware_of`` knows the device, and does not take it for another one."""
-    return any(name in device_kind.lower() for name in ("cpu", "h100", "h200"))
+@functools.cache
+def _taken_for_an_h100(device_kind: str) -> Hardware:
+    known = [hardware.name for hardware in HARDWARE.values() if hardware is not CPU_HOST]
+    warnings.warn(errors.UnknownHardwareWarning(device_kind, H100_SXM.name, known), stacklevel=3)
+    return H100_SXM
 
 
 def network_of(devices: Iterable[Any]) -> Network:
-    """The network between ``devices``: with the cards that their kind names, else one of 400 Gbit/s a GPU.
+    """The network between ``devices``: as their target describes it, else with one card of 400 Gbit/s a GPU.
 
-    Of CPU devices: the memory of their host.
+    Devices that are a part of each node have their share of its cards. Those of CPUs: the memory of their host.
     """
     devices = tuple(devices)
-    gpus_per_node = max(Counter(_node(device) for device in devices).values())
-    if "cpu" in devices[0].device_kind.lower():
+    gpus_per_node = max(Counter(map(_node, devices)).values())
+    described = None if _is_here(devices[0]) else described_network(devices[0].client)
+    if described is None:
+        return _assumed_network(devices[0].device_kind, gpus_per_node)
+    cards = max(1, described.nics_per_node * gpus_per_node // described.gpus_per_node)
+    return replace(described, gpus_per_node=gpus_per_node, nics_per_node=cards)
+
+
+def _assumed_network(device_kind: str, gpus_per_node: int) -> Network:
+    hardware = known_hardware(device_kind) or H100_SXM
+    if hardware is CPU_HOST:
         return replace(CPU_NETWORK, gpus_per_node=gpus_per_node)
-    named = _NETWORK.search(devices[0].device_kind)
-    if named is None:
-        return Network(gpus_per_node, nics_per_node=gpus_per_node)
-    return Network(gpus_per_node, nics_per_node=int(named[1]), nic_gbps=float(named[2]))
+    return Network(gpus_per_node, nics_per_node=gpus_per_node, nvlink_bytes_per_s=hardware.nvlink_bytes_per_s)
+
+
+def latency_bytes_of(mesh: AnyMesh) -> float:
+    """What a device could send while a collective over all of ``mesh`` begins; 0 without a network."""
+    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform not in _GPU:
+        return 0.0
+    network = network_of(mesh.devices.flat)
+    group = (mesh.size, min(mesh.size, network.gpus_per_node))
+    return network.ring_s(*group) * network.bus_bytes_per_s(*group)
 
 
 def allocator_bytes_of(mesh: Mesh) -> int | None:
@@ -85,13 +101,6 @@ def _is_here(device: Any) -> bool:
     return getattr(device.client, "runtime_type", None) != "compile_only_runtime"
 
 
-def kind_with_network(device_kind: str, network: Network) -> str:
-    """``device_kind``, naming a node's network cards for ``network_of`` unless they are 400 Gbit/s, one a GPU."""
-    if network == Network(network.gpus_per_node, nics_per_node=network.gpus_per_node):
-        return device_kind
-    return f"{device_kind} ({network.nics_per_node} x {network.nic_gbps:g} Gbit/s a node)"
-
-
 def _node(device: Any) -> int:
     """GPUs that share a machine have one slice index, however many processes drive them."""
     slice_index = getattr(device, "slice_index", None) if _is_here(device) else None
@@ -109,7 +118,9 @@ def machine_of(mesh: AnyMesh) -> Machine:
         Axis(name, mesh.shape[name], _most_different(np.moveaxis(processes, position, -1)))
         for position, name in enumerate(mesh.axis_names)
     )
-    return Machine(mesh.devices.flat[0].device_kind, axes, versions)
+    kind, network = mesh.devices.flat[0].device_kind, network_of(mesh.devices.flat)
+    is_assumed = network == _assumed_network(kind, network.gpus_per_node)
+    return Machine(kind, axes, versions, "" if is_assumed else network.cards)
 
 
 def _most_different(values: np.ndarray) -> int:

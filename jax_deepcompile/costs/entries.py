@@ -65,18 +65,21 @@ class Machine:
       device_kind: as JAX names it.
       axes: the mesh.
       versions: pairs (package, version) of what compiles and runs the step.
+      network: the network cards of a node, such as ``1 x 400 Gbit/s a node``; empty for what is assumed of GPUs whose
+        network nobody describes.
     """
 
     device_kind: str
     axes: tuple[Axis, ...]
     versions: tuple[tuple[str, str], ...]
+    network: str = ""
 
     def __str__(self) -> str:
         axes = ", ".join(
             f"{axis.name}={axis.size}" + f" on {axis.hosts} hosts" * (axis.hosts > 1) for axis in self.axes
         )
         versions = ", ".join(f"{package} {version}" for package, version in self.versions)
-        return f"{self.device_kind} ({axes}; {versions})"
+        return f"{self.device_kind} ({'; '.join(filter(None, (axes, self.network, versions)))})"
 
 
 @dataclass(frozen=True)

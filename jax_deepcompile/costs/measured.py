@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel, Direction
-from jax_deepcompile.costs.devices import hardware_of, network_of
+from jax_deepcompile.costs.devices import hardware_of, machine_of, network_of
 from jax_deepcompile.costs.entries import CollectiveFit, CopyDirection
-from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.simulation import Simulation
+from jax_deepcompile.costs.streams import Stream
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,12 @@ def costs_of(mesh: Mesh, profile: Profile | None = None) -> CostModel:
     for what, expected, measured in (
         ("device kind", kind, profile.machine.device_kind),
         ("mesh", str(dict(mesh.shape)), str({name: found[name] for name in mesh.axis_names if name in found})),
+        ("network", *(machine.network or _ASSUMED for machine in (machine_of(mesh), profile.machine))),
     ):
         if measured != expected:
             raise errors.ProfileMismatchError(what, expected, measured)
     return MeasuredCostModel(hardware_of(kind), network, profile=profile)
+
+
+_ASSUMED = "400 Gbit/s a GPU"
+"""Between GPUs whose network nobody describes."""

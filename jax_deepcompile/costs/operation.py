@@ -2,75 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
-
 from jax_deepcompile.costs.collective_bytes import sent_bytes
 from jax_deepcompile.costs.cost_model import CostModel, Direction
+from jax_deepcompile.costs.streams import Stream, Timing
 from jax_deepcompile.costs.work import results_of, work_of, written_bytes
 from jax_deepcompile.hlo import opcodes, replica_groups
 from jax_deepcompile.hlo.reader import Computation, Instruction, Module, bytes_of, leaves
-
-
-class Queue(StrEnum):
-    """What runs operations one after another.
-
-    Collectives wait for each other whatever their kind: they share NICs and NVLink, and XLA:GPU issues them on one
-    stream (``AsyncStreamKind`` in xla/backends/gpu/collectives/gpu_clique_key.h); permutations have others.
-    """
-
-    COMPUTE = "compute"
-    NETWORK = "network"
-    PEERS = "peers"
-    TO_HOST = "to host"
-    FROM_HOST = "from host"
-
-
-class Stream(StrEnum):
-    """What an operation belongs to: compute, collectives of one kind, copies in one direction."""
-
-    COMPUTE = "compute"
-    ALL_GATHER = "all-gather"
-    ALL_REDUCE = "all-reduce"
-    ALL_TO_ALL = "all-to-all"
-    BROADCAST = "collective-broadcast"
-    PERMUTE = "collective-permute"
-    RAGGED_ALL_TO_ALL = "ragged-all-to-all"
-    REDUCE_SCATTER = "reduce-scatter"
-    TO_HOST = "to host"
-    FROM_HOST = "from host"
-
-    @property
-    def is_copy(self) -> bool:
-        return self in (Stream.TO_HOST, Stream.FROM_HOST)
-
-    @property
-    def queue(self) -> Queue:
-        """Where its operations wait, for each other and for those of other streams."""
-        if self is Stream.COMPUTE or self.is_copy:
-            return Queue(self.value)
-        return Queue.PEERS if self is Stream.PERMUTE else Queue.NETWORK
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How one operation runs.
-
-    Attributes:
-      stream: where.
-      seconds: how long.
-      kind: its opcode, without ``-start``.
-      bytes: of a collective or copy, as ``CostModel`` counts them; 0 for kernels.
-      is_sync: whether XLA runs it on the compute stream although it is written as asynchronous.
-      sent_bytes: that one device sends to others, in a ring.
-    """
-
-    stream: Stream
-    seconds: float
-    kind: str
-    bytes: int = 0
-    is_sync: bool = False
-    sent_bytes: int = 0
 
 
 def timing_of(module: Module, computation: Computation, instruction: Instruction, costs: CostModel) -> Timing:

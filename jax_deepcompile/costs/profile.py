@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs import frozen_json
@@ -24,7 +24,7 @@ from jax_deepcompile.costs.entries import (
 )
 from jax_deepcompile.summary import Summarized, Summary, size_text
 
-FORMAT = 2
+FORMAT = 3
 """Of the JSON text; a change of any field makes it another."""
 
 Entry = TypeVar("Entry", OpTime, CollectiveFit, CopyFit)
@@ -147,16 +147,6 @@ class Profile(Summarized):
             step=_better(self.step, later.step),
             memory=_better_memory(self.memory, later.memory),
         )
-
-    def require(self, fingerprint: str) -> Self:
-        """This profile, if it is of the program with ``fingerprint``.
-
-        Raises:
-          ProfileMismatchError: it is of another.
-        """
-        if fingerprint != self.fingerprint:
-            raise errors.ProfileMismatchError("program", fingerprint, self.fingerprint)
-        return self
 
     def to_json(self) -> str:
         return frozen_json.dump(_Document(FORMAT, self))

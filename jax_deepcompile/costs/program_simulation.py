@@ -1,10 +1,9 @@
 """Plays a local program on streams, before it is compiled.
 
-The compute stream runs kernels in the order of the program. The others are those of ``simulator``: for each kind of
-collective, for copies in each direction. An operation on them begins as soon as its operands are there and its
-queue has done what comes before it in the program, as a scheduler with memory to spare would have it; the compute
-stream waits for it where a kernel first reads what comes out, and that wait is exposed. What guards a value with an
-``optimization_barrier`` delays it: it is there when all that go through the barrier are.
+The compute stream runs kernels in the order of the program; the others are those of ``player``. An operation on them
+begins as soon as its operands are there and its queue has done what comes before it in the program, as a scheduler with
+memory to spare would have it; the compute stream waits for it where a kernel first reads what comes out. An
+``optimization_barrier`` delays the values that it guards: they are there when all that go through it are.
 
 A loop waits for its constants and stacks, and each trip for what it stacks; what it carries may be under way from trip
 to trip until a kernel reads it. XLA may do better: it moves the reductions of what a trip stacks into the next trip.
@@ -14,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 from jax.extend import core as jex
 
@@ -22,18 +22,16 @@ from jax_deepcompile._jax_compat import name_path, open_jaxpr, scan_counts, user
 from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.costs.combining import Thresholds
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.operation import Queue, Stream, Timing
+from jax_deepcompile.costs.player import Due, Operation, Player, merged
 from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.costs.program_time import combined_timings, timings_of
-from jax_deepcompile.costs.simulation import Event, Loop, Simulation, Totals
+from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
+from jax_deepcompile.costs.streams import Queue, Stream, Timing
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import bodies
 
 _MOST_TRIPS = 8
 """Trips that are played of a loop that comes to no steady state before; those left are taken to be like the last."""
-
-Due: TypeAlias = Mapping[Stream, float]
-"""When the last operation that a value waits for ends, on each stream that has one, in seconds."""
 
 
 def simulate_program(program: Program, costs: CostModel, thresholds: Thresholds | None = None) -> Simulation:
@@ -48,43 +46,26 @@ def simulate_program(program: Program, costs: CostModel, thresholds: Thresholds 
       Seconds, timeline and bytes; names are those of primitives with their places in the jaxprs around them, such as
       ``scan.7/dot_general.3``.
     """
-    player, run = _Player(program, costs, thresholds or Thresholds()), _Run()
-    outputs = player.play(program.jaxpr, [{}] * len(program.inputs), run, "")
-    run.wait(_merged([*outputs, *run.free.values()]))
-    loops, events = tuple(player.loops), tuple(player.events)
+    jaxprs, run = _Jaxprs(program, costs, thresholds or Thresholds()), _Run()
+    outputs = jaxprs.play(program.jaxpr, [{}] * len(program.inputs), run, "")
+    run.wait(merged([*outputs, *run.free.values()]))
+    loops, events = tuple(run.loops), tuple(run.events)
     return Simulation(run.now_s, run.totals, loops, events, memory_of_program(program), is_scheduled=False)
 
 
 @dataclass
-class _Run:
-    """Where the streams are.
+class _Run(Player):
+    """What is being played.
 
     Attributes:
-      now_s: when the compute stream is free.
-      free: when each of the other queues has done all it was given.
       began_s: before which nothing of the current trip begins.
-      trips: how often a step runs what is being played.
-      is_recorded: whether events are kept.
-      totals: sums so far.
     """
 
-    now_s: float = 0.0
-    free: dict[Queue, Due] = field(default_factory=dict)
     began_s: float = 0.0
-    trips: int = 1
-    is_recorded: bool = True
-    totals: Totals = field(default_factory=Totals)
-
-    def wait(self, due: Due) -> None:
-        """Holds the compute stream until all that ``due`` names is done."""
-        for stream, end_s in sorted(due.items(), key=lambda item: item[1]):
-            if end_s > self.now_s:
-                self.totals = self.totals.plus(Totals.of_wait(stream, end_s - self.now_s))
-                self.now_s = end_s
 
     def ends_s(self, results: Sequence[Due]) -> float:
         """When the compute stream is free and ``results`` are there."""
-        return max([self.now_s, *_merged(results).values()])
+        return max([self.now_s, *merged(results).values()])
 
     def late(self, carried: Sequence[Due]) -> list[dict[str, float]]:
         """By how much queues and carried values are behind the compute stream: equal states go on equally."""
@@ -93,16 +74,16 @@ class _Run:
 
 
 @dataclass
-class _Player:
+class _Jaxprs:
+    """Plays jaxprs of a program."""
+
     program: Program
     costs: CostModel
     thresholds: Thresholds
-    events: list[Event] = field(default_factory=list)
-    loops: list[Loop] = field(default_factory=list)
     timings: dict[int, list[Timing | None]] = field(default_factory=dict)
 
     def play(self, jaxpr: Any, operands: Sequence[Due], run: _Run, path: str) -> list[Due]:
-        """Plays a jaxpr whose operands are due as told; tells when its results are."""
+        """Plays a jaxpr whose operands are due at ``operands``; returns when its results are."""
         flat = open_jaxpr(jaxpr)
         timings = self._timings(flat)
         due: dict = dict(zip(flat.invars, operands, strict=True))
@@ -113,7 +94,7 @@ class _Player:
         for place, (eqn, timing) in enumerate(zip(flat.eqns, timings, strict=True)):
             name, given = f"{path}{eqn.primitive.name}.{place}", [read(atom) for atom in eqn.invars]
             if timing is not None:
-                results = [self._issue(eqn, timing, _merged(given), run, name)] * len(eqn.outvars)
+                results = [self._issue(eqn, timing, merged(given), run, name)] * len(eqn.outvars)
             elif eqn.primitive.name == "scan":
                 results = self._scan(eqn, given, run, name)
             elif eqn.primitive.name == "while":
@@ -136,32 +117,18 @@ class _Player:
         """Runs a kernel, or sets another operation under way; tells when what it makes is there."""
         if timing.stream is Stream.COMPUTE and not timing.seconds:
             return operands
-        if timing.stream is Stream.COMPUTE:
-            run.wait(operands)
-            begin_s, after = run.now_s, {}
-            run.now_s = begin_s + timing.seconds
-        else:
-            after = _merged([operands, run.free.get(timing.stream.queue, {})])
-            begin_s = max([run.began_s, *after.values()])
-        due = {**after, timing.stream: begin_s + timing.seconds}
-        if timing.stream is not Stream.COMPUTE:
-            run.free[timing.stream.queue] = due
-        run.totals = run.totals.plus(Totals.of(timing))
-        if run.is_recorded:
-            where = name_path(eqn), user_source(eqn), timing.kind, timing.sent_bytes
-            self.events.append(Event(timing.stream, name, begin_s, due[timing.stream], run.trips, *where))
-        return due
+        return run.play(timing, run.began_s, operands, lambda: Operation(name, name_path(eqn), user_source(eqn)))
 
     def _scan(self, eqn: Any, operands: list[Due], run: _Run, name: str) -> list[Due]:
         num_consts, num_carry = scan_counts(eqn)
         carry, stacks = operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
-        run.wait(_merged([*operands[:num_consts], *stacks]))
+        run.wait(merged([*operands[:num_consts], *stacks]))
 
         def trip(carry: Sequence[Due]) -> list[Due]:
             there: Due = {}
             given = [*[there] * num_consts, *carry, *[there] * len(stacks)]
             results = self.play(eqn.params["jaxpr"], given, run, f"{name}/")
-            run.wait(_merged(results[num_carry:]))
+            run.wait(merged(results[num_carry:]))
             return results[:num_carry]
 
         loop = Loop(name, name_path(eqn), eqn.params["length"], True, 0.0, Totals())
@@ -169,10 +136,10 @@ class _Player:
 
     def _while(self, eqn: Any, trips: int | None, operands: list[Due], run: _Run, name: str) -> list[Due]:
         num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        run.wait(_merged(operands[: num_cond + num_body]))
+        run.wait(merged(operands[: num_cond + num_body]))
 
         def trip(carry: Sequence[Due]) -> list[Due]:
-            run.wait(_merged(self.play(eqn.params["cond_jaxpr"], [*[{}] * num_cond, *carry], run, f"{name}/cond/")))
+            run.wait(merged(self.play(eqn.params["cond_jaxpr"], [*[{}] * num_cond, *carry], run, f"{name}/cond/")))
             return self.play(eqn.params["body_jaxpr"], [*[{}] * num_body, *carry], run, f"{name}/")
 
         loop = Loop(name, name_path(eqn), 1 if trips is None else trips, trips is not None, 0.0, Totals())
@@ -201,34 +168,17 @@ class _Player:
         trip_totals, run.totals = run.totals, totals.plus(run.totals, left)
         run.trips, run.began_s, run.is_recorded = outside
         if run.is_recorded and loop.trip_count:
-            self.loops.append(replace(loop, trip_s=trip_s, trip=trip_totals))
+            run.loops.append(replace(loop, trip_s=trip_s, trip=trip_totals))
         return carried
 
     def _branch(self, eqn: Any, operands: list[Due], run: _Run, name: str) -> list[Due]:
         """The branch that takes longest."""
         run.wait(operands[0])
-        dearest: tuple[_Run, list[Due], list[Event], list[Loop]] | None = None
-        events, loops = self.events, self.loops
-        for number, body in enumerate(bodies(eqn)):
-            self.events, self.loops = [], []
-            branch = replace(run, free=dict(run.free))
-            results = self.play(body, operands[1:], branch, f"{name}/{number}/")
-            if dearest is None or branch.ends_s(results) > dearest[0].ends_s(dearest[1]):
-                dearest = branch, results, self.events, self.loops
-        assert dearest is not None
-        branch, results, seen, inner = dearest
-        self.events, self.loops = events + seen, loops + inner
-        run.now_s, run.free, run.totals = branch.now_s, branch.free, branch.totals
-        return results
 
+        def play(number: int, body: Any, branch: _Run) -> list[Due]:
+            return self.play(body, operands[1:], branch, f"{name}/{number}/")
 
-def _merged(dues: Sequence[Due]) -> Due:
-    """When all of ``dues`` are there."""
-    merged: dict[Stream, float] = {}
-    for due in dues:
-        for stream, end_s in due.items():
-            merged[stream] = max(end_s, merged.get(stream, 0.0))
-    return merged
+        return run.longest([partial(play, *each) for each in enumerate(bodies(eqn))], _Run.ends_s)
 
 
 def _paces(free: Mapping[Queue, Due], run: _Run, began_s: float) -> dict[Queue, float]:

@@ -16,7 +16,7 @@ from jax_deepcompile.analysis.work import COLLECTIVES, PRODUCTS, work_of
 from jax_deepcompile.costs.collective_bytes import sent_bytes
 from jax_deepcompile.costs.combining import Thresholds, combined
 from jax_deepcompile.costs.cost_model import CostModel, Direction
-from jax_deepcompile.costs.operation import Stream, Timing
+from jax_deepcompile.costs.streams import Stream, Timing
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.traversal import bodies
 

@@ -1,4 +1,4 @@
-"""Any step, compiled or traced, judged by the same rule: what it would take on the hardware it is for."""
+"""Any step, compiled or traced, simulated alike: what it would take on the hardware it is for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HasText(Protocol):
 
 
 class HasOptions(Protocol):
-    """What XLA is to be told: a ``Plan``."""
+    """What XLA is compiled with: a ``Plan``."""
 
     def compiler_options(self) -> Mapping[str, bool | int | str | bytes]: ...
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jax_deepcompile.costs.memory import MemoryUse
-from jax_deepcompile.costs.operation import Stream, Timing
+from jax_deepcompile.costs.streams import Stream, Timing
 from jax_deepcompile.summary import Summarized, Summary, size_text
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jax_deepcompile import errors
-from jax_deepcompile.costs.devices import network_of
 from jax_deepcompile.ir.placement import MeshAxes
 
 AxisNames = str | Sequence[str]
@@ -68,17 +67,8 @@ def resolve_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int] | None, fsdp_axes
         missing = next(name for name in _names(data_axes) if name not in sizes)
         raise errors.MeshAxisError(missing, sizes, "data_axes")
     used = tuple(name for name in sizes if name in (*state, *data))
-    axes = MeshAxes(used, tuple(sizes[name] for name in used), latency_bytes=_latency_bytes(mesh))
+    axes = MeshAxes(used, tuple(sizes[name] for name in used))
     return MeshUse(mesh, axes, tuple(name for name in used if name in state), used)
-
-
-def _latency_bytes(mesh: Mesh | AbstractMesh) -> float:
-    """What a device could send while a collective over all of ``mesh`` begins; 0 without a network."""
-    if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform not in ("cuda", "gpu"):
-        return 0.0
-    network = network_of(mesh.devices.flat)
-    group = (mesh.size, min(mesh.size, network.gpus_per_node))
-    return network.ring_s(*group) * network.bus_bytes_per_s(*group)
 
 
 def _names(names: AxisNames) -> tuple[str, ...]:

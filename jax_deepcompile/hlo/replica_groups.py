@@ -44,10 +44,6 @@ class ReplicaGroups:
             self._per_node[gpus_per_node] = int(max(counts, default=1))
         return self._per_node[gpus_per_node]
 
-    def spans_nodes(self, gpus_per_node: int) -> bool:
-        """Whether any group has devices on more than one node."""
-        return any(group and min(group) // gpus_per_node != max(group) // gpus_per_node for group in self.groups)
-
 
 def of(module: Module, collective: Instruction) -> ReplicaGroups:
     """The groups of a collective operation; the pairs of sender and receiver for a ``collective-permute``."""

@@ -160,11 +160,6 @@ class Instruction:
         found = re.search(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found.group(1) if found else ""
 
-    @property
-    def control_predecessors(self) -> tuple[str, ...]:
-        """Instructions that must have run before, though it does not read them."""
-        return tuple(_NAME.findall(self.attribute("control-predecessors") or ""))
-
     @cached_property
     def aliased_operands(self) -> Mapping[Index, tuple[int, Index]]:
         """For a part of the result, the operand (and part of it) whose buffer it must take."""

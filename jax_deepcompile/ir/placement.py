@@ -56,13 +56,11 @@ class MeshAxes:
       sizes: devices along each axis.
       virtual: the axes, last in order, along which there are no more devices but the same ones again, later: iterations
         of a loop over parts of the batch.
-      latency_bytes: what a device could send in the time that a collective takes to begin.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     virtual: tuple[str, ...] = ()
-    latency_bytes: float = 0.0
 
     @property
     def devices(self) -> MeshAxes:

@@ -10,13 +10,18 @@ import jax
 
 from jax_deepcompile import _jax_compat
 from jax_deepcompile.lowering.xla_options import (
+    AUTOTUNE_LEVEL,
     DOUBLE_BUFFERING,
     GATHER_COMBINER,
+    KERNEL_CACHE,
     MEMORY_SLOP,
     OVERLAP_LIMIT,
     REDUCE_COMBINER,
+    SHARD_AUTOTUNING,
     SLICE_FUSION,
     SLOP_PERCENT,
+    TRITON_GEMM,
+    known,
 )
 
 Options = dict[str, bool | int | str | bytes]
@@ -29,7 +34,7 @@ def compile_options(platform: str) -> Options:
     calls are what a tuned compilation chooses for the large ones.
     """
     if platform == "cuda" and not _gpu_attached():
-        return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+        return known({TRITON_GEMM: False, AUTOTUNE_LEVEL: 0})
     return {}
 
 
@@ -41,7 +46,7 @@ def peak_bytes(memory: Any) -> int:
 
 def alone_options(platform: str) -> Options:
     """Options for a compilation that one process of several does by itself: it waits for no other's autotuning."""
-    return {"xla_gpu_shard_autotuning": False} if platform == "cuda" and jax.process_count() > 1 else {}
+    return known({SHARD_AUTOTUNING: False}) if platform == "cuda" and jax.process_count() > 1 else {}
 
 
 def kernel_options(platform: str, kernels: Path | None) -> Options:
@@ -55,7 +60,7 @@ def kernel_options(platform: str, kernels: Path | None) -> Options:
     config: Any = jax.config
     if platform != "cuda" or kernels is None or _gpu_attached() or config.jax_compilation_cache_dir is not None:
         return {}
-    return {"xla_gpu_kernel_cache_file": str(kernels)}
+    return known({KERNEL_CACHE: str(kernels)})
 
 
 def double_buffering() -> Options:

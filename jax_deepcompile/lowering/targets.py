@@ -6,7 +6,6 @@ The CUDA plugin of JAX compiles for a described GPU (``jax.experimental.topologi
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -17,12 +16,10 @@ from jax.sharding import AxisType, Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import cuda_topology_devices
-from jax_deepcompile.costs.devices import kind_with_network
-from jax_deepcompile.costs.hardware import H100_SXM, H200_SXM, Hardware, Network
+from jax_deepcompile.costs.hardware import HARDWARE, Hardware
+from jax_deepcompile.costs.network import Network, describe_network
 from jax_deepcompile.lowering import cuda_compiler
 from jax_deepcompile.summary import Summarized, Summary, size_text
-
-_DESCRIPTION = re.compile(r'^(device_description_str: )"(.*)"$', re.MULTILINE)
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,17 +57,18 @@ class Target(Summarized):
 
     @property
     def devices(self) -> Sequence[Any]:
-        """The GPUs, node by node. Their ``device_kind`` names the network where it is not a DGX's.
+        """The GPUs, node by node. What is simulated on them knows their network.
 
         Raises:
           TargetUnavailableError: JAX's CUDA compiler plugin is not installed, or does not start.
         """
-        config = _DESCRIPTION.sub(lambda found: f'{found[1]}"{kind_with_network(found[2], self.network)}"', self.config)
         topology = f"1x{self.nodes}x{self.network.gpus_per_node}"
         try:
-            return cuda_topology_devices(self.name, config, topology, cuda_compiler.folder())
+            devices = cuda_topology_devices(self.name, self.config, topology, cuda_compiler.folder())
         except (ImportError, RuntimeError, NotImplementedError, ValueError) as error:
             raise errors.TargetUnavailableError(self.name, str(error)) from error
+        describe_network(devices[0].client, self.network)
+        return devices
 
     def make_mesh(self, shape: Sequence[int], names: Sequence[str]) -> Mesh:
         """A mesh of all the GPUs, its minor axes within a node.
@@ -104,19 +102,24 @@ def h100(
     Raises:
       TargetError: a figure that no cluster has.
     """
-    return _target("h100", H100_SXM, nodes, gpus_per_node, nics_per_node, nic_gbps)
+    return _target("h100", nodes, gpus_per_node, nics_per_node, nic_gbps)
 
 
 def h200(
     nodes: int = 1, gpus_per_node: int = 8, *, nics_per_node: int | None = None, nic_gbps: float = 400.0
 ) -> Target:
     """H200 SXM GPUs with 141 GB, as in a DGX H200; arguments as of ``h100``."""
-    return _target("h200", H200_SXM, nodes, gpus_per_node, nics_per_node, nic_gbps)
+    return _target("h200", nodes, gpus_per_node, nics_per_node, nic_gbps)
 
 
-def _target(
-    name: str, hardware: Hardware, nodes: int, gpus_per_node: int, nics_per_node: int | None, nic_gbps: float
+def b200(
+    nodes: int = 1, gpus_per_node: int = 8, *, nics_per_node: int | None = None, nic_gbps: float = 400.0
 ) -> Target:
+    """B200 SXM GPUs with 180 GB, as in a DGX B200; arguments as of ``h100``."""
+    return _target("b200", nodes, gpus_per_node, nics_per_node, nic_gbps)
+
+
+def _target(name: str, nodes: int, gpus_per_node: int, nics_per_node: int | None, nic_gbps: float) -> Target:
     cards = gpus_per_node if nics_per_node is None else nics_per_node
     counts = {"nodes": nodes, "gpus_per_node": gpus_per_node, "nics_per_node": cards}
     for field, value in counts.items():
@@ -125,5 +128,6 @@ def _target(
     if not (isinstance(nic_gbps, int | float) and 0 < nic_gbps < math.inf):
         raise errors.TargetError(name, "nic_gbps", nic_gbps, "a speed in Gbit/s, more than 0")
     config = resources.files("jax_deepcompile.lowering").joinpath("gpus", f"{name}_sxm.txtpb").read_text()
-    network = Network(gpus_per_node=gpus_per_node, nics_per_node=cards, nic_gbps=float(nic_gbps))
+    hardware = HARDWARE[name]
+    network = Network(gpus_per_node, cards, float(nic_gbps), nvlink_bytes_per_s=hardware.nvlink_bytes_per_s)
     return Target(name, config, nodes, hardware, network)

@@ -70,6 +70,7 @@ class _Question:
       mesh: the mesh axes.
       lazy: leave partial sums unsummed where it costs nothing, as who needs them is not known yet.
       may_move: whether activations may move to save bytes of parameters.
+      latency_bytes: what a device could send in the time that a collective takes to begin.
     """
 
     rule: OpRule
@@ -79,6 +80,7 @@ class _Question:
     mesh: MeshAxes
     lazy: bool
     may_move: bool
+    latency_bytes: float
 
 
 def choose_split(
@@ -89,10 +91,11 @@ def choose_split(
     mesh: MeshAxes,
     lazy: bool = False,
     may_move: bool = False,
+    latency_bytes: float = 0.0,
 ) -> Decision:
     """The cheapest legal split of ``eqn``, axis by axis."""
     sizes = tuple(size_of(var.aval) for var in eqn.outvars)
-    question = _Question(rule, tuple(operands), tuple(map(tuple, demands)), sizes, mesh, lazy, may_move)
+    question = _Question(rule, tuple(operands), tuple(map(tuple, demands)), sizes, mesh, lazy, may_move, latency_bytes)
     splits, operand_placements, computed, kept = _answer(question)
     updates_own = any(splits[factor] for factor in rule.updated)
     return Decision(Split(rule, splits), operand_placements, computed, kept, (False,) if updates_own else ())
@@ -351,7 +354,7 @@ def _price(way: _Way, axis: int, question: _Question) -> tuple[float, float, int
         return exposed, moved, launched, computed
     if exposed and _gathers_the_batch(way, axis, question):
         exposed = math.inf  # every device would compute all of it
-    return moved + (_EXPOSED - 1) * exposed + waits * question.mesh.latency_bytes, exposed, launched, computed
+    return moved + (_EXPOSED - 1) * exposed + waits * question.latency_bytes, exposed, launched, computed
 
 
 def _asked(

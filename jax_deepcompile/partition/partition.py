@@ -43,11 +43,14 @@ class Partitioned(Summarized):
         return Summary(f"Partitioned {self.program.name}", (*rows, ("equations", str(len(self.layout.steps)))))
 
 
-def partition_step(program: Program, mesh: AnyMesh, state_axes, batch_axes, microbatches: int = 1) -> Partitioned:
+def partition_step(
+    program: Program, mesh: AnyMesh, state_axes, batch_axes, microbatches: int = 1, latency_bytes: float = 0.0
+) -> Partitioned:
     """Shards a step's state over ``state_axes`` and its batch over ``batch_axes``.
 
     With several microbatches each device's part of the batch is split further, along a virtual axis: the program that
-    comes out says what is done with one microbatch, and sums over that axis are sums over all of them.
+    comes out says what is done with one microbatch, and sums over that axis are sums over all of them. A device could
+    send ``latency_bytes`` in the time that a collective takes to begin.
     """
     if microbatches > 1:
         program = program.replace(mesh=program.mesh.with_loop(_loop_name(mesh), microbatches))
@@ -60,7 +63,7 @@ def partition_step(program: Program, mesh: AnyMesh, state_axes, batch_axes, micr
     whole = program.mesh.replicated()
     outputs = tuple(port.placed(state.get(port.path, whole)) for port in program.outputs)
     state_leaves = tuple(leaf for port, leaf in zip(program.inputs, leaves, strict=True) if port.role.is_state)
-    return _partition(program.replace(inputs=inputs, outputs=outputs), mesh, state_leaves)
+    return _partition(program.replace(inputs=inputs, outputs=outputs), mesh, state_leaves, latency_bytes)
 
 
 def _loop_name(mesh: AnyMesh) -> str:
@@ -87,10 +90,12 @@ def _batch_placement(port: Port, axes: Sequence[str], mesh: MeshAxes) -> Placeme
     return mesh.place({0: (*axes, *mesh.virtual)})
 
 
-def _partition(program: Program, mesh: AnyMesh, leaves: tuple[LeafChoice, ...]) -> Partitioned:
+def _partition(
+    program: Program, mesh: AnyMesh, leaves: tuple[LeafChoice, ...], latency_bytes: float = 0.0
+) -> Partitioned:
     verify(program)
     jaxpr = open_jaxpr(program.jaxpr)
-    layout = Propagator(program.mesh, REGISTRY.find)(
+    layout = Propagator(program.mesh, REGISTRY.find, latency_bytes)(
         jaxpr,
         [port.where for port in program.inputs],
         [port.role is Role.BATCH for port in program.inputs],

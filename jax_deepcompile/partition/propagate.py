@@ -50,10 +50,12 @@ class Propagator:
     Attributes:
       mesh: the axes to partition over.
       find_rule: the rule of an equation.
+      latency_bytes: what a device could send in the time that a collective takes to begin.
     """
 
     mesh: MeshAxes
     find_rule: FindRule
+    latency_bytes: float = 0.0
     _layouts: dict = field(default_factory=dict)
     _rules: dict = field(default_factory=dict)
 
@@ -94,7 +96,7 @@ class Propagator:
 
     def within(self, mesh: MeshAxes) -> Propagator:
         """A propagator with the same rules over fewer axes."""
-        return Propagator(mesh, self.find_rule, {}, self._rules)
+        return Propagator(mesh, self.find_rule, self.latency_bytes, {}, self._rules)
 
     def rule_of(self, eqn: Equation) -> OpRule | RegionRule:
         if id(eqn) not in self._rules:
@@ -270,7 +272,8 @@ class _Sweeps:
         demands = tuple(tuple(self.demands.get(var, ())) for var in eqn.outvars)
         rule = self.propagator.rule_of(eqn)
         if isinstance(rule, OpRule):
-            return choose_split(eqn, rule, operands, demands, self.mesh, self.lazy, self._activations_may_move)
+            may_move, latency_bytes = self._activations_may_move, self.propagator.latency_bytes
+            return choose_split(eqn, rule, operands, demands, self.mesh, self.lazy, may_move, latency_bytes)
         request = Request(
             tuple(self._best_for_region(operand) for operand in operands),
             tuple(operand.batch for operand in operands),

@@ -17,7 +17,7 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options
 from jax_deepcompile.lowering.latencies import Latency, latency_options
-from jax_deepcompile.lowering.xla_options import objection_to
+from jax_deepcompile.lowering.xla_options import known, objection_to
 from jax_deepcompile.planner.shown import expected_rows, plan_rows
 from jax_deepcompile.summary import Summarized, Summary, Text
 from jax_deepcompile.transforms import TRANSFORMS, carry_out, in_order
@@ -154,8 +154,8 @@ class Plan(Summarized):
         return carry_out(base, mesh, self.decisions, until)
 
     def compiler_options(self) -> Options:
-        """All that XLA is told."""
-        return dict(self.options) | latency_options(self.latencies)
+        """All that XLA is told, as far as the installed one knows it."""
+        return known(dict(self.options)) | latency_options(self.latencies)
 
     def to_json(self) -> str:
         data: dict[str, Any] = {"format": FORMAT} | dataclasses.asdict(self)

@@ -7,8 +7,8 @@ waits for compute before it can go on. There each collective is said to take its
 
 from __future__ import annotations
 
-from jax_deepcompile.costs.operation import Queue
 from jax_deepcompile.costs.simulation import Event, Simulation
+from jax_deepcompile.costs.streams import Queue
 from jax_deepcompile.lowering.latencies import Latency
 
 

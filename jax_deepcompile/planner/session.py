@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import keep_executables
-from jax_deepcompile.costs.devices import allocator_bytes_of, has_table, machine_of
+from jax_deepcompile.costs.devices import allocator_bytes_of, machine_of
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
-from jax_deepcompile.costs.hardware import CPU_HOST, Hardware
+from jax_deepcompile.costs.hardware import CPU_HOST, Hardware, known_hardware
 from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.placement import AnyMesh
@@ -99,7 +99,7 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, options: PlanOp
     known = options.profile and options.profile.of_program(fingerprint(program_text(program), machine_of(mesh)))
     planned = _planned(program, mesh, platform, replace(options, profile=known))
     foreign = "; the kernels of the profile are another program's, and not used" * (known is not options.profile)
-    unknown = f"; there is no table for {kind}, and that of an H100 is used" * (not has_table(kind))
+    unknown = f"; there is no table for {kind}, and that of an H100 is used" * (known_hardware(kind) is None)
     return replace(planned, profile=known, origin=planned.origin + foreign + unknown)
 
 
@@ -175,7 +175,7 @@ _HELD_FRACTION = 0.25
 def _environment(mesh: Mesh, platform: str, options: PlanOptions) -> Environment:
     costs = costs_of(mesh, options.profile)
     allocator_bytes = allocator_bytes_of(mesh)
-    own_bytes = _memory_bytes(costs.hardware) if has_table(mesh.devices.flat[0].device_kind) else None
+    own_bytes = _memory_bytes(costs.hardware) if known_hardware(mesh.devices.flat[0].device_kind) else None
     return Environment(mesh, platform, costs, limit_bytes(options.memory_limit, own_bytes, allocator_bytes))
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile.costs.entries import CollectiveFit, CollectiveKind, analytical
 from jax_deepcompile.ir.placement import AnyMesh, attached
-from jax_deepcompile.profilers.memory import device_bytes
+from jax_deepcompile.lowering.compile import peak_bytes
 from jax_deepcompile.profilers.probes import NOT_ATTACHED, ProbeLimits, fit_or_fall_back
 from jax_deepcompile.profilers.timing import median_seconds
 
@@ -60,7 +60,7 @@ def _points(
             sharding=NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
         )
         probe = jax.jit(chain(mesh, kind, axes, repeats), donate_argnums=0).lower(shape).compile()
-        if device_bytes(probe) > limits.limit_bytes:
+        if peak_bytes(probe.memory_analysis()) > limits.limit_bytes:
             return
         yield size_bytes, _median_seconds(probe, shape, limits.runs) / repeats
 

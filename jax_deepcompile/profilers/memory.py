@@ -62,10 +62,3 @@ def fullest_peak(stats: Sequence[Mapping[str, int]], platform: str) -> tuple[int
     if not peaks_bytes:
         return None, analytical(f"the {platform} backend keeps no allocator statistics")
     return max(peaks_bytes), measured(1, "the allocator's high-water mark since the process started")
-
-
-def device_bytes(compiled: Executable) -> int:
-    """XLA's figure for what ``compiled`` takes of a device while it runs, its arguments included."""
-    figures = compiled.memory_analysis()
-    held_bytes = figures.argument_size_in_bytes + figures.output_size_in_bytes - figures.alias_size_in_bytes
-    return held_bytes + figures.temp_size_in_bytes

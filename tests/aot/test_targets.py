@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -12,12 +13,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.costs.devices import network_of
-from jax_deepcompile.costs.hardware import H100_SXM, H200_SXM
+from jax_deepcompile.costs.devices import hardware_of, latency_bytes_of, machine_of, network_of
+from jax_deepcompile.costs.hardware import HARDWARE
 
 pytestmark = pytest.mark.h100_aot
 
@@ -29,14 +30,20 @@ def compiled_gather(mesh):
     return gather.lower(jax.ShapeDtypeStruct((1 << 20, 64), jnp.float32)).compile()
 
 
-@pytest.mark.parametrize(("target", "hardware"), [("h100", H100_SXM), ("h200", H200_SXM)])
-def test_a_target_has_devices_a_hardware_table_and_a_network(target, hardware):
+@pytest.mark.parametrize("target", ["h100", "h200", "b200"])
+def test_a_target_has_devices_hardware_and_a_network(target):
     made = getattr(deepcompile.targets, target)(nodes=3, gpus_per_node=4)
     assert len(made.devices) == made.size == 12
     assert [device.process_index for device in made.devices] == [0] * 4 + [1] * 4 + [2] * 4
-    assert made.hardware is hardware
+    assert made.hardware is HARDWARE[target] is hardware_of(made.devices[0].device_kind)
     assert made.network == network_of(made.devices)
-    assert made.network.nics_per_node == 4
+    assert (made.network.nics_per_node, made.network.nvlink_bytes_per_s) == (4, made.hardware.nvlink_bytes_per_s)
+
+
+@pytest.mark.parametrize("target", ["h100", "h200", "b200"])
+def test_xla_compiles_for_a_target(target):
+    mesh = getattr(deepcompile.targets, target)().make_mesh((8,), ("fsdp",))
+    assert "all-gather" in compiled_gather(mesh).as_text()
 
 
 def test_a_slower_network_is_the_slower_step():
@@ -47,6 +54,27 @@ def test_a_slower_network_is_the_slower_step():
         assert network_of(mesh.devices.flat) == target.network
         seconds.append(deepcompile.simulate(compiled_gather(mesh), mesh).communication_s)
     assert seconds[1] == pytest.approx(8 * seconds[0], rel=0.1)
+
+
+def test_a_collective_begins_after_what_the_network_could_send_meanwhile():
+    target = deepcompile.targets.h100(nodes=2)
+    found = latency_bytes_of(target.make_mesh((16,), ("fsdp",)))
+    assert found == target.network.ring_s(16, 8) * target.network.bus_bytes_per_s(16, 8) > 1 << 20
+    assert latency_bytes_of(jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))) == 0
+    assert latency_bytes_of(AbstractMesh((8,), ("fsdp",))) == 0
+
+
+def test_the_network_is_the_meshs_whatever_mesh_the_devices_are_in():
+    target = deepcompile.targets.h100(nodes=2, nics_per_node=1, nic_gbps=200.0)
+    mesh = target.make_mesh((16,), ("fsdp",))
+    again = Mesh(mesh.devices.reshape(2, 8)[::-1], ("data", "fsdp"))
+    del mesh
+    gc.collect()
+    machine = machine_of(again)
+    assert network_of(again.devices.flat) == target.network
+    assert (machine.device_kind, machine.network) == ("NVIDIA H100 80GB HBM3", "1 x 200 Gbit/s a node")
+    assert "; 1 x 200 Gbit/s a node; jax" in str(machine)
+    assert machine_of(deepcompile.targets.h100(nodes=2).make_mesh((16,), ("fsdp",))).network == ""
 
 
 def test_a_mesh_takes_all_gpus():

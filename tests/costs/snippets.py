@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.hardware import Hardware, Network
+from jax_deepcompile.costs.hardware import Hardware
+from jax_deepcompile.costs.network import Network
 from jax_deepcompile.hlo import reader as hlo
 
 ROUND = Hardware(
@@ -18,10 +19,13 @@ ROUND = Hardware(
     shortest_kernel_s=0.0,
     to_host_bytes_per_s=1e5,
     from_host_bytes_per_s=5e4,
+    nvlink_bytes_per_s=1e5,
 )
 """One second is 1 MB of device memory, 100 kB to the host or 50 kB from it, 1 GFLOP of bf16."""
 
-NETWORK = Network(gpus_per_node=4, nvlink_bytes_per_s=1e5, launch_s=0.0, nvlink_hop_s=0.0, nic_hop_s=0.0)
+NETWORK = Network(
+    gpus_per_node=4, nvlink_bytes_per_s=ROUND.nvlink_bytes_per_s, launch_s=0.0, nvlink_hop_s=0.0, nic_hop_s=0.0
+)
 
 COSTS = CostModel(ROUND, NETWORK)
 

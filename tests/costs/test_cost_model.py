@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jax_deepcompile.costs.cost_model import CostModel, Direction
-from jax_deepcompile.costs.hardware import H100_SXM, H200_SXM, Network
+from jax_deepcompile.costs.hardware import H100_SXM, H200_SXM
+from jax_deepcompile.costs.network import Network
 from tests.costs.snippets import COSTS
 
 pytestmark = pytest.mark.pure

@@ -12,15 +12,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_deepcompile import errors
 from jax_deepcompile.costs import devices
-from jax_deepcompile.costs.devices import allocator_bytes_of, hardware_of, has_table, kind_with_network, network_of
-from jax_deepcompile.costs.hardware import CPU_HOST, H100_SXM, H200_SXM, Network
+from jax_deepcompile.costs.devices import allocator_bytes_of, hardware_of, network_of
+from jax_deepcompile.costs.hardware import B200_SXM, CPU_HOST, H100_SXM, H200_SXM, HARDWARE, known_hardware
+from jax_deepcompile.costs.network import CPU_NETWORK, Network, describe_network
 from jax_deepcompile.costs.tables import KernelTable, fitted_hardware
 
 pytestmark = pytest.mark.pure
 
-HERE = SimpleNamespace(runtime_type="pjrt_c_api")
-DESCRIBED = SimpleNamespace(runtime_type="compile_only_runtime")
+
+class Client:
+    """Of devices of one topology."""
+
+    def __init__(self, runtime_type: str = "compile_only_runtime"):
+        self.runtime_type = runtime_type
+
+
+HERE, DESCRIBED = Client("pjrt_c_api"), Client()
 
 
 def gpu(process: int, kind: str = "NVIDIA H100 80GB HBM3", client=DESCRIBED, **more):
@@ -32,32 +41,39 @@ def gpu(process: int, kind: str = "NVIDIA H100 80GB HBM3", client=DESCRIBED, **m
     [
         ("cpu", CPU_HOST),
         ("NVIDIA H100 80GB HBM3", H100_SXM),
-        ("NVIDIA H200 141GB HBM3e (1 x 400 Gbit/s a node)", H200_SXM),
+        ("NVIDIA H200 141GB HBM3e", H200_SXM),
+        ("NVIDIA B200", B200_SXM),
     ],
 )
-def test_a_kind_has_its_table(kind, hardware):
-    assert hardware_of(kind) is hardware
-    assert has_table(kind)
+def test_a_kind_has_its_entry(kind, hardware):
+    assert hardware_of(kind) is known_hardware(kind) is hardware
 
 
-@pytest.mark.parametrize(("target", "hardware"), [("h100", H100_SXM), ("h200", H200_SXM)])
-def test_jax_is_told_of_the_cudnn_that_xla_compiles_for(target, hardware):
+@pytest.mark.parametrize("target", ["h100", "h200", "b200"])
+def test_xla_compiles_for_the_memory_and_the_cudnn_of_the_entry(target):
     text = resources.files("jax_deepcompile.lowering").joinpath("gpus", f"{target}_sxm.txtpb").read_text()
     major, minor, patch = map(
         int, re.findall(r"dnn_version_info \{ major: (\d+) minor: (\d+) patch: (\d+) \}", text)[0]
     )
-    assert hardware.cudnn_version == 10_000 * major + 100 * minor + patch
+    assert HARDWARE[target].cudnn_version == 10_000 * major + 100 * minor + patch
+    assert f"device_memory_size: {HARDWARE[target].memory_bytes}\n" in text
 
 
-def test_another_gpu_is_taken_for_an_h100():
-    assert hardware_of("NVIDIA A100-SXM4-40GB") is H100_SXM
-    assert not has_table("NVIDIA A100-SXM4-40GB")
+@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-40GB", "NVIDIA GH200 480GB", "NVIDIA GB200"])
+def test_another_gpu_is_taken_for_an_h100_aloud_and_once(kind):
+    sentence = (
+        f"nothing is known of {kind}: what programs take on it is simulated as on one H100 SXM.* B200 SXM; add it"
+    )
+    with pytest.warns(errors.UnknownHardwareWarning, match=sentence):
+        assert hardware_of(kind) is H100_SXM
+    assert hardware_of(kind) is H100_SXM
+    assert known_hardware(kind) is None
 
 
 def test_what_was_measured_on_such_a_device_goes_before_what_was_published(monkeypatch):
     table = KernelTable("NVIDIA H200 141GB HBM3e", "2026-01-01", (), kernel_launch_s=2e-6, shortest_kernel_s=4e-6)
     monkeypatch.setattr(devices, "stored_tables", lambda: (table,))
-    assert hardware_of("NVIDIA H200 141GB HBM3e (1 x 400 Gbit/s a node)") == fitted_hardware(H200_SXM, table)
+    assert hardware_of("NVIDIA H200 141GB HBM3e") == fitted_hardware(H200_SXM, table)
     assert hardware_of("NVIDIA H100 80GB HBM3") is H100_SXM
 
 
@@ -74,22 +90,32 @@ def test_described_gpus_are_all_of_one_slice_yet_not_of_one_node():
     assert network_of([gpu(index // 8, slice_index=0) for index in range(16)]).gpus_per_node == 8
 
 
-def test_a_card_of_400_gbit_a_gpu_goes_without_saying():
-    assert kind_with_network("NVIDIA H100 80GB HBM3", Network(4, nics_per_node=4)) == "NVIDIA H100 80GB HBM3"
+def test_nvlink_is_that_of_the_gpus():
+    assert network_of([gpu(0, "NVIDIA B200")] * 8) == Network(8, 8, nvlink_bytes_per_s=B200_SXM.nvlink_bytes_per_s)
+    assert network_of([gpu(0, "cpu")] * 8) == CPU_NETWORK
 
 
 @given(st.integers(1, 16), st.integers(1, 16), st.sampled_from([25.0, 100.0, 200.0, 400.0, 800.0, 12.5]))
-def test_the_kind_names_any_other_network(gpus_per_node, cards, speed_gbps):
+def test_described_gpus_have_the_network_of_their_target(gpus_per_node, cards, speed_gbps):
     network = Network(gpus_per_node, nics_per_node=cards, nic_gbps=speed_gbps)
-    kind = kind_with_network("NVIDIA H100 80GB HBM3", network)
-    assert network_of([gpu(index // gpus_per_node, kind) for index in range(2 * gpus_per_node)]) == network
+    client, other = Client(), Client()
+    describe_network(client, network)
+    devices = [gpu(index // gpus_per_node, client=client) for index in range(2 * gpus_per_node)]
+    assert network_of(devices) == network_of(reversed(devices)) == network
+    assert network_of([gpu(0, client=other)]) == Network(1, 1)
+
+
+@pytest.mark.parametrize(("cards", "share"), [(8, 2), (4, 1), (1, 1)])
+def test_gpus_that_are_a_part_of_each_node_have_their_share_of_its_cards(cards, share):
+    client = Client()
+    describe_network(client, Network(8, nics_per_node=cards))
+    devices = [gpu(process, client=client) for process in (0, 0, 1, 1)]
+    assert network_of(devices) == Network(2, nics_per_node=share)
 
 
 def with_allocator(limit: int | None, platform: str = "gpu", process: int = 0):
     stats = None if limit is None else {"bytes_limit": limit}
-    return SimpleNamespace(
-        platform=platform, process_index=process, client=SimpleNamespace(), memory_stats=lambda: stats
-    )
+    return SimpleNamespace(platform=platform, process_index=process, client=HERE, memory_stats=lambda: stats)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.hardware import Network
 from jax_deepcompile.costs.memory import memory_of
-from jax_deepcompile.costs.operation import Stream
+from jax_deepcompile.costs.network import Network
 from jax_deepcompile.costs.simulator import Simulation, simulate
+from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.hlo import reader as hlo
 from jax_deepcompile.lowering.compile import compile_options
 from models import gpt2, llama, mixtral

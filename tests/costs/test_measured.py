@@ -25,11 +25,11 @@ from jax_deepcompile.costs.entries import (
     Source,
     analytical,
 )
-from jax_deepcompile.costs.measured import MeasuredCostModel
+from jax_deepcompile.costs.measured import MeasuredCostModel, costs_of
 from jax_deepcompile.costs.memory import MemoryUse
-from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.simulation import Event, Simulation, Totals
+from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.planner.session import Wishes, plan_program
 from tests.transforms.programs import sharded, stack_loss, stack_shapes
@@ -123,8 +123,8 @@ def test_a_step_is_planned_by_its_own_profile():
     assert "measured step" not in again.explain()
     assert "not measured, left to the tables: allocator peak" in again.explain()
     compiled = again.lower().compile()
-    judged = deepcompile.simulate(compiled, step.mesh, taken.profile)
-    assert judged.compute_s == pytest.approx(measured_s, rel=0.02)
+    by_profile = deepcompile.simulate(compiled, step.mesh, taken.profile)
+    assert by_profile.compute_s == pytest.approx(measured_s, rel=0.02)
     assert deepcompile.simulate(again, step.mesh, taken.profile).compute_s > 0
     assert deepcompile.simulate(compiled, step.mesh).compute_s != pytest.approx(measured_s, rel=1e-9)
 
@@ -146,11 +146,19 @@ def test_kernels_of_another_program_are_not_planned_by():
 
 
 @pytest.mark.cpu_mesh
-def test_a_step_is_judged_by_measured_collectives():
+def test_a_step_is_simulated_by_measured_collectives():
     program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
     fits = tuple(CollectiveFit(kind, ("fsdp",), FIT, MEASURED) for kind in CollectiveKind)
     compiled = lower(program, mesh, "cpu").compile()
-    judged = deepcompile.simulate(compiled, mesh, Profile("0", machine_of(mesh), collectives=fits))
-    assert judged.communication_s > 20 * deepcompile.simulate(compiled, mesh).communication_s
+    by_profile = deepcompile.simulate(compiled, mesh, Profile("0", machine_of(mesh), collectives=fits))
+    assert by_profile.communication_s > 20 * deepcompile.simulate(compiled, mesh).communication_s
     with pytest.raises(errors.ProfileMismatchError, match="the profile is of another device kind"):
         deepcompile.simulate(compiled, mesh, PROFILE)
+
+
+@pytest.mark.cpu_mesh
+def test_a_profile_of_another_network_is_refused():
+    _, mesh = sharded(stack_loss, {"stack": stack_shapes()})
+    elsewhere = Profile("0", replace(machine_of(mesh), network="1 x 400 Gbit/s a node"))
+    with pytest.raises(errors.ProfileMismatchError, match="another network: expected 400 Gbit/s a GPU, found 1 x 400"):
+        costs_of(mesh, elsewhere)

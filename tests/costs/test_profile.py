@@ -237,9 +237,3 @@ def test_another_machine_is_refused(machine: Machine):
         f"the profile is of another machine: expected NVIDIA H100 (data=4 on 4 hosts, fsdp=8; jax 0.10.2), found "
         f"{machine}. Take a profile of this machine; without one, costs come from the analytical model."
     )
-
-
-def test_a_profile_of_another_program_is_refused():
-    assert PROFILE.require("a" * 32) is PROFILE
-    with pytest.raises(errors.ProfileMismatchError, match=r"of another program: expected bbb, found aaa"):
-        PROFILE.require("bbb")

@@ -18,8 +18,8 @@ from jax import lax
 import jax_deepcompile as deepcompile
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.costs.combining import Thresholds
-from jax_deepcompile.costs.operation import Queue, Stream
 from jax_deepcompile.costs.program_simulation import simulate_program
+from jax_deepcompile.costs.streams import Queue, Stream
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Port, Program, Role, View
 from models import llama

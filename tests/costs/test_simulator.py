@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jax_deepcompile import errors
-from jax_deepcompile.costs.operation import Queue, Stream
 from jax_deepcompile.costs.simulator import simulate
+from jax_deepcompile.costs.streams import Queue, Stream
 from jax_deepcompile.hlo import opcodes
 from jax_deepcompile.hlo import reader as hlo
 from tests.costs.snippets import ADDER, COSTS, GROUPS, module
@@ -224,7 +224,7 @@ def test_an_unknown_operation_is_named():
         simulate(module("%x = f32[] parameter(0)\n%q = f32[] quantum-leap(%x)"), COSTS)
     assert str(raised.value) == (
         "the compiled program has the operation quantum-leap (%q), which this version of jax_deepcompile cannot time: "
-        "it may be newer than XLA's of JAX 0.12. Add it to jax_deepcompile/lowering/opcodes.py."
+        "it may be newer than XLA's of JAX 0.12. Add it to jax_deepcompile/hlo/opcodes.py."
     )
 
 

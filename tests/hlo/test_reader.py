@@ -87,7 +87,7 @@ def test_attributes(module: hlo.Module):
     _, _, fusion, gemm, got, out = module.entry.instructions
     assert module.body(fusion).name == "fused_add"
     assert fusion.config == {"fusion_backend_config": {"kind": "__triton"}}
-    assert fusion.control_predecessors == ("x", "y")
+    assert fusion.attribute("control-predecessors") == "{%x, %y}"
     assert (gemm.target, gemm.aliased_operands) == ("__cublas$lt$matmul", {(0,): (1, ())})
     assert (got.number, out.operands, out.called, gemm.config) == (0, ("got", "x"), (), {})
 

@@ -40,19 +40,17 @@ def test_other_forms_are_refused(text: str):
 
 
 @pytest.mark.parametrize(
-    ("text", "gpus_per_node", "ranks", "spans"),
+    ("text", "gpus_per_node", "ranks"),
     [
-        ("[1,32]<=[32]", 8, 8, True),
-        ("[1,32]<=[32]", 32, 32, False),
-        ("[4,8]<=[32]", 8, 8, False),
-        ("[8,4]<=[4,8]T(1,0)", 8, 1, True),
-        ("[2,16]<=[32]", 8, 8, True),
+        ("[1,32]<=[32]", 8, 8),
+        ("[1,32]<=[32]", 32, 32),
+        ("[4,8]<=[32]", 8, 8),
+        ("[8,4]<=[4,8]T(1,0)", 8, 1),
+        ("[2,16]<=[32]", 8, 8),
     ],
 )
-def test_nodes(text: str, gpus_per_node: int, ranks: int, spans: bool):
-    groups = replica_groups.parse(text, 32)
-    assert groups.ranks_per_node(gpus_per_node) == ranks
-    assert groups.spans_nodes(gpus_per_node) == spans
+def test_nodes(text: str, gpus_per_node: int, ranks: int):
+    assert replica_groups.parse(text, 32).ranks_per_node(gpus_per_node) == ranks
 
 
 def test_of_an_instruction():

@@ -11,8 +11,10 @@ from flax import linen as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.partition.partition import partition_step
 from tests.equality.harness import MESHES, assert_close
 from tests.partition.steps import FLAT, HYBRID, SUM, lines, mlp, moves, shapes, squares, trace_training, training_step
 
@@ -96,6 +98,13 @@ class TestWhatMoves:
         products = lines(traced.sharded, ("dot_general",))
         assert not any(product.startswith("dot_general f32[16,250] f32[250,250]") for product in products)
         assert traced.partitioned.layout.moves_activations
+
+    @pytest.mark.parametrize(("latency_bytes", "moves_activations"), [(0.0, True), (4.0 * W * W, False)])
+    def test_latency_counts_for_what_compute_waits_for(self, latency_bytes: float, moves_activations: bool):
+        program, axes = trace_training(mlp, LAYERS, batch(16)).program, ("fsdp",)
+        mesh = AbstractMesh((8,), axes, axis_types=(AxisType.Auto,))
+        partitioned = partition_step(program, mesh, axes, axes, latency_bytes=latency_bytes)
+        assert partitioned.layout.moves_activations is moves_activations
 
 
 @pytest.mark.h100_aot

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from jax_deepcompile import targets
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation, Totals
 from jax_deepcompile.costs.simulator import simulate
+from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.lowering.compile import combiner_options, compile_options, double_buffering
 from jax_deepcompile.lowering.latencies import Latency, latency_options

@@ -13,7 +13,7 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.operation import Stream
+from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.planner import search as search_module
 from jax_deepcompile.planner.candidate import Candidate, Environment, evaluate

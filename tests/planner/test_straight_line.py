@@ -13,10 +13,10 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.costs.program_time import EquationTime
 from jax_deepcompile.costs.simulation import Loop, Totals
+from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.layers import pipelined
 from jax_deepcompile.planner.plan import Plan

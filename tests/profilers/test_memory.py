@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jax_deepcompile.costs.entries import Method
+from jax_deepcompile.lowering.compile import peak_bytes
 from jax_deepcompile.profilers import memory
 
 
@@ -29,7 +30,7 @@ def test_buffer_assignment_of_one_device():
     assert figures is not None
     block_bytes = 64 * 256 * 4 // 8
     assert (figures.argument_bytes, figures.output_bytes, figures.alias_bytes) == (block_bytes,) * 3
-    assert figures.device_bytes == block_bytes + figures.temp_bytes == memory.device_bytes(compiled_on(mesh))
+    assert figures.device_bytes == block_bytes + figures.temp_bytes == peak_bytes(compiled_on(mesh).memory_analysis())
     assert str(figures.source) == "compiled: XLA's buffer assignment"
     assert block_bytes <= max(figures.live_bytes) <= figures.device_bytes + 8
 

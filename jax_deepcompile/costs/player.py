@@ -1,0 +1,113 @@
+"""Plays operations on streams: what both simulators share, of compiled programs and of those still to be compiled.
+
+The compute stream runs kernels one after another. Collectives of each kind, and copies in each direction between device
+and host, have a stream of their own; streams that share a queue, as all collectives but permutations do, wait for each
+other. What the compute stream waits for them is exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeAlias, TypeVar
+
+from jax_deepcompile.costs.simulation import Event, Loop, Totals
+from jax_deepcompile.costs.streams import Queue, Stream, Timing
+
+T = TypeVar("T")
+
+Due: TypeAlias = Mapping[Stream, float]
+"""When the last operation that a value waits for ends, on each stream that has one, in seconds."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the timeline says of an operation; see ``Event``."""
+
+    name: str
+    op_name: str
+    source: str
+
+
+@dataclass
+class Player:
+    """Where the streams are, and what they have played.
+
+    Attributes:
+      now_s: when the compute stream is free.
+      free: when each of the other queues has done all it was given.
+      trips: how often a step runs what is being played.
+      loop: the innermost loop that it is in, by name; empty where events do not say.
+      is_recorded: whether events and loops are kept.
+      totals: sums so far.
+      events, loops: what has been played.
+    """
+
+    now_s: float = 0.0
+    free: dict[Queue, Due] = field(default_factory=dict)
+    trips: int = 1
+    loop: str = ""
+    is_recorded: bool = True
+    totals: Totals = field(default_factory=Totals)
+    events: list[Event] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
+
+    def play(self, timing: Timing, earliest_s: float, operands: Due, operation: Callable[[], Operation]) -> Due:
+        """Runs a kernel, or sets another operation under way; tells when what it makes is there.
+
+        Args:
+          timing: how it runs.
+          earliest_s: before which nothing but a kernel begins.
+          operands: what it waits for.
+          operation: what to record of it.
+        """
+        stream = timing.stream
+        if stream is Stream.COMPUTE:
+            self.wait(operands)
+            begin_s, after = self.now_s, {}
+            self.now_s = begin_s + timing.seconds
+        else:
+            after = merged([operands, self.free.get(stream.queue, {})])
+            begin_s = max([earliest_s, *after.values()])
+        due = {**after, stream: begin_s + timing.seconds}
+        if stream is not Stream.COMPUTE:
+            self.free[stream.queue] = due
+        self.totals = self.totals.plus(Totals.of(timing))
+        if self.is_recorded:
+            recorded = operation()
+            where = recorded.op_name, recorded.source, timing.kind, timing.sent_bytes, self.loop
+            self.events.append(Event(stream, recorded.name, begin_s, due[stream], self.trips, *where))
+        return due
+
+    def wait(self, due: Due) -> None:
+        """Holds the compute stream until all that ``due`` names is done."""
+        for stream, end_s in sorted(due.items(), key=lambda item: item[1]):
+            if end_s > self.now_s:
+                self.totals = self.totals.plus(Totals.of_wait(stream, end_s - self.now_s))
+                self.now_s = end_s
+
+    def longest(self, branches: Iterable[Callable[[Self], T]], end_s: Callable[[Self, T], float]) -> T:
+        """Plays that one of ``branches`` which ends last by ``end_s``, and returns what it returns."""
+        played = []
+        for play in branches:
+            branch = replace(self, free=dict(self.free), events=[], loops=[])
+            played.append((branch, play(branch)))
+        branch, result = max(played, key=lambda each: end_s(*each))
+        self.now_s, self.free, self.totals = branch.now_s, branch.free, branch.totals
+        self.events += branch.events
+        self.loops += branch.loops
+        return result
+
+    @property
+    def ended_s(self) -> float:
+        """When every stream is done."""
+        return max([self.now_s, *merged(self.free.values()).values()])
+
+
+def merged(dues: Iterable[Due]) -> Due:
+    """When all of ``dues`` are there."""
+    latest: dict[Stream, float] = {}
+    for due in dues:
+        for stream, end_s in due.items():
+            latest[stream] = max(end_s, latest.get(stream, 0.0))
+    return latest

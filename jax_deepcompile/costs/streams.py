@@ -1,0 +1,67 @@
+"""Streams that the operations of a step run on, and how one of them runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Queue(StrEnum):
+    """What runs operations one after another.
+
+    Collectives wait for each other whatever their kind: they share NICs and NVLink, and XLA:GPU issues them on one
+    stream (``AsyncStreamKind`` in xla/backends/gpu/collectives/gpu_clique_key.h); permutations have others.
+    """
+
+    COMPUTE = "compute"
+    NETWORK = "network"
+    PEERS = "peers"
+    TO_HOST = "to host"
+    FROM_HOST = "from host"
+
+
+class Stream(StrEnum):
+    """What an operation belongs to: compute, collectives of one kind, copies in one direction."""
+
+    COMPUTE = "compute"
+    ALL_GATHER = "all-gather"
+    ALL_REDUCE = "all-reduce"
+    ALL_TO_ALL = "all-to-all"
+    BROADCAST = "collective-broadcast"
+    PERMUTE = "collective-permute"
+    RAGGED_ALL_TO_ALL = "ragged-all-to-all"
+    REDUCE_SCATTER = "reduce-scatter"
+    TO_HOST = "to host"
+    FROM_HOST = "from host"
+
+    @property
+    def is_copy(self) -> bool:
+        return self in (Stream.TO_HOST, Stream.FROM_HOST)
+
+    @property
+    def queue(self) -> Queue:
+        """Where its operations wait, for each other and for those of other streams."""
+        if self is Stream.COMPUTE or self.is_copy:
+            return Queue(self.value)
+        return Queue.PEERS if self is Stream.PERMUTE else Queue.NETWORK
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How one operation runs.
+
+    Attributes:
+      stream: where.
+      seconds: how long.
+      kind: its opcode, without ``-start``.
+      bytes: of a collective or copy, as ``CostModel`` counts them; 0 for kernels.
+      is_sync: whether XLA runs it on the compute stream although it is written as asynchronous.
+      sent_bytes: that one device sends to others, in a ring.
+    """
+
+    stream: Stream
+    seconds: float
+    kind: str
+    bytes: int = 0
+    is_sync: bool = False
+    sent_bytes: int = 0
