@@ -9,7 +9,14 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, without_barriers
+from jax_deepcompile.analysis.dataflow import (
+    free_variables,
+    needed_for,
+    reached_from,
+    slim_barriers,
+    with_names,
+    without_barriers,
+)
 from jax_deepcompile.analysis.gathers import find_gathers, first_uses, outermost
 from jax_deepcompile.analysis.leading import collectives_along_leading_dimension
 from jax_deepcompile.analysis.loops import find_loops
@@ -46,6 +53,15 @@ def test_barriers_lose_what_nobody_reads_but_those_of_two_stay():
     two = traced(lambda x, y: lax.optimization_barrier((x, y))[0] + 1, (4,), (4,))
     assert [len(eqn.invars) for eqn in slim_barriers(two.eqns, two.outvars)] == [2, 2]
     assert names(without_barriers(three).eqns) == ["add"]
+
+
+def test_what_is_read_by_another_name_is_not_made():
+    jaxpr = traced(lambda x: (jnp.sin(x + 1.0), jnp.cos(x)), (4,))
+    sine, cosine = jaxpr.outvars
+    after = with_names(jaxpr, {sine: cosine})
+    assert names(after.eqns) == ["cos"]
+    assert after.outvars == [cosine, cosine]
+    assert names(with_names(jaxpr, {}).eqns) == names(jaxpr.eqns)
 
 
 def test_gathers_of_inputs_are_found_and_those_of_results_are_not():
