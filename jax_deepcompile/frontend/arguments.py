@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import ArrayImpl
-from jax_deepcompile.ir.program import Port, Role
+from jax_deepcompile.ir.program import Port
 
 
 def place(
@@ -140,10 +140,10 @@ def refuse_deleted(args: tuple, ports: Sequence[Port], function: str) -> None:
             raise errors.StateDonatedError(function, port.path, leaf.shape, str(leaf.dtype), port.role.is_state)
 
 
-def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], roles: Sequence[Role]) -> tuple:
+def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], ports: Sequence[Port]) -> tuple:
     """``args`` without their values, with the shardings of a call's: that finds what was compiled ahead of time."""
     leaves, tree = jax.tree.flatten(args)
-    return jax.tree.unflatten(tree, map(_shape_only, leaves, targets, roles))
+    return jax.tree.unflatten(tree, map(_shape_only, leaves, targets, ports))
 
 
 def _is_deleted(leaf: Any) -> bool:
@@ -168,8 +168,8 @@ def _placed(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, 
     return leaf
 
 
-def _shape_only(leaf: Any, target: NamedSharding | None, role: Role) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct) and role.is_state and leaf.sharding is None:
+def _shape_only(leaf: Any, target: NamedSharding | None, port: Port) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct) and port.role.is_state and leaf.sharding is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
     if not isinstance(leaf, (jax.Array, np.ndarray)):
         return leaf

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,29 +44,27 @@ class Roles:
             raise errors.StateAndBatchError(both)
         return roles
 
-    def signature(
-        self, name: str, step: PureStep, args: tuple, kwargs: dict, returned: Callable[[Signature], Returned]
-    ) -> Signature:
-        """Roles of the pure step's arguments.
+    def signature(self, name: str, call: PureCall, returned: Callable[[Signature], Returned]) -> Signature:
+        """Roles of a call's arguments.
 
         The batch is the first argument with examples that is neither state nor parameters nor a random key, and the
-        others with as many, such as labels; or what more arguments have as many examples as. What is returned anew is
-        state where it cannot be told from a batch by its looks.
+        others with as many, such as labels; or what more arguments have as many examples as. What is passed under any
+        name is batch if it has as many examples, or if no positional argument has any. What is returned anew is state
+        where it cannot be told from a batch by its looks.
 
         Args:
           name: of the user's step.
-          step: the pure step.
-          args: its positional arguments.
-          kwargs: its other arguments: batch if they have as many examples, or if no positional one has any.
+          call: of the pure step.
           returned: what the step returns, by what is known of its arguments; asked in case of doubt.
 
         Raises:
           ArgnumsError: a position is named that the step has no argument for.
           LeafTypeError: a leaf is neither an array nor a number.
         """
+        step, args = call.step, call.args
         self._refuse_missing(step)
         unknown = Signature(name, names=tuple(argument.name for argument in step.arguments))
-        input_ports(args, kwargs, unknown)  # refuses leaves that are neither arrays nor numbers
+        input_ports(args, call.kwargs, unknown)  # refuses leaves that are neither arrays nor numbers
         known = _Known(step, args, functools.cache(lambda: returned(unknown)))
         signature = self._with_state(unknown, known)
         rest = known.with_examples(without=signature.held)
@@ -78,8 +76,33 @@ class Roles:
         if self.state is None:
             parameters = {*signature.parameters, *like}.difference(batch)
             signature = replace(signature, parameters=tuple(sorted(parameters)))
-        keywords = _keywords(kwargs, [args[index] for index in batch]) if self.batch is None else ()
-        return replace(signature, batch=tuple(batch), keywords=keywords)
+        keywords = _keywords(call.kwargs, [args[index] for index in batch]) if self.batch is None else ()
+        signature = replace(signature, batch=tuple(batch), keywords=keywords)
+        return replace(signature, reasons=tuple(self._reasons(signature, call)))
+
+    def _reasons(self, signature: Signature, call: PureCall) -> Iterator[tuple[str, str]]:
+        """Why each argument is what it is, for people to read."""
+        asked_state, asked_batch = self.state is not None, self.batch is not None
+        for index, argument in enumerate(call.step.arguments):
+            if argument.place is None:
+                reason = "NNX objects"
+            elif index in signature.held and asked_state:
+                reason = "named in state_argnums"
+            elif argument.has_optimizer and index in signature.held:
+                reason = "holds the state of an optax optimizer"
+            elif index in signature.networks:
+                reason = "the first argument that may be state"
+            elif index in signature.parameters:
+                reason = "looks like parameters, or is returned anew"
+            elif index in signature.batch:
+                reason = "named in batch_argnums" if asked_batch else _examples_text(call.args[index])
+            elif argument.is_key or argument.is_number:
+                reason = "a random key" if argument.is_key else "a number"
+            else:
+                reason = "neither state nor as long as the batch"
+            yield argument.name, reason
+        for name, arg in call.kwargs.items():
+            yield name, _examples_text(arg) if name in signature.keywords else "not as long as the batch"
 
     def refuse_ambiguous(self, call: PureCall, signature: Signature, rows: NamedSharding) -> None:
         """Raises AmbiguousRowsError if an argument may be this process's rows, or the same in all processes.
@@ -239,6 +262,10 @@ def _positions(parameter: str, argnums: int | Sequence[int] | None) -> tuple[int
     if any(position < 0 for position in positions):
         raise errors.ArgnumsError(parameter, argnums)
     return positions
+
+
+def _examples_text(arg: Any) -> str:
+    return f"{' or '.join(map(str, sorted(examples(arg))))} examples"
 
 
 def _most_common(args: Sequence[Any]) -> set[int]:

@@ -29,6 +29,7 @@ class Signature:
       batch: positions of the batch arguments, whose leaves have examples unless they are scalars.
       keywords: names of those of the other arguments that are batch too.
       names: the name of every positional argument.
+      reasons: pairs (name, why it is taken for what it is) of all arguments, for people to read.
       trains: whether what is state is beyond doubt: it was named, is in objects, or an optimizer's state is there.
     """
 
@@ -40,6 +41,7 @@ class Signature:
     batch: tuple[int, ...] = ()
     keywords: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    reasons: tuple[tuple[str, str], ...] = ()
     trains: bool = False
 
     @property

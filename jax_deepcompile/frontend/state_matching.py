@@ -14,6 +14,7 @@ import jax
 
 from jax_deepcompile import errors
 from jax_deepcompile.frontend.signature import Signature, port_of
+from jax_deepcompile.ir.lineage import Lineage
 from jax_deepcompile.ir.program import Role
 
 
@@ -23,11 +24,11 @@ class Returned:
 
     Attributes:
       shape: of it, as a pytree.
-      carried: for every leaf the leaves of the step's arguments that it carries on, as the bits of a number.
+      lineage: what its leaves come from.
     """
 
     shape: Any
-    carried: tuple[int, ...]
+    lineage: Lineage
 
 
 def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tuple[tuple[int, int], ...]:
@@ -173,7 +174,7 @@ class _Found:
         """Whether most of the argument's arrays, or numbers if it has no arrays, live on in ``sub``."""
         leaves = [port_of("", Role.OTHER, leaf).shape for leaf in jax.tree.leaves(self._args[position])]
         counted = [index for index, shape in enumerate(leaves) if shape] or list(range(len(leaves)))
-        start, carried = self._start(position), self._returned.carried
+        start, carried = self._start(position), self._returned.lineage.carried
         kept = sum(carried[sub.leaves[index]] >> (start + index) & 1 for index in counted)
         return 2 * kept > len(counted) or not counted
 

@@ -146,7 +146,8 @@ def test_explain_reads_the_same_printed_and_shown(traced):
     for told in (stage.explain(), step.explain(), stage.plan().diff(stage.plan().replace(unsharded=(1,)))):
         assert isinstance(told, str)
         assert repr(told) == str(told) == "".join(told)
-    assert "state: state; batch: tokens" in stage.explain()
+    assert "  state: state, donated: " in stage.explain()
+    assert "  tokens: batch: 16 examples\n" in stage.explain()
     assert "\\n" not in repr(stage.explain())
 
 
