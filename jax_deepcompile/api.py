@@ -93,8 +93,9 @@ def shard(
       profile: measured times to plan by; by default tables for the device.
       plan: decisions to carry out as they are, such as another run's ``step.plan(...)``.
       cache_dir: a folder that keeps plans between runs, and executables if nobody else can write them.
-      donate: reuse the memory of the state passed in for the one returned. Without an optimizer's state only of what
-        ``state_argnums`` names or cannot be mistaken: gradients look like new parameters.
+      donate: reuse the memory of the state passed in for the one returned. Gradients look like new parameters; without
+        an optax optimizer's state it is done for what ``state_argnums`` names, and for what has leaves that no gradient
+        has, such as counts, or moments and averages kept by hand. ``explain()`` says what is donated, and why.
 
     Returns:
       A ``ShardedStep``, or a decorator that makes one.

@@ -54,10 +54,9 @@ def donations(
         elif reason := next(filter(None, (_no_gradient(ports[leaf]) or evidence.get(leaf) for leaf in leaves)), None):
             found[position] = Donation(True, f"returned anew: {reason}")
         else:
-            remedy = f"state_argnums={call.step.arguments[position].place} donates it"
-            found[position] = Donation(
-                False, f"its gradients may be what is returned; if it is the next state, {remedy}"
-            )
+            place = call.step.arguments[position].place
+            reason = f"what is returned may be its gradients; state_argnums={place} says that it is the next state"
+            found[position] = Donation(False, reason)
     return found
 
 

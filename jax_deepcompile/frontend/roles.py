@@ -93,7 +93,7 @@ class Roles:
             elif index in signature.networks:
                 reason = "the first argument that may be state"
             elif index in signature.parameters:
-                reason = "looks like parameters, or is returned anew"
+                reason = "like the parameters of a model"
             elif index in signature.batch:
                 reason = "named in batch_argnums" if asked_batch else _examples_text(call.args[index])
             elif argument.is_key or argument.is_number:

@@ -113,8 +113,9 @@ class _Found:
         for position in self.most_leaves_first(positions):
             carried = self._carrying(position)
             alike = [other for other in positions if other not in self._found and self._are_alike(position, other)]
-            rivals = sum(bool(self._carrying(other)) for other in alike)
-            if carried and not (all_of_a_kind and len(carried) < rivals):
+            rivals = [found for other in alike if (found := self._carrying(other))]
+            values = {sub.leaves for found in rivals for sub in found}
+            if carried and not (all_of_a_kind and len(values) < len(rivals)):
                 self._found[position] = carried[0]
 
     def refuse_changed(self, position: int, signature: Signature, carried: bool = False) -> None:

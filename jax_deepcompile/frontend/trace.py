@@ -93,7 +93,7 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
     reasons, donated = dict(signature.reasons), []
     for position, donation in donations(call, signature, ports, dict(pairs), returned.lineage).items():
         name, reason = signature.name_of(position), donation.reason if donate else "donate=False"
-        reasons[name] = f"{reasons[name]}, {reason}" if name in reasons else reason
+        reasons[name] = f"{reasons[name]}; {reason}" if name in reasons else reason
         donated += [position] * (donation.is_donated and donate)
     return Traced(program, in_tree, tuple(donated), reasons)
 

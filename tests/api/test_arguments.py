@@ -110,7 +110,8 @@ def test_explain_names_what_is_as_long_as_a_batch_but_replicated():
 
     sharded = deepcompile.shard(any_name)
     sharded.trace(create(), batch=batch(), shifts={"a": np.ones(16), "b": np.ones(3)})
-    assert "batch: batch; replicated: shifts" in sharded.explain()
+    assert arguments_of(sharded) == "state: state; batch: batch; replicated: shifts"
+    assert "  shifts: replicated: not as long as the batch\n" in sharded.explain()
     assert "shaped like a batch: shifts['a'] float32[16]; to divide" in sharded.explain()
 
 
