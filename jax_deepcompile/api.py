@@ -17,11 +17,12 @@ from jax_deepcompile.compiler import Compilation, Context, OtherTypes, compile_i
 from jax_deepcompile.costs.devices import as_if_here, machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.frontend.arguments import are_plain, join_rows, place, refuse_deleted, shapes_only
+from jax_deepcompile.frontend.arguments import are_plain, move, refuse_deleted, shapes_only
 from jax_deepcompile.frontend.call import PureCall, bind, function_name
 from jax_deepcompile.frontend.meshes import AxisNames, resolve_mesh
 from jax_deepcompile.frontend.objects import Creation, holds_objects
 from jax_deepcompile.frontend.roles import Roles
+from jax_deepcompile.frontend.rows import join_rows
 from jax_deepcompile.ir.placement import attached
 from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
 from jax_deepcompile.options import StepOptions
@@ -304,13 +305,13 @@ class ShardedStep(Summarized):
         if not processes.is_alone:
             processes.agree(f"{'compile' if is_first else 'run'} {made.title}")
         returned, donated = made.traced.returned_leaves, made.traced.donated_leaves
-        placed, moved_inputs = place(call.inputs, shardings, returned, donated, self.mesh)
+        there, is_moved = move(call.inputs, shardings, returned, donated, self.mesh)
         if is_first:
-            made.compile(placed, processes)
-        out = run(*placed)
+            made.compile(there, processes)
+        out = run(*there)
         if call.objects:
             return call.finish(*out)
-        if not moved_inputs and not kwargs and jax.process_count() == 1:
+        if not is_moved and not kwargs and jax.process_count() == 1:
             self._fast = run
         return out
 
@@ -324,8 +325,8 @@ class ShardedStep(Summarized):
         rows = NamedSharding(self.mesh, PartitionSpec(context.use.batch))
         context.roles.refuse_ambiguous(call, signature, rows)
         joined = [
-            join_rows(arg, signature.name_of(place), rows) if place in signature.batch else arg
-            for place, arg in enumerate(call.args)
+            join_rows(arg, signature.name_of(index), rows) if index in signature.batch else arg
+            for index, arg in enumerate(call.args)
         ]
         named = {
             name: join_rows(arg, name, rows) if name in signature.keywords else arg for name, arg in call.kwargs.items()

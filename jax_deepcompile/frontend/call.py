@@ -25,7 +25,7 @@ class Argument:
 
     Attributes:
       name: what the user calls it.
-      place: among the parameters of the user's step; None for the state of all NNX objects.
+      position: among the parameters of the user's step; None for the state of all NNX objects.
       has_objects: NNX objects are in it.
       has_arrays: and anything else is.
       is_key: it is a random key.
@@ -35,7 +35,7 @@ class Argument:
     """
 
     name: str
-    place: int | None
+    position: int | None
     has_objects: bool = False
     has_arrays: bool = True
     is_key: bool = False
@@ -106,7 +106,8 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     arranged, names, args, kwargs = _arranged(fun, args, kwargs)
     holders = tuple(map(Holder.of, args))
     arguments = tuple(
-        _argument(name, place, holder, value) for (name, place), holder, value in zip(names, holders, args, strict=True)
+        _argument(name, position, holder, value)
+        for (name, position), holder, value in zip(names, holders, args, strict=True)
     )
     objects = tuple(found for value, holder in zip(args, holders, strict=True) for found in holder.objects(value))
     if not objects:
@@ -163,23 +164,25 @@ def _arranged(fun: Callable, args: tuple, kwargs: dict) -> tuple[Callable, list[
     """``fun`` with all it has parameters for as positional arguments.
 
     Returns:
-      The function, name and place of every argument, the arguments, and those that ``fun`` takes under any name.
+      The function, name and position of every argument, the arguments, and those that ``fun`` takes under any name.
     """
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):
-        return fun, [(name, place) for place, name in enumerate(argument_names(fun, len(args)))], args, kwargs
+        return fun, [(name, position) for position, name in enumerate(argument_names(fun, len(args)))], args, kwargs
     if kwargs:
         bound = signature.bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
-    names = [(name, place) for place, name in enumerate(argument_names(fun, len(args)))]
+    names = [(name, position) for position, name in enumerate(argument_names(fun, len(args)))]
     parameters = enumerate(signature.parameters.items())
-    places = {name: place for place, (name, parameter) in parameters if parameter.kind is not parameter.VAR_KEYWORD}
-    named = [name for name in places if name in kwargs]
+    positions = {
+        name: position for position, (name, parameter) in parameters if parameter.kind is not parameter.VAR_KEYWORD
+    }
+    named = [name for name in positions if name in kwargs]
     values = (*args, *(kwargs[name] for name in named))
     others = {name: value for name, value in kwargs.items() if name not in named}
     arranged = _with_names(fun, len(args), named) if named else fun
-    return arranged, [*names, *((name, places[name]) for name in named)], values, others
+    return arranged, [*names, *((name, positions[name]) for name in named)], values, others
 
 
 def _with_names(fun: Callable, positional: int, named: Sequence[str]) -> Callable:
@@ -198,12 +201,12 @@ def _is_key(value: Any) -> bool:
     return value.dtype == jnp.uint32 and value.shape in ((2,), (4,))
 
 
-def _argument(name: str, place: int, holder: Holder, value: Any) -> Argument:
+def _argument(name: str, position: int, holder: Holder, value: Any) -> Argument:
     nodes = jax.tree.leaves(value, is_leaf=_is_optimizer_state)
     optimizers = sum(map(_is_optimizer_state, nodes))
     return Argument(
         name,
-        place,
+        position,
         has_objects=holder.count > 0,
         has_arrays=holder.count < len(holder.slots),
         is_key=_is_key(value),

@@ -54,8 +54,8 @@ def donations(
         elif reason := next(filter(None, (_no_gradient(ports[leaf]) or evidence.get(leaf) for leaf in leaves)), None):
             found[position] = Donation(True, f"returned anew: {reason}")
         else:
-            place = call.step.arguments[position].place
-            reason = f"what is returned may be its gradients; state_argnums={place} says that it is the next state"
+            argnum = call.step.arguments[position].position
+            reason = f"what is returned may be its gradients; state_argnums={argnum} says that it is the next state"
             found[position] = Donation(False, reason)
     return found
 

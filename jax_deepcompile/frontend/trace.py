@@ -62,7 +62,7 @@ class Traced:
     def donated_leaves(self) -> frozenset[int]:
         """Positions of all leaves in the arguments that are donated."""
         sizes = [tree.num_leaves for tree in self.in_tree.children()[0].children()]
-        return frozenset(sum(sizes[:place]) + leaf for place in self.donated for leaf in range(sizes[place]))
+        return frozenset(sum(sizes[:index]) + leaf for index in self.donated for leaf in range(sizes[index]))
 
 
 def trace_function(call: PureCall, signature: Signature) -> Function:
@@ -90,7 +90,7 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
         for index, (path, leaf) in enumerate(out_leaves)
     )
     program = Program(signature.function, function.closed, ports, outputs, out_tree, pairs, mesh)
-    reasons, donated = dict(signature.reasons), []
+    reasons, donated = dict(reversed(signature.reasons)), []
     for position, donation in donations(call, signature, ports, dict(pairs), returned.lineage).items():
         name, reason = signature.name_of(position), donation.reason if donate else "donate=False"
         reasons[name] = f"{reasons[name]}; {reason}" if name in reasons else reason
