@@ -14,33 +14,52 @@ from jax_deepcompile import errors
 from jax_deepcompile.api import ShardedStep, shard
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.simulate import simulate
+from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering import targets
+from jax_deepcompile.partition.rules.base import OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import REGISTRY
+from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
-from jax_deepcompile.planner.strategies.delay_reductions import DelayReductions
-from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
-from jax_deepcompile.planner.strategies.overlap_microbatches import OverlapMicrobatches
-from jax_deepcompile.planner.strategies.pipeline_loops import BucketCollectives, PipelineLoops
-from jax_deepcompile.planner.strategies.straight_line import PrefetchGathers, ReduceInOrder, UnshardStraightLine
-from jax_deepcompile.planner.strategies.unshard import Unshard
-from jax_deepcompile.planner.strategies.unshard_microbatches import UnshardMicrobatches
+from jax_deepcompile.planner.strategies import (
+    BucketCollectives,
+    DeepenLoops,
+    DelayReductions,
+    KeepActivations,
+    OverlapMicrobatches,
+    PipelineLoops,
+    PrefetchGathers,
+    ReduceInOrder,
+    Unshard,
+    UnshardMicrobatches,
+    UnshardStraightLine,
+)
+from jax_deepcompile.planner.strategy import Proposal, Stage, Strategy
+from jax_deepcompile.transforms.decision import Decision
 
 register_rule = REGISTRY.register
-"""Decorates ``rule(eqn) -> OpRule`` as the partitioning rule of the primitives named; see ``partition.rules.base``."""
+"""Decorates ``rule(eqn) -> OpRule`` as the partitioning rule of the primitives named."""
 
 __all__ = [
     "BucketCollectives",
+    "Candidate",
+    "Decision",
     "DeepenLoops",
     "DelayReductions",
+    "Environment",
     "KeepActivations",
+    "OpRule",
     "OverlapMicrobatches",
     "PipelineLoops",
     "Plan",
     "PrefetchGathers",
     "Profile",
+    "Program",
+    "Proposal",
     "ReduceInOrder",
+    "RuleBuilder",
     "ShardedStep",
+    "Stage",
+    "Strategy",
     "Unshard",
     "UnshardMicrobatches",
     "UnshardStraightLine",

@@ -62,9 +62,9 @@ def closed_consts(jaxpr) -> Sequence:
     return getattr(jaxpr, "consts", ())
 
 
-def dce(jaxpr: jex.Jaxpr, keep_inputs: bool = True) -> jex.Jaxpr:
+def dce(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     """``jaxpr`` without the equations that reach neither an output nor an effect; loops and branches included."""
-    live, _ = _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=keep_inputs)
+    live, _ = _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return live
 
 
@@ -102,6 +102,14 @@ def user_source(eqn) -> str:
     """``file:line`` of the same; empty where nobody knows."""
     frame = _user_frame(eqn)
     return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
+
+
+def user_function(eqn) -> str:
+    """The user's function that made ``eqn``, as Python qualifies its name; empty where all frames are libraries'."""
+    frame = _user_frame(eqn)
+    if frame is None or any(library in frame.file_name for library in _LIBRARIES):
+        return ""
+    return frame.function_name
 
 
 def name_path(eqn) -> str:

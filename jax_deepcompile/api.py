@@ -28,7 +28,7 @@ from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.planner.limits import MemoryLimit
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.search import AnyPass
+from jax_deepcompile.planner.selection import Passes
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.summary import summary_of_step
 from jax_deepcompile.runtime.processes import ALONE, Alone, processes_of
@@ -48,7 +48,7 @@ def shard(
     data_axes: AxisNames = "data",
     microbatches: int = 1,
     memory_limit: MemoryLimit = None,
-    passes: Sequence[AnyPass] | None = None,
+    passes: Passes = None,
     profile: Profile | None = None,
     plan: Plan | None = None,
     cache_dir: str | os.PathLike | None = None,
@@ -90,7 +90,8 @@ def shard(
         state once, with the gradients of all of them: a step takes the memory of a smaller batch and computes the same.
       memory_limit: device memory a step may take: bytes, "72GiB", a fraction of the device's memory such as 0.9, or
         None for the device's memory less a reserve.
-      passes: what to try to make the step faster, in order; by default everything there is. ``()`` shards and no more.
+      passes: strategies to make the step faster, in the order they are asked; by default all. ``()`` shards and no
+        more, ``"-unshard"`` leaves one out by name, as ``DEEPCOMPILE_DISABLE=unshard`` in the environment does.
       profile: measured times to plan by; by default tables for the device.
       plan: decisions to carry out as they are, such as another run's ``step.plan(...)``.
       cache_dir: a folder that keeps plans between runs, and executables if nobody else can write them.

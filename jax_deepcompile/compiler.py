@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import compiles_on_gpus_only, user_line
+from jax_deepcompile.analysis.names import with_loop_names
 from jax_deepcompile.costs.devices import as_if_here, is_described, machine_of
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
@@ -108,7 +109,8 @@ class Compilation:
         """The latter with loops that end on each device alone, microbatches one after the other, and donated state."""
         local = stage("stop alone", stop_alone, self.partitioned.program, self.context.use.mesh)
         accumulated = stage("accumulate", accumulate, local, self.context.use.mesh)
-        return stage("donate", donate, accumulated, self.traced)
+        named = stage("name loops", with_loop_names, accumulated)
+        return stage("donate", donate, named, self.traced)
 
     @cached_property
     def planned(self) -> Planned:

@@ -368,6 +368,11 @@ class OptionTypeError(DeepCompileError, TypeError):
         )
 
 
+class UnknownPassError(DeepCompileError, ValueError):
+    def __init__(self, where: str, name: str, nearest: str) -> None:
+        super().__init__(f"{where} leaves out {name!r}, which is no strategy and no kind of decision{nearest}.")
+
+
 class MeshShapeError(DeepCompileError, ValueError):
     def __init__(self, shape: Mapping, axis: object, size: object, present: int) -> None:
         problem = f"axis {axis!r} has size {size!r}" if shape else "it has no axes"

@@ -15,8 +15,9 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.planner.limits import MemoryLimit, refuse_unknown
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.search import AnyPass
-from jax_deepcompile.planner.session import Wishes
+from jax_deepcompile.planner.selection import Passes
+from jax_deepcompile.planner.session import PlanOptions
+from jax_deepcompile.planner.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class StepOptions:
     data_axes: str | Sequence[str] = "data"
     microbatches: int = 1
     memory_limit: MemoryLimit = None
-    passes: Sequence[AnyPass] | None = None
+    passes: Passes = None
     profile: Profile | None = None
     plan: Plan | None = None
     cache_dir: str | os.PathLike | None = None
@@ -50,11 +51,11 @@ class StepOptions:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @functools.cached_property
-    def planning(self) -> Wishes:
+    def planning(self) -> PlanOptions:
         """The planner's part."""
-        return Wishes(
+        return PlanOptions(
             self.memory_limit,
-            None if self.passes is None else tuple(self.passes),
+            self.passes if self.passes is None or isinstance(self.passes, str) else tuple(self.passes),
             self.profile,
             self.plan,
             None if self.cache_dir is None else Path(self.cache_dir),
@@ -78,7 +79,9 @@ def _are_names(value: Any) -> bool:
 
 
 def _are_passes(value: Any) -> bool:
-    return value is None or _all_of(value, lambda each: isinstance(each, AnyPass) and not isinstance(each, type))
+    if isinstance(value, str):
+        return all(name.strip().startswith("-") for name in value.split(","))
+    return value is None or _all_of(value, lambda each: isinstance(each, Strategy) and not isinstance(each, type))
 
 
 def _is_path(value: Any) -> bool:

@@ -9,11 +9,8 @@ import numpy as np
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import has_side_effects, is_drop_var
-
-
-def variables(atoms: Iterable) -> list[jex.Var]:
-    """The atoms that are no literals."""
-    return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
+from jax_deepcompile.ir.rewrite import Walk, renamed
+from jax_deepcompile.ir.traversal import variables
 
 
 def alike(one, other) -> bool:
@@ -26,20 +23,15 @@ def literal_bits(atom) -> tuple[str, bytes] | None:
     return (str(atom.aval), np.asarray(atom.val).tobytes()) if isinstance(atom, jex.Literal) else None
 
 
-def renamed(atom, names: Mapping):
-    """What ``names`` says for a variable; literals and other variables as they are."""
-    return atom if isinstance(atom, jex.Literal) else names.get(atom, atom)
-
-
 def without_barriers(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     """``jaxpr`` with every result of an ``optimization_barrier`` read as its operand."""
-    known = unguarded(jaxpr)
-    eqns = [
-        eqn.replace(invars=[renamed(atom, known) for atom in eqn.invars])
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name != "optimization_barrier"
-    ]
-    return jaxpr.replace(eqns=eqns, outvars=[renamed(atom, known) for atom in jaxpr.outvars])
+    walk = Walk(jaxpr)
+    for eqn in walk:
+        if eqn.primitive.name == "optimization_barrier":
+            walk.names.update(zip(eqn.outvars, eqn.invars, strict=True))
+        else:
+            walk.eqns.append(eqn)
+    return walk.result()
 
 
 def unguarded(jaxpr: jex.Jaxpr) -> dict:
@@ -104,6 +96,13 @@ def slim_barriers(eqns: Sequence, targets: Iterable) -> list:
         if sum(len(eqn.invars) for eqn in slim) == sum(len(eqn.invars) for eqn in eqns):
             return slim
         eqns = slim
+
+
+def with_names(jaxpr: jex.Jaxpr, names: Mapping) -> jex.Jaxpr:
+    """``jaxpr`` in which variables are read by other ``names``, without what nobody needs then."""
+    walk = Walk(jaxpr, names=dict(names))
+    walk.eqns += walk
+    return jaxpr.replace(eqns=slim_barriers(walk.eqns, walk.outvars), outvars=walk.outvars)
 
 
 def stays_whole(barrier) -> bool:

@@ -11,17 +11,13 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, has_side_effects, open_jaxpr, trace_context
 from jax_deepcompile.analysis.dataflow import literal_bits
-from jax_deepcompile.ir.traversal import equations, nested_jaxprs
+from jax_deepcompile.ir.primitives import UNREPEATABLE
+from jax_deepcompile.ir.traversal import inside
 
 
 def is_repeatable(eqn: Any) -> bool:
     """Whether ``eqn`` gives the same results whenever it is given the same operands, and does nothing else."""
-    inner = (each for jaxpr in nested_jaxprs(eqn) for each in equations(jaxpr))
-    return not has_side_effects(eqn) and not any(each.primitive.name in _DIFFERENT for each in (eqn, *inner))
-
-
-_DIFFERENT = ("rng_uniform", "empty", "empty2")
-"""Primitives that make another value every time."""
+    return not has_side_effects(eqn) and all(each.primitive.name not in UNREPEATABLE for each in (eqn, *inside(eqn)))
 
 
 def work_key(eqn: Any) -> Hashable:

@@ -7,27 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr
 from jax_deepcompile.analysis.dataflow import literal_bits, variables, without_barriers
-
-CHEAP = frozenset(
-    {
-        "convert_element_type",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "slice",
-        "broadcast_in_dim",
-        "all_gather",
-        "expand_dims",
-        "copy",
-        "mul",
-        "reduce_precision",
-        "layout_constraint",
-        "stop_gradient",
-    }
-)
-"""Work on a shard that may be done again, or earlier, together with its gather."""
+from jax_deepcompile.ir.primitives import CHEAP, Scan
 
 
 @dataclass(frozen=True)
@@ -65,7 +47,7 @@ def find_gathers(jaxpr: Any, sources: Sequence) -> tuple[Gather, ...]:
         var = eqn.outvars[0]
         origin[var] = origin[operands[0]]
         literals = tuple(map(literal_bits, eqn.invars))
-        keys[var] = (*keys[operands[0]], eqn.primitive.name, _params_key(eqn), literals)
+        keys[var] = (*keys[operands[0]], eqn.primitive.name, params_key(eqn), literals)
         if gathers or eqn.primitive.name == "all_gather":
             found.append(Gather(origin[var], keys[var], size_bytes(var), positions[var], var))
     return tuple(found)
@@ -73,10 +55,11 @@ def find_gathers(jaxpr: Any, sources: Sequence) -> tuple[Gather, ...]:
 
 def is_gather_loop(eqn) -> bool:
     """Whether ``eqn`` is a scan that only gathers the slices of one stack, each by itself."""
-    if eqn.primitive.name != "scan" or sum(scan_counts(eqn)) or len(eqn.outvars) != 1:
+    if eqn.primitive.name != "scan" or len(eqn.outvars) != 1:
         return False
-    inner = [each.primitive.name for each in open_jaxpr(eqn.params["jaxpr"]).eqns]
-    return "all_gather" in inner and all(name in CHEAP for name in inner)
+    scan = Scan(eqn)
+    inner = {each.primitive.name for each in scan.body.eqns}
+    return not scan.num_consts and not scan.num_carry and "all_gather" in inner and inner <= CHEAP
 
 
 def outermost(gathers: Sequence[Gather]) -> tuple[Gather, ...]:
@@ -87,9 +70,7 @@ def outermost(gathers: Sequence[Gather]) -> tuple[Gather, ...]:
 
 def hoistable_gathers(eqn) -> tuple[Gather, ...]:
     """The gathers in a scan's body that are the same in every iteration."""
-    body = open_jaxpr(eqn.params["jaxpr"])
-    num_consts, _ = scan_counts(eqn)
-    return outermost(find_gathers(body, body.invars[:num_consts]))
+    return outermost(find_gathers(Scan(eqn).body, Scan(eqn).inputs.consts))
 
 
 def slice_of(jaxpr: Any, targets: Sequence) -> list:
@@ -129,5 +110,6 @@ def size_bytes(var) -> int:
     return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
-def _params_key(eqn) -> str:
+def params_key(eqn) -> str:
+    """Equal for equations whose parameters look the same."""
     return str(sorted(eqn.params.items(), key=lambda item: item[0]))

@@ -9,9 +9,8 @@ from typing import Any
 from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import size_bytes
-from jax_deepcompile.analysis.work import COLLECTIVES, COMPUTED_WHERE_READ, VIEWS, fused_away, fuses
-
-_SLICES = frozenset({"dynamic_slice", "gather", "slice", "split"})
+from jax_deepcompile.analysis.work import fused_away, fuses
+from jax_deepcompile.ir.primitives import COLLECTIVES, RECOMPUTED, SLICES, UPDATES, VIEWS
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class _Finder:
         return sum(read.values()) + written
 
     def _is_computed_where_read(self, eqn: Any, out: Any) -> bool:
-        if eqn.primitive.name not in COMPUTED_WHERE_READ or out in self.must_be_written:
+        if eqn.primitive.name not in RECOMPUTED or out in self.must_be_written:
             return False
         return not any(var in self.chained for var in variables(eqn.invars))
 
@@ -86,9 +85,9 @@ class _Finder:
         read: dict = {}
         for place, var in enumerate(operands):
             size = size_bytes(var)
-            if place == 0 and eqn.primitive.name in _SLICES:
+            if place == 0 and (eqn.primitive.name in SLICES or eqn.primitive.name == "gather"):
                 size = min(size, size_bytes(out))
-            elif place == 0 and _updates(eqn) and var not in self.unwritten:
+            elif place == 0 and eqn.primitive.name in UPDATES and var not in self.unwritten:
                 size = 0
             for source, most in self.sources.get(var, {var: size}).items():
                 read[source] = max(read.get(source, 0), min(most, size) if var not in self.unwritten else most)
@@ -96,14 +95,10 @@ class _Finder:
 
     def _written(self, eqn: Any, out: Any) -> int:
         """Bytes written for ``out``: where it takes the place of an operand, those updated."""
-        if not _updates(eqn) or self.unwritten.intersection(variables(eqn.invars[:1])):
+        if eqn.primitive.name not in UPDATES or self.unwritten.intersection(variables(eqn.invars[:1])):
             return size_bytes(out)
         update = size_bytes(eqn.invars[1 if eqn.primitive.name == "dynamic_update_slice" else 2])
         return update if eqn.primitive.name == "dynamic_update_slice" else 2 * update
-
-
-def _updates(eqn: Any) -> bool:
-    return eqn.primitive.name == "dynamic_update_slice" or eqn.primitive.name.startswith("scatter")
 
 
 def _results(eqn: Any) -> Iterator[tuple[Any, list]]:

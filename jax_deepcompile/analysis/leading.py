@@ -13,9 +13,9 @@ from typing import Any
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import abstract_array, closed_consts, new_var, open_jaxpr
-
-_DIMENSION = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
+from jax_deepcompile._jax_compat import abstract_array, new_var
+from jax_deepcompile.ir.primitives import COLLECTIVES, Collective, Scan
+from jax_deepcompile.ir.rewrite import Walk
 
 
 def collectives_along_leading_dimension(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
@@ -31,29 +31,29 @@ def collectives_along_leading_dimension(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
         r = reduce_scatter[scatter_dimension=0] q
         g = transpose[permutation=(1, 0)] r
     """
-    eqns = [part for eqn in jaxpr.eqns for part in _along_leading(eqn)]
-    return jaxpr.replace(eqns=eqns)
+    walk = Walk(jaxpr)
+    for eqn in walk:
+        walk.eqns += _along_leading(eqn)
+    return walk.result()
 
 
 def scan_along_leading_dimension(eqn: Any) -> Any:
     """A scan with a body of the same inputs and outputs, whose collectives are along dimension 0."""
-    closed = eqn.params["jaxpr"]
-    body = collectives_along_leading_dimension(open_jaxpr(closed))
-    return eqn.replace(params=eqn.params | {"jaxpr": type(closed)(body, closed_consts(closed))})
+    return Scan(eqn).with_body(collectives_along_leading_dimension(Scan(eqn).body))
 
 
 def _along_leading(eqn: Any) -> list:
-    name = _DIMENSION.get(eqn.primitive.name)
-    if name is None or not eqn.params["tiled"] or eqn.params[name] == 0:
+    dimension = Collective(eqn).dimension if eqn.primitive.name in COLLECTIVES else None
+    if not dimension:
         return [eqn]
-    dimension, (operand,), (result,) = eqn.params[name], eqn.invars, eqn.outvars
+    (operand,), (result,) = eqn.invars, eqn.outvars
     rest = [other for other in range(operand.aval.ndim) if other != dimension]
     forth = (dimension, *rest)
     back = tuple(forth.index(position) for position in range(len(forth)))
     before, between = _like(operand, forth), _like(result, forth)
     return [
         _transpose(operand, before, forth, eqn),
-        eqn.replace(invars=[before], outvars=[between], params=eqn.params | {name: 0}),
+        Collective(eqn).along(0, [before], [between]),
         _transpose(between, result, back, eqn),
     ]
 

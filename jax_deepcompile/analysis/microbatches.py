@@ -13,15 +13,11 @@ from jax.extend import core as jex
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import has_side_effects, user_line
 from jax_deepcompile.analysis.dataflow import needed_for, needs, reached_from, slim_barriers, stays_whole, variables
+from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.waits import without_waits
-from jax_deepcompile.analysis.work import PRODUCTS
-from jax_deepcompile.ir.traversal import equations, nested_jaxprs
+from jax_deepcompile.ir.primitives import COLLECTIVES, EXPENSIVE, PRODUCTS, RUNNING, axis_names
+from jax_deepcompile.ir.traversal import equations, inside
 
-_COMBINED = frozenset({"psum", "pmax", "pmin", "all_gather"})
-"""Collectives that have a meaning over iterations: their running total, extremum, or all of them side by side."""
-
-_MATRIX_WORK = PRODUCTS | {"ragged_dot", "fft", "pallas_call"}
-_LINEAR_ALGEBRA = {"cholesky", "lu", "qr", "svd", "eigh", "triangular_solve"}
 _MEANING = {
     "psum": "a sum over examples",
     "pmax": "a maximum over examples",
@@ -46,14 +42,12 @@ _EXAMPLES_ALONE = (
 )
 """Remedies."""
 
-_COMMUNICATION = {"all_gather", "reduce_scatter", "all_to_all", "ppermute", "psum", "pmax", "pmin"}
-_HEAVY = _MATRIX_WORK | _LINEAR_ALGEBRA | _COMMUNICATION | {"while", "sort", "custom_call"}
+_HEAVY = PRODUCTS | EXPENSIVE | COLLECTIVES.keys() | {"while"}
 
 
 def is_heavy(eqn) -> bool:
     """Whether ``eqn`` is, or has inside, work that is not done twice so that a total can be known early."""
-    inner = (each for body in nested_jaxprs(eqn) for each in equations(body))
-    return eqn.primitive.name in _HEAVY or any(each.primitive.name in _HEAVY for each in inner)
+    return eqn.primitive.name in _HEAVY or any(each.primitive.name in _HEAVY for each in inside(eqn))
 
 
 @dataclass(frozen=True)
@@ -184,7 +178,7 @@ def _read_flow(jaxpr: jex.Jaxpr, axis: str) -> _Flow:
 
 def _combining(jaxpr: jex.Jaxpr, axis: str) -> list:
     """Equations that make totals."""
-    return [eqn for eqn in jaxpr.eqns if _is_over(eqn, axis) and eqn.primitive.name in _COMBINED]
+    return [eqn for eqn in jaxpr.eqns if _is_over(eqn, axis) and eqn.primitive.name in RUNNING]
 
 
 def _without(eqns: Sequence, others: Sequence) -> list:
@@ -194,14 +188,12 @@ def _without(eqns: Sequence, others: Sequence) -> list:
 
 def _is_over(eqn, axis: str) -> bool:
     """Whether ``eqn`` is a collective over ``axis``, maybe among others."""
-    names = [eqn.params.get("axes", ()), eqn.params.get("axis_name", ())]
-    return any(axis in (name if isinstance(name, (tuple, list)) else (name,)) for name in names)
+    return axis in axis_names(eqn)
 
 
 def _asks(eqn, axis: str) -> bool:
     """Whether ``eqn`` or an equation inside it asks for the number of the iteration."""
-    inside = (inner for body in nested_jaxprs(eqn) for inner in equations(body))
-    return any(each.primitive.name == "axis_index" and _is_over(each, axis) for each in (eqn, *inside))
+    return any(each.primitive.name == "axis_index" and _is_over(each, axis) for each in (eqn, *inside(eqn)))
 
 
 def _totals(eqn) -> Iterator[Total]:
@@ -323,7 +315,7 @@ def _grows(eqn) -> bool:
 
 
 def _bytes(atoms: Sequence) -> int:
-    return sum(atom.aval.size * atom.aval.dtype.itemsize for atom in atoms)
+    return sum(map(size_bytes, atoms))
 
 
 def _refuse_exchanges(jaxpr: jex.Jaxpr, axis: str, length: int) -> None:
@@ -331,7 +323,7 @@ def _refuse_exchanges(jaxpr: jex.Jaxpr, axis: str, length: int) -> None:
     outer = {id(eqn) for eqn in jaxpr.eqns}
     for eqn in equations(jaxpr):
         name = eqn.primitive.name
-        if not _is_over(eqn, axis) or name == "axis_index" or (id(eqn) in outer and name in _COMBINED):
+        if not _is_over(eqn, axis) or name == "axis_index" or (id(eqn) in outer and name in RUNNING):
             continue
         reason, remedy = "parts of examples would change places", _MIX_BEFORE
         if id(eqn) not in outer:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import has_side_effects, is_drop_var, new_jaxpr, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import has_side_effects, is_drop_var, new_jaxpr
 from jax_deepcompile.analysis.dataflow import (
     alike,
     free_variables,
@@ -20,13 +20,14 @@ from jax_deepcompile.analysis.dataflow import (
     variables,
     without_barriers,
 )
-from jax_deepcompile.analysis.leading import collectives_along_leading_dimension
-from jax_deepcompile.analysis.work import PRODUCTS, is_anchor
+from jax_deepcompile.analysis.gathers import params_key
+from jax_deepcompile.analysis.leading import scan_along_leading_dimension
+from jax_deepcompile.analysis.work import is_anchor
+from jax_deepcompile.ir.primitives import CONTROL_FLOW, DEVICE_SUMS, PRODUCTS, Scan
+from jax_deepcompile.ir.rewrite import with_renamed_operands
 
-_HEAVY = PRODUCTS | {"ragged_dot", "scan", "while", "cond"}
+_HEAVY = PRODUCTS | CONTROL_FLOW
 """Work that is never done ahead of its turn with a gather."""
-
-_REDUCTIONS = frozenset({"reduce_scatter", "psum"})
 
 
 @dataclass(frozen=True)
@@ -97,25 +98,23 @@ def split_body(eqn) -> SplitBody:
         gradient(x, y): p = dot(x, y) -> p
         late(p): g = reduce_scatter(p) -> g
     """
-    body = collectives_along_leading_dimension(open_jaxpr(eqn.params["jaxpr"]))
-    num_consts, num_carry = scan_counts(eqn)
-    carried = set(body.invars[num_consts : num_consts + num_carry])
+    scan = Scan(scan_along_leading_dimension(eqn))
+    body, carried = scan.body, set(scan.inputs.carry)
     given = {*body.constvars, *body.invars} - carried
     gathers, early_eqns = _early(body, carried)
     names = _merge_equal(early_eqns, gathers)
     kept = list(dict.fromkeys(names.values()))
     early = _part(needed_for(early_eqns, kept), kept)
-    outputs = [renamed(atom, names) for atom in body.outvars]
-    rest = [_renamed(eqn, names) for eqn in body.eqns if not set(eqn.outvars) & set(gathers)]
-    late_eqns = _late(rest, outputs[:num_carry])
+    carry, stacked = scan.split_results(renamed(atom, names) for atom in body.outvars)
+    rest = [with_renamed_operands(eqn, names) for eqn in body.eqns if not set(eqn.outvars) & set(gathers)]
+    late_eqns = _late(rest, carry)
     made_late = {var for eqn in late_eqns for var in eqn.outvars}
-    late_outputs = {i: atom for i, atom in enumerate(outputs[num_carry:]) if set(variables([atom])) & made_late}
+    late_outputs = {i: atom for i, atom in enumerate(stacked) if set(variables([atom])) & made_late}
     late = _part(late_eqns, list(late_outputs.values()))
     pending = tuple(var for var in late.inputs if var not in given)
-    now = [*outputs[:num_carry], *(atom for i, atom in enumerate(outputs[num_carry:]) if i not in late_outputs)]
+    now = [*carry, *(atom for i, atom in enumerate(stacked) if i not in late_outputs)]
     late_set = {id(eqn) for eqn in late_eqns}
-    eqns = needed_for([eqn for eqn in rest if id(eqn) not in late_set], [*now, *pending])
-    eqns = slim_barriers(eqns, [*now, *pending])
+    eqns = slim_barriers([eqn for eqn in rest if id(eqn) not in late_set], [*now, *pending])
     gradients = _gradients(eqns, now, {var: _reduced_for(var, late_eqns, late_outputs) for var in pending}, given)
     apart = {id(eqn) for gradient in gradients for eqn in gradient.part.jaxpr.eqns}
     made_apart = {var for gradient in gradients for var in gradient.part.outputs}
@@ -123,7 +122,7 @@ def split_body(eqn) -> SplitBody:
     handed = [var for var in dict.fromkeys(handed) if var not in made_apart]
     main = _part([eqn for eqn in eqns if id(eqn) not in apart], [*now, *handed])
     read = {*early.inputs, *main.inputs, *(var for gradient in gradients for var in gradient.part.inputs)}
-    slices = [var for var in body.invars[num_consts + num_carry :] if var not in read]
+    slices = [var for var in scan.inputs.xs if var not in read]
     in_place = _in_place(late, slices, late_outputs)
     return SplitBody(early, main, gradients, late, pending, tuple(late_outputs), in_place)
 
@@ -167,12 +166,12 @@ def _early(body: jex.Jaxpr, carried: set) -> tuple[list, list]:
             gathers.append(eqn.outvars[0])
     pure = [eqn for eqn in plain.eqns if not has_side_effects(eqn)]
     inner = {atom for eqn in needed_for(pure, gathers) for atom in variables(eqn.invars)}
-    used = {atom for eqn in body.eqns if not _only_early(eqn, inner, gathers) for atom in variables(eqn.invars)}
+    used = {atom for eqn in body.eqns if not _only_early(eqn, gathers) for atom in variables(eqn.invars)}
     final = [var for var in gathers if var not in inner or var in used]
     return final, needed_for(pure, final)
 
 
-def _only_early(eqn, inner: set, gathers: list) -> bool:
+def _only_early(eqn, gathers: list) -> bool:
     return eqn.primitive.name == "all_gather" and eqn.outvars[0] in gathers
 
 
@@ -185,7 +184,7 @@ def _merge_equal(eqns: list, results: list) -> dict:
         return literal_bits(atom) or known.get(atom, atom)
 
     for eqn in eqns:
-        key = (eqn.primitive.name, str(sorted(eqn.params.items(), key=lambda item: item[0])), *map(read, eqn.invars))
+        key = (eqn.primitive.name, params_key(eqn), *map(read, eqn.invars))
         first = seen.setdefault(key, eqn)
         known.update(zip(eqn.outvars, (known.get(var, var) for var in first.outvars), strict=True))
     return {var: known.get(var, var) for var in results}
@@ -194,7 +193,7 @@ def _merge_equal(eqns: list, results: list) -> dict:
 def _late(eqns: list, carry_outputs: list) -> list:
     """The reductions that reach stacked outputs only, and everything that reads them."""
     live = {id(eqn) for eqn in needed_for(eqns, carry_outputs)}
-    reductions = [eqn for eqn in eqns if eqn.primitive.name in _REDUCTIONS and id(eqn) not in live]
+    reductions = [eqn for eqn in eqns if eqn.primitive.name in DEVICE_SUMS and id(eqn) not in live]
     reached = reached_from(eqns, {var for eqn in reductions for var in eqn.outvars if not is_drop_var(var)})
     return [eqn for eqn in eqns if any(var in reached for var in eqn.outvars)]
 
@@ -210,10 +209,6 @@ def _in_place(late: Part, slices: list, outputs: dict[int, Any]) -> tuple[tuple[
             if made_of is not var and alike(made_of, var):
                 pairs.append((made[0], var))
     return tuple(pairs)
-
-
-def _renamed(eqn, names: dict):
-    return eqn.replace(invars=[renamed(atom, names) for atom in eqn.invars])
 
 
 def _part(eqns: list, outputs: list) -> Part:

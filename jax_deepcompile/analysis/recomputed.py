@@ -13,12 +13,13 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
 from jax_deepcompile.analysis.dataflow import literal_bits, reached_from, variables
 from jax_deepcompile.analysis.equal_work import is_repeatable, work_key
-from jax_deepcompile.analysis.gathers import CHEAP, size_bytes
+from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
-from jax_deepcompile.analysis.work import VIEWS, fused_away
+from jax_deepcompile.analysis.work import fused_away
+from jax_deepcompile.ir.primitives import CHEAP, VIEWS, Scan
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ class Place:
         self._flat = open_jaxpr(jaxpr)
         self._numbers = _Numbers()
         self._values = self._numbers.of_place(self._flat)
-        self._loops: dict[int, tuple[Any, dict[Any, int]]] = {}
+        self._loops: dict[int, tuple[Scan, dict[Any, int]]] = {}
         for eqn in self._flat.eqns:
             if eqn.primitive.name == "scan":
-                leading = scan_along_leading_dimension(eqn)
+                leading = Scan(scan_along_leading_dimension(eqn))
                 self._loops[id(eqn)] = leading, self._numbers.of_loop(leading, self._values)
 
     def shared(self, forward: Any, backward: Any) -> SharedLayers:
@@ -74,11 +75,10 @@ class Place:
           backward: a later one.
         """
         (ahead, made), (again, later) = self._loops[id(forward)], self._loops[id(backward)]
-        body, rest = open_jaxpr(ahead.params["jaxpr"]), open_jaxpr(again.params["jaxpr"])
-        if forward.params["length"] != backward.params["length"]:
+        body, rest = ahead.body, again.body
+        if ahead.length != again.length:
             return SharedLayers(body, rest, ())
-        num_consts, num_carry = scan_counts(forward)
-        carried = reached_from(body.eqns, set(body.invars[num_consts : num_consts + num_carry]))
+        carried = reached_from(body.eqns, ahead.inputs.carry)
         first = {number: var for var, number in reversed(made.items()) if var in carried}
         return SharedLayers(body, rest, _activations(rest, later, first))
 
@@ -142,18 +142,16 @@ class _Numbers:
         numbers = {var: self._new() for var in (*jaxpr.constvars, *jaxpr.invars)}
         return self._of_equations(jaxpr.eqns, numbers)
 
-    def of_loop(self, eqn: Any, around: dict[Any, int]) -> dict[Any, int]:
+    def of_loop(self, scan: Scan, around: dict[Any, int]) -> dict[Any, int]:
         """The numbers of the variables of a scan's body, for any one layer; and notes what its stacks hold."""
-        body, closed = open_jaxpr(eqn.params["jaxpr"]), closed_consts(eqn.params["jaxpr"])
-        num_consts, num_carry = scan_counts(eqn)
-        operands = [self._operand(atom, around) for atom in eqn.invars]
-        numbers = {var: self._of("constant", id(value)) for var, value in zip(body.constvars, closed, strict=True)}
-        numbers |= dict(zip(body.invars[:num_consts], operands[:num_consts], strict=True))
-        numbers |= {var: self._new() for var in body.invars[num_consts : num_consts + num_carry]}
-        slices = zip(body.invars[num_consts + num_carry :], operands[num_consts + num_carry :], strict=True)
-        numbers |= {var: self._of("layer", stack) for var, stack in slices}
+        body, inputs, constants = scan.body, scan.inputs, closed_consts(scan.closed)
+        consts, _, stacks = scan.split(self._operand(atom, around) for atom in scan.eqn.invars)
+        numbers = {var: self._of("constant", id(value)) for var, value in zip(body.constvars, constants, strict=True)}
+        numbers |= dict(zip(inputs.consts, consts, strict=True))
+        numbers |= {var: self._new() for var in inputs.carry}
+        numbers |= {var: self._of("layer", stack) for var, stack in zip(inputs.xs, stacks, strict=True)}
         numbers = self._of_equations(body.eqns, numbers)
-        for stack, atom in zip(eqn.outvars[num_carry:], body.outvars[num_carry:], strict=True):
+        for stack, atom in zip(scan.results.ys, scan.outputs.ys, strict=True):
             self.known["layer", around[stack]] = self._operand(atom, numbers)
         return numbers
 

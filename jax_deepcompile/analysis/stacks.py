@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import variables
-from jax_deepcompile.analysis.gathers import CHEAP, Gather, find_gathers, outermost, size_bytes
+from jax_deepcompile.analysis.gathers import Gather, find_gathers, outermost, size_bytes
+from jax_deepcompile.ir.primitives import CHEAP, DEVICE_SUMS, Scan
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,20 @@ class Reduction:
 
 def sliced_gathers(eqn) -> tuple[tuple[Gather, ...], ...]:
     """The gathers in a scan's body that are made of one slice of one stack, those of the same value together."""
-    body = open_jaxpr(eqn.params["jaxpr"])
     groups: dict[tuple, list[Gather]] = {}
-    for gather in outermost(find_gathers(body, body.invars[sum(scan_counts(eqn)) :])):
+    for gather in outermost(find_gathers(Scan(eqn).body, Scan(eqn).inputs.xs)):
         groups.setdefault(gather.key, []).append(gather)
     return tuple(map(tuple, groups.values()))
 
 
 def stacked_reductions(eqn) -> tuple[Reduction, ...]:
     """The stacked outputs of a scan that a reduction over devices makes, directly or cast and reshaped."""
-    body = open_jaxpr(eqn.params["jaxpr"])
-    _, num_carry = scan_counts(eqn)
+    body = Scan(eqn).body
     maker = {var: inner for inner in body.eqns for var in inner.outvars}
     uses = Counter(atom for inner in body.eqns for atom in variables(inner.invars))
     uses.update(variables(body.outvars))
     found = []
-    for output, atom in enumerate(body.outvars[num_carry:]):
+    for output, atom in enumerate(Scan(eqn).outputs.ys):
         chain: list = []
         while isinstance(atom, jex.Var) and atom in maker and uses[atom] == 1:
             inner = maker[atom]
@@ -55,7 +53,7 @@ def stacked_reductions(eqn) -> tuple[Reduction, ...]:
                 break
             chain.append(inner)
             atom = operands[0]
-            if inner.primitive.name in _REDUCTIONS:
+            if inner.primitive.name in DEVICE_SUMS:
                 found.append(Reduction(output, atom, tuple(reversed(chain)), size_bytes(atom)))
                 break
             if inner.primitive.name not in CHEAP and not _sums_nothing(inner):
@@ -66,6 +64,3 @@ def stacked_reductions(eqn) -> tuple[Reduction, ...]:
 def _sums_nothing(eqn) -> bool:
     """A sum over dimensions of size 1, as broadcasts leave behind in backward passes."""
     return eqn.primitive.name == "reduce_sum" and size_bytes(eqn.invars[0]) == size_bytes(eqn.outvars[0])
-
-
-_REDUCTIONS = frozenset({"reduce_scatter", "psum"})

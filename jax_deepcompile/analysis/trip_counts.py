@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
-from jax_deepcompile.analysis.dataflow import renamed
-
-_HAND_ON = frozenset({"optimization_barrier", "convert_element_type", "stop_gradient"})
+from jax_deepcompile.ir.primitives import KEEPS_NUMBER, While
+from jax_deepcompile.ir.rewrite import renamed
 
 
 def known_counts(jaxpr: Any) -> dict:
@@ -20,7 +19,7 @@ def known_counts(jaxpr: Any) -> dict:
     constants = zip(flat.constvars, closed_consts(jaxpr), strict=False)
     known = {var: int(value) for var, value in constants if _is_whole(var)}
     for eqn in flat.eqns:
-        if eqn.primitive.name in _HAND_ON:
+        if eqn.primitive.name in KEEPS_NUMBER:
             counts = [_count(atom, known) for atom in eqn.invars]
             known.update((out, count) for out, count in zip(eqn.outvars, counts, strict=True) if count is not None)
     return known
@@ -35,10 +34,10 @@ def trips_of(eqn: Any, known: Mapping) -> int | None:
       eqn: the ``while``.
       known: counts among its operands.
     """
-    condition, body = open_jaxpr(eqn.params["cond_jaxpr"]), open_jaxpr(eqn.params["body_jaxpr"])
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    loop = While(eqn)
+    condition, num_cond = loop.condition, loop.num_cond_consts
     *casts, test = condition.eqns or [eqn]
-    if test.primitive.name not in ("lt", "le") or any(cast.primitive.name not in _HAND_ON for cast in casts):
+    if test.primitive.name not in ("lt", "le") or any(cast.primitive.name not in KEEPS_NUMBER for cast in casts):
         return None
     made_of = {out: operand for cast in casts for out, operand in zip(cast.outvars, cast.invars, strict=True)}
     bound = renamed(test.invars[1], made_of)
@@ -46,9 +45,9 @@ def trips_of(eqn: Any, known: Mapping) -> int | None:
         bound = eqn.invars[condition.invars.index(bound)]
     elif bound in condition.invars:
         place = condition.invars.index(bound) - num_cond
-        if body.outvars[place] is not body.invars[num_body + place]:
+        if loop.body.outvars[place] is not loop.body.invars[loop.num_body_consts + place]:
             return None
-        bound = eqn.invars[num_cond + num_body + place]
+        bound = loop.operands.carry[place]
     trips = _count(bound, known)
     return None if trips is None else trips + (test.primitive.name == "le")
 

@@ -8,7 +8,8 @@ from typing import Any
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import has_side_effects, new_var
-from jax_deepcompile.analysis.dataflow import reached_from, renamed, unguarded, variables, without_barriers
+from jax_deepcompile.analysis.dataflow import reached_from, unguarded, variables, without_barriers
+from jax_deepcompile.ir.rewrite import renamed, with_renamed_operands
 
 
 def without_waits(jaxpr: jex.Jaxpr, combining: Sequence, differs: Callable[[Any], bool]) -> jex.Jaxpr:
@@ -59,12 +60,12 @@ def without_waits(jaxpr: jex.Jaxpr, combining: Sequence, differs: Callable[[Any]
             return
         results = [new_var(result.aval) for result in maker.outvars]
         names.update(zip(maker.outvars, results, strict=True))
-        eqns.append(maker.replace(invars=[renamed(atom, names) for atom in maker.invars], outvars=results))
+        eqns.append(with_renamed_operands(maker, names).replace(outvars=results))
 
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "optimization_barrier" and any(atom in behind for atom in variables(eqn.invars)):
             for atom in variables(eqn.invars):
                 set_apart(atom)
-            eqn = eqn.replace(invars=[renamed(atom, names) for atom in eqn.invars])
+            eqn = with_renamed_operands(eqn, names)
         eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)

@@ -10,25 +10,8 @@ from typing import Any
 from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.ir.primitives import ANCHORS, ATTENTION, COLLECTIVES, PRODUCTS
 from jax_deepcompile.ir.traversal import bodies
-
-COLLECTIVES = {
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "psum": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_to_all": "all-to-all",
-    "ppermute": "collective-permute",
-}
-"""What XLA calls the collectives of a local program."""
-
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "optimization_barrier", "layout_constraint"})
-"""Other names for what is in memory already."""
-
-COMPUTED_WHERE_READ = frozenset({"broadcast_in_dim", "convert_element_type", "iota", "axis_index", "slice", "split"})
-"""What XLA rather computes again than writes to memory."""
-
 
 _XLA_NAMES = {
     "bfloat16": "bf16",
@@ -41,18 +24,12 @@ _XLA_NAMES = {
 }
 """What XLA calls the types of elements that it has fast matrix products of."""
 
-ATTENTION = frozenset(f"dot_product_attention_{way}{form}" for way in ("fwd", "bwd") for form in ("", "_wrapper"))
-"""cuDNN's fused attention and its gradient."""
-
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", *ATTENTION})
-"""Primitives that run as kernels of their own."""
-
 _UNFUSED = frozenset({*COLLECTIVES, *PRODUCTS, "device_put", "optimization_barrier"})
 
 
 def is_anchor(eqn: Any) -> bool:
     """Whether ``eqn`` makes, with work, an array that others can wait for."""
-    if eqn.primitive.name not in ("dot_general", "scan", "conv_general_dilated") or not eqn.outvars:
+    if eqn.primitive.name not in ANCHORS or not eqn.outvars:
         return False
     return not is_drop_var(eqn.outvars[0]) and bool(eqn.outvars[0].aval.shape)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_deepcompile.ir.retrace import split_operands
+from jax_deepcompile.ir.primitives import Scan
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Iterations:
 
     @classmethod
     def of(cls, eqn, operands: list) -> Iterations:
-        return cls(eqn, *split_operands(eqn, operands))
+        return cls(eqn, *Scan(eqn).split(operands))
 
     @property
     def length(self) -> int:
-        return self.eqn.params["length"]
+        return Scan(self.eqn).length
 
     def slices(self, turn) -> list:
         """What the iteration whose turn it is reads of the stacks."""
@@ -52,7 +52,7 @@ class Iterations:
         return [lax.dynamic_update_index_in_dim(whole, one, place, 0) for whole, one in zip(outputs, made, strict=True)]
 
     def _place(self, turn):
-        return self.length - 1 - turn if self.eqn.params["reverse"] else turn
+        return self.length - 1 - turn if Scan(self.eqn).reverse else turn
 
 
 def run_uncounted(trips: int, body: Callable[[jax.Array, Any], Any], start: Any) -> Any:

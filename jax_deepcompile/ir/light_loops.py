@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import dce, has_side_effects, is_drop_var, new_var, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import dce, has_side_effects, is_drop_var, new_var
+from jax_deepcompile.ir.primitives import Scan
+from jax_deepcompile.ir.rewrite import Walk
+from jax_deepcompile.ir.traversal import variables
 
 
 def split_light_loops(jaxpr: jex.Jaxpr, is_heavy: Callable[[Any], bool]) -> jex.Jaxpr:
@@ -32,49 +35,44 @@ def split_light_loops(jaxpr: jex.Jaxpr, is_heavy: Callable[[Any], bool]) -> jex.
       is_heavy: whether an equation is heavy work, or has some inside.
     """
     heavy: set = set()
-    eqns = []
-    for eqn in jaxpr.eqns:
+    walk = Walk(jaxpr)
+    for eqn in walk:
         results = _heavy_results(eqn, heavy, is_heavy)
         heavy.update(eqn.outvars[index] for index in results)
         splits = eqn.primitive.name == "scan" and results and not has_side_effects(eqn)
         light = _used_carry(eqn) - results if splits else set()
         rest = set(range(len(eqn.outvars))) - light
-        eqns += [_keeping(eqn, light), _keeping(eqn, rest)] if light else [eqn]
-    return dce(jaxpr.replace(eqns=eqns)) if len(eqns) > len(jaxpr.eqns) else jaxpr
+        walk.eqns += [_keeping(eqn, light), _keeping(eqn, rest)] if light else [eqn]
+    split = walk.result()
+    return jaxpr if split is jaxpr else dce(split)
 
 
 def _heavy_results(eqn, heavy: set, is_heavy: Callable[[Any], bool]) -> set[int]:
     """The results of ``eqn`` that take heavy work, in it or, as ``heavy`` knows, before it."""
     if eqn.primitive.name == "scan":
         return _heavy_results_of_scan(eqn, heavy, is_heavy)
-    return set(range(len(eqn.outvars))) if is_heavy(eqn) or _reads(eqn.invars, heavy) else set()
+    return set(range(len(eqn.outvars))) if is_heavy(eqn) or not heavy.isdisjoint(variables(eqn.invars)) else set()
 
 
 def _heavy_results_of_scan(eqn, heavy: set, is_heavy: Callable[[Any], bool]) -> set[int]:
-    body = open_jaxpr(eqn.params["jaxpr"])
-    num_consts, num_carry = scan_counts(eqn)
-    carried = body.invars[num_consts : num_consts + num_carry]
-    inside = {var for var, atom in zip(body.invars, eqn.invars, strict=True) if _reads([atom], heavy)}
+    body, carried = Scan(eqn).body, Scan(eqn).inputs.carry
+    given = zip(body.invars, eqn.invars, strict=True)
+    inside = {var for var, atom in given if not heavy.isdisjoint(variables([atom]))}
     while True:
         made = set(inside)
         for inner in body.eqns:
-            if is_heavy(inner) or _reads(inner.invars, made):
+            if is_heavy(inner) or not made.isdisjoint(variables(inner.invars)):
                 made.update(inner.outvars)
-        results = {index for index, atom in enumerate(body.outvars) if _reads([atom], made)}
+        results = {index for index, atom in enumerate(body.outvars) if not made.isdisjoint(variables([atom]))}
         grown = inside | {var for index, var in enumerate(carried) if index in results}
         if grown == inside:
             return results
         inside = grown
 
 
-def _reads(atoms: Sequence, variables: set) -> bool:
-    return any(not isinstance(atom, jex.Literal) and atom in variables for atom in atoms)
-
-
 def _used_carry(eqn) -> set[int]:
     """The results of a scan that it carried to the end."""
-    _, num_carry = scan_counts(eqn)
-    return {index for index, var in enumerate(eqn.outvars[:num_carry]) if not is_drop_var(var)}
+    return {index for index, var in enumerate(Scan(eqn).results.carry) if not is_drop_var(var)}
 
 
 def _keeping(eqn, kept: set[int]) -> Any:

@@ -13,15 +13,9 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.ir.primitives import MIXING, Cond, Scan, While
 from jax_deepcompile.ir.traversal import nested_jaxprs
-
-_MIXING = frozenset(
-    {"argmax", "argmin", "conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "custom_call"}
-    | {"dot_general", "eigh", "fft", "gather", "lu", "qr", "ragged_dot", "ragged_dot_general", "random_bits"}
-    | {"random_split", "scaled_matmul", "sort", "svd", "threefry2x32", "top_k", "triangular_solve"}
-)
-"""Primitives whose results are made of many elements at once; so are those of all reductions."""
 
 
 @dataclass(frozen=True)
@@ -74,31 +68,28 @@ class _Walk:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _results(self, eqn: jex.JaxprEqn, operands: list[int]) -> list[int]:
-        name, params = eqn.primitive.name, eqn.params
-        if name == "scan":
-            consts, carry = scan_counts(eqn)
-            after = consts + carry
-            return self._loop(params["jaxpr"], operands[:consts], operands[consts:after], operands[after:])
-        if name == "while":
-            conds, first = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-            results = self._loop(params["body_jaxpr"], operands[conds:first], operands[first:], [])
-            self.outputs(open_jaxpr(params["cond_jaxpr"]), [*operands[:conds], *results])
-            return results
-        if name == "cond":
-            branches = [self.outputs(open_jaxpr(branch), operands[1:]) for branch in params["branches"]]
-            return [reduce(or_, results) for results in zip(*branches, strict=True)]
-        if name == "optimization_barrier":
-            return operands
-        together = reduce(or_, operands, 0)
-        mixes = name in _MIXING or (name.startswith("reduce_") and name != "reduce_precision")
+        match eqn.primitive.name:
+            case "scan":
+                return self._loop(Scan(eqn).body, *Scan(eqn).split(operands))
+            case "while":
+                tested, consts, carry = While(eqn).split(operands)
+                results = self._loop(While(eqn).body, consts, carry, [])
+                self.outputs(While(eqn).condition, [*tested, *results])
+                return results
+            case "cond":
+                branches = [self.outputs(branch, operands[1:]) for branch in Cond(eqn).branches]
+                return [reduce(or_, results) for results in zip(*branches, strict=True)]
+            case "optimization_barrier":
+                return operands
+        together, mixes = reduce(or_, operands, 0), eqn.primitive.name in MIXING
         if mixes or nested_jaxprs(eqn):
             self.mixed |= together
         return [0 if mixes else together] * len(eqn.outvars)
 
-    def _loop(self, body: Any, consts: list[int], carry: list[int], stacked: list[int]) -> list[int]:
+    def _loop(self, body: jex.Jaxpr, consts: list[int], carry: list[int], stacked: list[int]) -> list[int]:
         """A carry is what it was before the loop, and what any number of iterations made of it."""
         while True:
-            outputs = self.outputs(open_jaxpr(body), [*consts, *carry, *stacked])
+            outputs = self.outputs(body, [*consts, *carry, *stacked])
             after = [before | new for before, new in zip(carry, outputs[: len(carry)], strict=True)]
             if after == carry:
                 return [*after, *outputs[len(carry) :]]

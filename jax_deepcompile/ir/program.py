@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -77,6 +78,7 @@ class Program(Summarized):
       state_outputs: pairs (input, output): the output is the next step's input, and takes its buffer.
       mesh: the axes it is (to be) partitioned over.
       view: whether shapes in the jaxpr are global or local.
+      loop_names: what plans call its loops, by where they are; see ``analysis.names``.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Program(Summarized):
     state_outputs: tuple[tuple[int, int], ...]
     mesh: MeshAxes
     view: View = View.GLOBAL
+    loop_names: Mapping[tuple[int, ...], str] = field(default_factory=dict)
 
     def replace(self, **changes) -> Program:
         return replace(self, **changes)

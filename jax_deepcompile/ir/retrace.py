@@ -20,11 +20,11 @@ from jax_deepcompile._jax_compat import (
     line_of,
     open_jaxpr,
     provenance,
-    scan_counts,
 )
 from jax_deepcompile.ir.placement import AnyMesh, around
+from jax_deepcompile.ir.primitives import Cond, Scan, ShardMap, While, axis_names
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.traversal import equations, inline_calls, nested_jaxprs
+from jax_deepcompile.ir.traversal import equations, inline_calls, inside
 
 Compute = Callable[[Any, list], Sequence]
 """``(equation, operands) -> results``, traced in the place of an equation."""
@@ -81,14 +81,14 @@ def _close_over(traced: jex.ClosedJaxpr, consts: Sequence) -> jex.ClosedJaxpr:
     """The body of the one ``shard_map`` in ``traced``, its leading inputs and hoisted constants closed over again."""
     outer = open_jaxpr(traced)
     (eqn,) = (eqn for eqn in outer.eqns if eqn.primitive.name == "shard_map")
-    body = open_jaxpr(eqn.params["jaxpr"])
+    body = open_jaxpr(ShardMap(eqn).closed)
     values = dict(zip(outer.constvars, closed_consts(traced), strict=True))
     values |= dict(zip(outer.invars[: len(consts)], consts, strict=True))
     arguments = dict(zip(eqn.invars, body.invars, strict=True))
     invars = [arguments[var] for var in outer.invars[len(consts) :]]
     closed = [(var, values[atom]) for atom, var in zip(eqn.invars, body.invars, strict=True) if atom in values]
     flat = body.replace(constvars=[*body.constvars, *(var for var, _ in closed)], invars=invars)
-    return jex.ClosedJaxpr(flat, [*closed_consts(eqn.params["jaxpr"]), *(value for _, value in closed)])
+    return jex.ClosedJaxpr(flat, [*closed_consts(ShardMap(eqn).closed), *(value for _, value in closed)])
 
 
 def replace_equations(program: Program, mesh: AnyMesh, replacements: Mapping[int, Replacement]) -> Program:
@@ -131,7 +131,7 @@ def run_manual(jaxpr: Any, operands: Sequence, axes: Mapping[str, tuple[str, ...
             return run_automatic(eqn, operands, axes)
         renamed = eqn.replace(params={key: _renamed(key, value, axes) for key, value in eqn.params.items()})
         if name == "psum_invariant":
-            return lax.psum(operands, renamed.params["axes"])
+            return lax.psum(operands, axis_names(renamed))
         if name == "axis_index":
             return [lax.axis_index(renamed.params["axis_name"])]
         return bind(renamed, operands)
@@ -151,18 +151,18 @@ def run_automatic(eqn, operands: Sequence, axes: Mapping[str, tuple[str, ...]]) 
     Raises:
       NestedManualError: an axis is there in neither way.
     """
-    params, around = eqn.params, jax.sharding.get_abstract_mesh()
+    region, around = ShardMap(eqn), jax.sharding.get_abstract_mesh()
     free = {name: around.shape[name] for name in automatic_axes()}
-    wanted = frozenset(params["newly_manual_axes"]) - axes.keys()
+    wanted = region.axes - axes.keys()
     for name in sorted(wanted):
-        if free.get(name) != params["mesh"].shape[name]:
-            raise errors.NestedManualError(name, dict(params["mesh"].shape), free, _jax_compat.user_line(eqn))
+        if free.get(name) != region.sizes[name]:
+            raise errors.NestedManualError(name, region.sizes, free, _jax_compat.user_line(eqn))
     if not wanted:
-        return run_manual(params["jaxpr"], operands, axes)
+        return run_manual(region.closed, operands, axes)
     return jax.shard_map(
-        lambda *blocks: run_manual(params["jaxpr"], blocks, axes),
-        in_specs=tuple(_only(spec, wanted) for spec in params["in_specs"]),
-        out_specs=[_only(spec, wanted) for spec in params["out_specs"]],
+        lambda *blocks: run_manual(region.closed, blocks, axes),
+        in_specs=tuple(_only(spec, wanted) for spec in region.in_specs),
+        out_specs=[_only(spec, wanted) for spec in region.out_specs],
         axis_names=wanted,
         check_vma=False,
     )(*operands)
@@ -226,7 +226,7 @@ def _recompute(eqn, operands: list, replacements: Mapping[int, Replacement]) -> 
     if id(eqn) in replacements:
         with line_of(eqn):
             return replacements[id(eqn)](eqn, operands)
-    if not any(id(inner) in replacements for body in nested_jaxprs(eqn) for inner in equations(body)):
+    if not any(id(inner) in replacements for inner in inside(eqn)):
         return bind(eqn, operands)
     with provenance(eqn):
         return _REGIONS[eqn.primitive.name](eqn, operands, replacements)
@@ -242,8 +242,7 @@ def _evaluate(jaxpr: Any, values: Sequence, replacements: Mapping[int, Replaceme
 
 def split_operands(eqn, operands: list) -> tuple[list, list, list]:
     """The constants, the carry and the stacks that a scan reads; further operands count as stacks."""
-    num_consts, num_carry = scan_counts(eqn)
-    return operands[:num_consts], operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
+    return Scan(eqn).split(operands)
 
 
 def rescan(eqn, body: Callable[[list, list], list], carry: list, stacks: list, length: int | None = None) -> list:
@@ -263,40 +262,40 @@ def rescan(eqn, body: Callable[[list, list], list], carry: list, stacks: list, l
         return results[:num_carry], results[num_carry:]
 
     shape = {name: eqn.params[name] for name in ("reverse", "unroll")}
-    carry, stacked = lax.scan(step, carry, stacks, eqn.params["length"] if length is None else length, **shape)
+    carry, stacked = lax.scan(step, carry, stacks, Scan(eqn).length if length is None else length, **shape)
     return [*carry, *stacked]
 
 
 def rerun(eqn, body: Any, operands: list, more: Sequence = ()) -> list:
     """A scan of another body, whose constants are its first inputs, on what ``eqn`` reads and ``more`` stacks."""
-    consts, carry, stacks = split_operands(eqn, operands)
-    consts = [*closed_consts(eqn.params["jaxpr"]), *consts]
+    consts, carry, stacks = Scan(eqn).split(operands)
+    consts = [*closed_consts(Scan(eqn).closed), *consts]
     return rescan(eqn, lambda carry, layer: eval_local(body, [*consts, *carry, *layer]), carry, [*stacks, *more])
 
 
 def _rescan(eqn, operands: list, replacements: Mapping[int, Replacement]) -> list:
-    consts, carry, stacks = split_operands(eqn, operands)
+    consts, carry, stacks = Scan(eqn).split(operands)
 
     def body(carry: list, slices: list) -> list:
-        return _evaluate(eqn.params["jaxpr"], (*consts, *carry, *slices), replacements)
+        return _evaluate(Scan(eqn).closed, (*consts, *carry, *slices), replacements)
 
     return rescan(eqn, body, carry, stacks)
 
 
 def _rewhile(eqn, operands: list, replacements: Mapping[int, Replacement]) -> list:
-    conds, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond_consts, body_consts = operands[:conds], operands[conds : conds + bodies]
+    loop = While(eqn)
+    cond_consts, body_consts, carry = loop.split(operands)
     return lax.while_loop(
-        lambda carry: _evaluate(eqn.params["cond_jaxpr"], (*cond_consts, *carry), replacements)[0],
-        lambda carry: _evaluate(eqn.params["body_jaxpr"], (*body_consts, *carry), replacements),
-        operands[conds + bodies :],
+        lambda carry: _evaluate(loop.closed_condition, (*cond_consts, *carry), replacements)[0],
+        lambda carry: _evaluate(loop.closed_body, (*body_consts, *carry), replacements),
+        carry,
     )
 
 
 def _recond(eqn, operands: list, replacements: Mapping[int, Replacement]) -> list:
     index, *rest = operands
     branches = [
-        lambda *values, branch=branch: _evaluate(branch, values, replacements) for branch in eqn.params["branches"]
+        lambda *values, branch=branch: _evaluate(branch, values, replacements) for branch in Cond(eqn).closed_branches
     ]
     return lax.switch(index, branches, *rest)
 

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat
-from jax_deepcompile._jax_compat import closed_consts, new_var, open_jaxpr
-
-_CALLED = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vmap_call": "call",
-    "remat2": "jaxpr",
-}
-"""Primitives that compute, once and on their operands, the jaxpr in the parameter named here."""
+from jax_deepcompile._jax_compat import closed_consts, new_barrier, new_var, open_jaxpr
+from jax_deepcompile.ir.primitives import CONTROL_FLOW, Cond, Scan, ShardMap, While, axis_names, called
+from jax_deepcompile.ir.rewrite import renamed, with_regions
 
 _POSITIONAL = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 """Collectives that may run over dimensions, and the reductions they are then."""
+
+
+def variables(atoms: Iterable) -> list[jex.Var]:
+    """The atoms that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
 
 
 def equations(jaxpr) -> Iterator[jex.JaxprEqn]:
     """Every equation, those of nested jaxprs included."""
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn
-        for inner in nested_jaxprs(eqn):
-            yield from equations(inner)
+        yield from inside(eqn)
+
+
+def inside(eqn: jex.JaxprEqn) -> Iterator[jex.JaxprEqn]:
+    """Every equation of the jaxprs among an equation's parameters."""
+    for inner in nested_jaxprs(eqn):
+        yield from equations(inner)
 
 
 def located_equations(jaxpr, around: jex.JaxprEqn | None = None) -> Iterator[tuple[jex.JaxprEqn, jex.JaxprEqn]]:
@@ -56,26 +56,17 @@ def nested_jaxprs(eqn: jex.JaxprEqn) -> list:
 
 def bodies(eqn: jex.JaxprEqn) -> list:
     """The jaxprs that ``eqn`` runs on whole values; not those that say how a scatter joins two elements."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "while":
-        return [params["cond_jaxpr"], params["body_jaxpr"]]
-    if name == "cond":
-        return list(params["branches"])
-    key = "jaxpr" if name in ("scan", "shard_map") else _CALLED.get(name)
-    return [params[key]] if key in params else []
-
-
-def with_regions(eqn: jex.JaxprEqn, rewrite: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]) -> jex.JaxprEqn:
-    """``eqn`` with the closed jaxprs among its parameters rewritten; itself if they stay as they are."""
-    params = {}
-    for name, value in eqn.params.items():
-        if isinstance(value, jex.ClosedJaxpr):
-            params[name] = rewrite(value)
-        elif type(value) is tuple and any(isinstance(item, jex.ClosedJaxpr) for item in value):
-            items = tuple(rewrite(item) if isinstance(item, jex.ClosedJaxpr) else item for item in value)
-            params[name] = items if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    changed = {name: value for name, value in params.items() if value is not eqn.params[name]}
-    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+    match eqn.primitive.name:
+        case "scan":
+            return [Scan(eqn).closed]
+        case "while":
+            return [While(eqn).closed_condition, While(eqn).closed_body]
+        case "cond":
+            return list(Cond(eqn).closed_branches)
+        case "shard_map":
+            return [ShardMap(eqn).closed]
+    inner = called(eqn)
+    return [] if inner is None else [inner]
 
 
 def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -114,16 +105,13 @@ class _Inliner:
         return jex.ClosedJaxpr(flat, self.consts)
 
     def _walk(self, jaxpr: jex.Jaxpr, known: dict, caller: jex.JaxprEqn | None = None) -> list:
-        def read(atom):
-            return atom if isinstance(atom, jex.Literal) else known.get(atom, atom)
-
         for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
+            operands = [renamed(atom, known) for atom in eqn.invars]
             located = eqn if caller is None or _jax_compat.has_user_frame(eqn) else caller
-            if eqn.primitive.name in _CALLED and _CALLED[eqn.primitive.name] in eqn.params:
-                known.update(zip(eqn.outvars, self._call(eqn, operands, located), strict=True))
+            if (inner := called(eqn)) is not None:
+                known.update(zip(eqn.outvars, self._call(eqn, inner, operands, located), strict=True))
                 continue
-            if eqn.primitive.name in _POSITIONAL and not any(isinstance(axis, str) for axis in eqn.params["axes"]):
+            if eqn.primitive.name in _POSITIONAL and not any(isinstance(axis, str) for axis in axis_names(eqn)):
                 known.update(zip(eqn.outvars, self._reduce(eqn, operands, located), strict=True))
                 continue
             if eqn.primitive.name == "custom_linear_solve":
@@ -131,18 +119,11 @@ class _Inliner:
                 continue
             results = [var if _jax_compat.is_drop_var(var) else new_var(var.aval) for var in eqn.outvars]
             known.update(zip(eqn.outvars, results, strict=True))
-            self.eqns.append(
-                eqn.replace(
-                    invars=operands,
-                    outvars=results,
-                    params=_with_inlined_regions(eqn),
-                    source_info=located.source_info,
-                )
-            )
-        return [read(atom) for atom in jaxpr.outvars]
+            flat = with_regions(eqn, inline_calls) if eqn.primitive.name in CONTROL_FLOW else eqn
+            self.eqns.append(flat.replace(invars=operands, outvars=results, source_info=located.source_info))
+        return [renamed(atom, known) for atom in jaxpr.outvars]
 
-    def _call(self, eqn: jex.JaxprEqn, operands: list, located: jex.JaxprEqn) -> list:
-        inner = eqn.params[_CALLED[eqn.primitive.name]]
+    def _call(self, eqn: jex.JaxprEqn, inner: jex.ClosedJaxpr, operands: list, located: jex.JaxprEqn) -> list:
         body = open_jaxpr(inner)
         if eqn.primitive.name == "remat2" and eqn.params["differentiated"]:
             operands = self._barrier(eqn, operands)
@@ -182,7 +163,7 @@ class _Inliner:
 
     def _reduce(self, eqn: jex.JaxprEqn, operands: list, located: jex.JaxprEqn) -> list:
         """A collective over an axis that ``vmap`` has made a dimension is a reduction of that dimension."""
-        reduce, axes = _POSITIONAL[eqn.primitive.name], eqn.params["axes"]
+        reduce, axes = _POSITIONAL[eqn.primitive.name], axis_names(eqn)
         return self._apply(lambda *values: [reduce(value, axes) for value in values], operands, located)
 
     def _solve(self, eqn: jex.JaxprEqn, operands: list, located: jex.JaxprEqn) -> list:
@@ -202,25 +183,6 @@ class _Inliner:
         guarded = [index for index, atom in enumerate(operands) if asked[index] and not isinstance(atom, jex.Literal)]
         if not guarded:
             return operands
-        results = [new_var(operands[index].aval) for index in guarded]
-        barrier = _jax_compat.optimization_barrier_p
-        self.eqns.append(
-            jex.new_jaxpr_eqn(
-                [operands[index] for index in guarded], results, barrier, {}, jex.no_effects, eqn.source_info
-            )
-        )
-        held = dict(zip(guarded, results, strict=True))
+        self.eqns.append(new_barrier([operands[index] for index in guarded], eqn.source_info))
+        held = dict(zip(guarded, self.eqns[-1].outvars, strict=True))
         return [held.get(index, atom) for index, atom in enumerate(operands)]
-
-
-def _with_inlined_regions(eqn: jex.JaxprEqn) -> dict:
-    """The parameters of a loop or branch, its jaxprs flattened."""
-    if eqn.primitive.name not in ("scan", "while", "cond"):
-        return eqn.params
-    params = dict(eqn.params)
-    for name, value in params.items():
-        if isinstance(value, jex.ClosedJaxpr):
-            params[name] = inline_calls(value)
-        elif isinstance(value, tuple) and value and all(isinstance(item, jex.ClosedJaxpr) for item in value):
-            params[name] = tuple(inline_calls(item) for item in value)
-    return params

@@ -11,19 +11,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
 from jax_deepcompile.errors import InvariantError
+from jax_deepcompile.ir.primitives import NAMES_AXES, axis_names
 from jax_deepcompile.ir.program import Port, Program, View
-from jax_deepcompile.ir.traversal import equations, nested_jaxprs
-
-_COLLECTIVES = frozenset(
-    {"psum", "pmax", "pmin", "all_gather", "reduce_scatter", "all_to_all", "ppermute", "axis_index", "psum_invariant"}
-)
+from jax_deepcompile.ir.traversal import bodies, equations, nested_jaxprs, variables
 
 
 def verify(program: Program) -> None:
@@ -42,8 +38,8 @@ def _check_definitions(jaxpr: jex.Jaxpr) -> None:
     if len(defined) != len(given):
         raise InvariantError(1, "defined once", "an input appears twice")
     for eqn in jaxpr.eqns:
-        for atom in eqn.invars:
-            if not isinstance(atom, jex.Literal) and atom not in defined:
+        for atom in variables(eqn.invars):
+            if atom not in defined:
                 raise InvariantError(1, "defined before used", f"{eqn.primitive.name} reads {atom} before it exists")
         for var in eqn.outvars:
             if var in defined and not is_drop_var(var):
@@ -51,8 +47,8 @@ def _check_definitions(jaxpr: jex.Jaxpr) -> None:
             defined.add(var)
         for inner in nested_jaxprs(eqn):
             _check_definitions(open_jaxpr(inner))
-    for atom in jaxpr.outvars:
-        if not isinstance(atom, jex.Literal) and atom not in defined:
+    for atom in variables(jaxpr.outvars):
+        if atom not in defined:
             raise InvariantError(1, "defined before used", f"output {atom} is never made")
 
 
@@ -75,9 +71,9 @@ def _shape_in_view(port: Port, program: Program) -> tuple[int, ...]:
 def _check_collectives(program: Program) -> None:
     own_regions = _inside_manual_regions(program)
     for eqn in equations(program.jaxpr):
-        if eqn.primitive.name not in _COLLECTIVES or id(eqn) in own_regions:
+        if eqn.primitive.name not in NAMES_AXES or id(eqn) in own_regions:
             continue
-        axes = set(_axes(eqn))
+        axes = set(axis_names(eqn))
         if program.view is View.GLOBAL or not axes <= set(program.mesh.names):
             found = f"{eqn.primitive.name} over {', '.join(sorted(map(str, axes)))} in the {program.view} view"
             raise InvariantError(3, "collectives over the mesh's axes, in the local view", found)
@@ -86,13 +82,7 @@ def _check_collectives(program: Program) -> None:
 def _inside_manual_regions(program: Program) -> set[int]:
     """Equations of the user's own ``shard_map`` regions, which have axes of their own."""
     regions = (eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == "shard_map")
-    return {id(inner) for eqn in regions for inner in equations(eqn.params["jaxpr"])}
-
-
-def _axes(eqn: jex.JaxprEqn) -> Iterator:
-    for name in ("axes", "axis_name"):
-        value = eqn.params.get(name, ())
-        yield from value if isinstance(value, (tuple, list)) else (value,)
+    return {id(inner) for eqn in regions for body in bodies(eqn) for inner in equations(body)}
 
 
 def _check_placements(program: Program) -> None:

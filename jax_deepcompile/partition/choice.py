@@ -217,7 +217,7 @@ def _ways(axis: int, remaining: Sequence[int], question: _Question, before: Sequ
         return [whole]
     ways = [whole]
     for factor in sorted(_touched_factors(axis, remaining, question, before)):
-        ways.append(_factor_way(rule, factor, remaining))
+        ways.append(_factor_way(rule, factor))
     states = [{held.axes[axis] for held in operand.held} for operand in operands]
     virtual = question.mesh.is_virtual(axis)
     for group in (*rule.linear, *rule.rounded) if virtual else rule.linear:
@@ -302,7 +302,7 @@ def _splittable(rule: OpRule, factor: int, size: int, remaining: Sequence[int]) 
     return all(_leading_factor(factors, remaining) == factor for factors in every_dim)
 
 
-def _factor_way(rule: OpRule, factor: int, remaining: Sequence[int]) -> _Way:
+def _factor_way(rule: OpRule, factor: int) -> _Way:
     kind = rule.factors[factor].kind
 
     def place(dims: Dims, absent: AxisPlacement) -> AxisPlacement:

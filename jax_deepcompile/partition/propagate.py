@@ -22,6 +22,7 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import is_drop_var
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
+from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.partition.choice import Operand, choose_split
 from jax_deepcompile.partition.layout import (
     Decision,
@@ -322,7 +323,7 @@ class _Copies:
 
     def hold_what_follows(self, eqn: Equation) -> None:
         """What a checkpointed region takes in is held, and so is what held parameters are turned into."""
-        from_held = any(atom in self.held_throughout for atom in eqn.invars if not isinstance(atom, jex.Literal))
+        from_held = not self.held_throughout.isdisjoint(variables(eqn.invars))
         if eqn.primitive.name == "optimization_barrier" or from_held:
             self.held_throughout.update(var for var in eqn.outvars if not self.sweeps.batch[var])
 
@@ -331,7 +332,7 @@ class _Copies:
 
     def passed_to_region(self, atoms) -> None:
         """Sharded values a region takes in as they are will be gathered inside it."""
-        self.regathered.update(atom for atom in atoms if not isinstance(atom, jex.Literal))
+        self.regathered.update(variables(atoms))
 
     def fetch(self, atom, target: Placement) -> Fetch:
         mesh = self.sweeps.mesh

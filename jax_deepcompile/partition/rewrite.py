@@ -14,6 +14,7 @@ from jax.extend import core as jex
 from jax_deepcompile import _jax_compat
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import MeshAxes, Placement
+from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.partition.layout import Fetch, Layout, Split, Step
 from jax_deepcompile.partition.reshard import MoveKind, apply_move, plan_moves
 from jax_deepcompile.partition.rules.base import Kind, LocalEquation
@@ -48,7 +49,7 @@ def run_layout(layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = (
                 for move in plan_moves(computed, kept, layout.mesh):
                     value = apply_move(value, move, layout.mesh)
                 blocks.write(var, kept, value)
-        for atom in {atom for atom in step.eqn.invars if not isinstance(atom, jex.Literal)}:
+        for atom in set(variables(step.eqn.invars)):
             if last_use[atom] == index:
                 blocks.forget(atom)
     makers = {var: step.eqn for step in layout.steps for var in step.eqn.outvars}
@@ -105,8 +106,8 @@ def _companion(step: Step, position: int, blocks: _Blocks) -> jax.Array | None:
 def _last_uses(jaxpr: jex.Jaxpr) -> dict:
     uses = {}
     for index, eqn in enumerate(jaxpr.eqns):
-        uses.update((atom, index) for atom in eqn.invars if not isinstance(atom, jex.Literal))
-    uses.update((atom, len(jaxpr.eqns)) for atom in jaxpr.outvars if not isinstance(atom, jex.Literal))
+        uses.update(dict.fromkeys(variables(eqn.invars), index))
+    uses.update(dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns)))
     return uses
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import MeshAxes, Placement
+from jax_deepcompile.ir.primitives import ELEMENTWISE, SLICES, Cond, Scan, While
 from jax_deepcompile.ir.program import Port, Program
 
 
@@ -128,13 +129,13 @@ class _Groups:
     def read(self, jaxpr: Any) -> None:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            if name in _ELEMENTWISE:
+            if name in ELEMENTWISE:
                 for atom in eqn.invars:
                     self.join(atom, eqn.outvars[0])
             elif name == "optimization_barrier":
                 for before, after in zip(eqn.invars, eqn.outvars, strict=True):
                     self.join(before, after)
-            elif name in _CUTTING:
+            elif name in SLICES:
                 self._cut(eqn)
             elif name == "unstack":
                 self._mark(eqn.invars[0], eqn.params["axis"])
@@ -144,11 +145,11 @@ class _Groups:
             elif name == "scan":
                 self._read_scan(eqn)
             elif name == "while":
-                conds, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-                self._read_loop(eqn.params["body_jaxpr"], eqn.invars[conds:], eqn.outvars, bodies, len(eqn.outvars))
+                _, consts, carry = While(eqn).operands
+                self._read_loop(While(eqn).body, consts, carry, [], eqn.outvars, [])
             elif name == "cond":
-                for branch in eqn.params["branches"]:
-                    self._read_nested(branch, eqn.invars[1:], eqn.outvars)
+                for branch in Cond(eqn).branches:
+                    self._read_nested(branch, Cond(eqn).operands, eqn.outvars)
 
     def _cut(self, eqn: Equation) -> None:
         """A dimension that is taken apart would be gathered just to be cut again."""
@@ -161,19 +162,18 @@ class _Groups:
                     self._mark(atom, dim)
 
     def _read_scan(self, eqn: Equation) -> None:
-        consts, carry = scan_counts(eqn)
-        for atom in [*eqn.invars[consts + carry :], *eqn.outvars[carry:]]:
+        scan = Scan(eqn)
+        for atom in [*scan.operands.xs, *scan.results.ys]:
             self._mark(atom, 0)
-        self._read_loop(eqn.params["jaxpr"], eqn.invars, eqn.outvars, consts, carry)
+        self._read_loop(scan.body, *scan.operands, *scan.results)
 
-    def _read_loop(self, body, operands, results, consts: int, carry: int) -> None:
-        for before, after in zip(operands[consts : consts + carry], results[:carry], strict=True):
+    def _read_loop(self, body: jex.Jaxpr, consts: list, carry: list, xs: list, final: list, ys: list) -> None:
+        for before, after in zip(carry, final, strict=True):
             self.join(before, after)
-        self._read_nested(body, operands, results, stacked_from=(consts + carry, carry))
+        self._read_nested(body, [*consts, *carry, *xs], [*final, *ys], (len(consts) + len(carry), len(final)))
 
-    def _read_nested(self, body, operands, results, stacked_from: tuple[int, int] | None = None) -> None:
+    def _read_nested(self, jaxpr: jex.Jaxpr, operands, results, stacked_from: tuple[int, int] | None = None) -> None:
         """What is a loop's inside is a loop's outside, one dimension further in for stacked values."""
-        jaxpr = open_jaxpr(body)
         inner = _Groups()
         inner.read(jaxpr)
         first_stacked = stacked_from or (len(operands), len(results))
@@ -206,11 +206,3 @@ class _Groups:
             self.parent[var] = self.parent[self.parent[var]]
             var = self.parent[var]
         return var
-
-
-_CUTTING = frozenset({"slice", "dynamic_slice", "split"})
-_ELEMENTWISE = frozenset(
-    {"bitcast_convert_type", "shift_right_logical", "or", "erf_inv", "reshape", "abs", "log", "exp", "pow"}
-    | {"add", "sub", "mul", "div", "add_any", "neg", "convert_element_type", "select_n", "sqrt", "rsqrt", "max", "min"}
-    | {"copy", "integer_pow", "square", "sign"}
-)

@@ -10,6 +10,8 @@ from pathlib import Path
 from jax_deepcompile import errors
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.runtime.files import write_whole
+from jax_deepcompile.transforms import TRANSFORMS
+from jax_deepcompile.transforms.decision import Decision
 
 
 class PlanCacheWarning(UserWarning):
@@ -18,9 +20,10 @@ class PlanCacheWarning(UserWarning):
 
 @dataclass(frozen=True)
 class PlanCache:
-    """Plans in ``directory/plans``, one file a fingerprint."""
+    """Plans in ``directory/plans``, one file a fingerprint, of decisions of these ``kinds``."""
 
     directory: Path
+    kinds: tuple[type[Decision], ...] = TRANSFORMS
 
     def load(self, fingerprint: str) -> Plan | None:
         """The plan for ``fingerprint``, or None; an entry that cannot be used is reported and put aside."""
@@ -28,7 +31,7 @@ class PlanCache:
         try:
             if not path.is_file():
                 return None
-            plan = Plan.from_json(path.read_text("utf-8", "replace"), str(path))
+            plan = Plan.from_json(path.read_text("utf-8", "replace"), str(path), self.kinds)
         except OSError as error:
             _warn(path, str(error))
             return None

@@ -1,7 +1,8 @@
-"""One plan carried out: the program rewritten, compiled and simulated."""
+"""One plan evaluated: the program rewritten, compiled and simulated."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import alone_options, compile_options, kernel_options, peak_bytes
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.planner.apply import apply_plan
 from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.runtime.parallel import interruptible
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Environment:
       platform: ``cuda`` or ``cpu``.
       costs: what things take on it.
       limit_bytes: device memory a step may take; None for no limit.
-      kernels: a file for kernels that one trial compiled and the next one needs too; None to compile them again.
+      kernels: a file for kernels that one candidate compiled and the next one needs too; None to compile them again.
+      disabled: kinds of decisions that are left out of every plan.
     """
 
     mesh: AnyMesh
@@ -37,56 +39,94 @@ class Environment:
     costs: CostModel
     limit_bytes: int | None
     kernels: Path | None = None
+    disabled: frozenset[str] = frozenset()
 
-    def expected_s(self, trial: Trial) -> float:
+    def replace(self, **changes: Any) -> Environment:
+        return dataclasses.replace(self, **changes)
+
+    def expected_s(self, candidate: Candidate) -> float:
         """The step a plan will take once it is scheduled: XLA:GPU is told latencies last, when all else is decided.
 
         Only pipelined loops have work beside every collective of theirs.
         """
-        schedules = self.platform == "cuda" and trial.plan.loops
-        return trial.simulation.attainable_s if schedules else trial.prediction.step_s
+        schedules = self.platform == "cuda" and candidate.plan.of(LoopSchedule)
+        return candidate.simulation.attainable_s if schedules else candidate.prediction.step_s
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether its program keeps the memory limit."""
+        return self.limit_bytes is None or candidate.prediction.peak_bytes <= self.limit_bytes
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A plan carried out and compiled.
+class Evaluation:
+    """What the compiler and the simulator made of a plan.
 
     Attributes:
-      plan: the decisions.
-      program: the base program rewritten by them.
-      lowered: the same, for the compiler.
+      lowered: the program, for the compiler.
       module: what the compiler made of it.
       simulation: of the module.
       prediction: its figures.
       argument_bytes: state and batch, of ``prediction.peak_bytes``.
     """
 
-    plan: Plan
-    program: Program
     lowered: jax.stages.Lowered
     module: Module
     simulation: Simulation
     prediction: Prediction
     argument_bytes: int
 
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan carried out.
+
+    Attributes:
+      plan: the decisions.
+      program: the base program rewritten by them.
+      evaluation: None as long as it is not compiled.
+    """
+
+    plan: Plan
+    program: Program
+    evaluation: Evaluation | None = None
+
+    @property
+    def evaluated(self) -> Evaluation:
+        assert self.evaluation is not None, "an opening strategy looks at the program alone"
+        return self.evaluation
+
+    @property
+    def simulation(self) -> Simulation:
+        return self.evaluated.simulation
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.evaluated.prediction
+
     @property
     def waits(self) -> bool:
         """Whether enough communication is exposed for another compilation."""
         return self.prediction.exposed_s >= WORTH_TRYING * self.prediction.step_s
+
+    def simulated_by(self, costs: CostModel) -> Candidate:
+        """The same by other costs."""
+        simulation = simulate(self.evaluated.module, costs)
+        prediction = prediction_of(simulation, self.prediction.peak_bytes)
+        evaluation = dataclasses.replace(self.evaluated, simulation=simulation, prediction=prediction)
+        return dataclasses.replace(self, evaluation=evaluation)
 
 
 WORTH_TRYING = 0.01
 """The share of a step that there must be to gain before a compilation, or all memory that is left, is spent on it."""
 
 
-def attempt(base: Program, plan: Plan, environment: Environment) -> Trial:
+def evaluate(base: Program, plan: Plan, environment: Environment) -> Candidate:
     """Rewrites, compiles and simulates."""
-    program = apply_plan(base, environment.mesh, plan)
-    lowered = lower(program, environment.mesh, environment.platform)
-    return compiled(program, lowered, plan, environment)
+    program = plan.program(base, environment.mesh)
+    return compiled(program, lower(program, environment.mesh, environment.platform), plan, environment)
 
 
-def compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environment: Environment) -> Trial:
+def compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environment: Environment) -> Candidate:
     """What XLA makes of ``lowered``, the ``program`` that ``plan`` made, as the plan tells it to."""
     platform = environment.platform
     options: dict[str, Any] = {
@@ -97,10 +137,11 @@ def compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environm
     }
     compiled = interruptible(lambda: lowered.compile(compiler_options=options or None))
     memory: Any = compiled.memory_analysis()
-    arguments = memory.argument_size_in_bytes
     module = read(compiled.as_text() or "")
     simulation = simulate(module, environment.costs)
-    return Trial(plan, program, lowered, module, simulation, prediction_of(simulation, peak_bytes(memory)), arguments)
+    prediction = prediction_of(simulation, peak_bytes(memory))
+    evaluation = Evaluation(lowered, module, simulation, prediction, memory.argument_size_in_bytes)
+    return Candidate(plan, program, evaluation)
 
 
 def prediction_of(simulation: Simulation, peak: int) -> Prediction:
@@ -114,8 +155,3 @@ def prediction_of(simulation: Simulation, peak: int) -> Prediction:
         simulation.bound_s,
         tuple(sorted(simulation.launches.items())),
     )
-
-
-def fits(trial: Trial, environment: Environment) -> bool:
-    """Whether the program keeps the memory limit."""
-    return environment.limit_bytes is None or trial.prediction.peak_bytes <= environment.limit_bytes

@@ -8,54 +8,28 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options, kernels_once, memory_options
-from jax_deepcompile.planner.candidate import Environment, Trial
+from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.search import AnyPass, run_passes
-from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
-from jax_deepcompile.planner.strategies.delay_reductions import DelayReductions
-from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
-from jax_deepcompile.planner.strategies.overlap_microbatches import OverlapMicrobatches
-from jax_deepcompile.planner.strategies.pipeline_loops import BucketCollectives, PipelineLoops
-from jax_deepcompile.planner.strategies.straight_line import PrefetchGathers, ReduceInOrder, UnshardStraightLine
-from jax_deepcompile.planner.strategies.unshard import Unshard
-from jax_deepcompile.planner.strategies.unshard_microbatches import UnshardMicrobatches
-
-DEFAULT_PASSES: tuple[AnyPass, ...] = (
-    PipelineLoops(),
-    KeepActivations(),
-    BucketCollectives(),
-    Unshard(),
-    KeepActivations(),
-    OverlapMicrobatches(),
-    UnshardMicrobatches(),
-    DelayReductions(),
-    PrefetchGathers(),
-    UnshardStraightLine(),
-    ReduceInOrder(),
-    DeepenLoops(),
-)
-"""In order: hide communication in loops, join what is small, spend the memory that is left on computing and
-communicating less."""
-
-ONE_DEVICE_PASSES: tuple[AnyPass, ...] = (KeepActivations(),)
-"""Where there is nothing to communicate."""
+from jax_deepcompile.planner.search import search
+from jax_deepcompile.planner.strategies import STRATEGIES
+from jax_deepcompile.planner.strategy import Strategy
 
 
 def make_plan(
-    program: Program, environment: Environment, fingerprint: str, passes: tuple[AnyPass, ...] = DEFAULT_PASSES
-) -> Trial:
+    program: Program, environment: Environment, fingerprint: str, strategies: tuple[Strategy, ...] = STRATEGIES
+) -> Candidate:
     """The best plan for ``program`` on ``environment``, by simulated step time under its memory limit.
 
     Args:
       program: fully sharded, local view.
       environment: what it is for.
       fingerprint: of the program on the environment; stands in the plan.
-      passes: what to try, in order.
+      strategies: to ask, in order.
 
     Raises:
       MemoryExceededError: the program does not fit, whatever is tried.
     """
-    return run_passes(program, environment, passes, Plan(fingerprint).replace(options=_options(program, environment)))
+    return search(program, environment, strategies, Plan(fingerprint).replace(options=_options(program, environment)))
 
 
 def argument_bytes(program: Program) -> int:

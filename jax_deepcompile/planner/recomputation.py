@@ -15,6 +15,7 @@ from jax_deepcompile.analysis.recomputed import Activation, Place
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.transforms.keep_activations import activation_names
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Turn:
       loops: the names of the loop that computes first and of the one that the piece is the body of, as a plan has them.
       body: of the second.
       activations: what both compute.
+      names: what plans call them.
       seconds: what each equation of ``body`` takes.
       layers: how many of each activation there are; as long as the two loops.
       times: how often all that happens in a step.
@@ -35,6 +37,7 @@ class Turn:
     loops: tuple[str, str]
     body: Any
     activations: tuple[Activation, ...]
+    names: tuple[str, ...]
     seconds: tuple[float, ...]
     layers: int
     times: int
@@ -124,29 +127,33 @@ class Demand:
 
 def find_turns(program: Program, costs: CostModel) -> list[Turn]:
     """Where activations are computed again: pairs of loops in the same place, and what is in no such pair by itself."""
-    loops = sorted((loop for loop in find_loops(program.jaxpr) if loop.length), key=lambda loop: loop.path)
+    loops = sorted((loop for loop in find_loops(program) if loop.length), key=lambda loop: loop.path)
     times = {(): 1} | {loop.path: math.prod(_lengths(loop, loops)) for loop in loops}
     jaxprs = {(): program.jaxpr} | {loop.path: loop.eqn.params["jaxpr"] for loop in loops}
     places = {path: Place(jaxpr) for path, jaxpr in jaxprs.items()}
     turns: list[Turn] = []
     taken: set[str] = set()
 
-    def add(names: tuple[str, str], body: Any, activations: tuple[Activation, ...], layers: int, often: int) -> None:
+    def add(
+        loops: tuple[str, str], first: Any, body: Any, activations: tuple[Activation, ...], layers: int, often: int
+    ) -> None:
         if activations:
+            names = activation_names(first, activations, outside_of_loops=not loops[0])
             seconds = tuple(time.compute_s for time in equation_times(body, program.mesh, costs))
             copy_s = tuple(costs.memory_s(2 * activation.size_bytes) for activation in activations)
-            turns.append(Turn(names, body, activations, seconds, layers, often, copy_s))
-            taken.update(names)
+            turns.append(Turn(loops, body, activations, names, seconds, layers, often, copy_s))
+            taken.update(loops)
 
     for forward, backward in _in_order(loops):
         if not taken & {forward.name, backward.name}:
             around = forward.path[:-1]
             shared = places[around].shared(forward.eqn, backward.eqn)
             names = forward.name, backward.name
-            add(names, shared.backward, shared.activations, forward.length, times[around])
+            add(names, shared.forward, shared.backward, shared.activations, forward.length, times[around])
     for path, name in [((), ""), *((loop.path, loop.name) for loop in loops)]:
         if name not in taken:
-            add((name, name), open_jaxpr(jaxprs[path]), places[path].repeated(), 1, times[path])
+            body = open_jaxpr(jaxprs[path])
+            add((name, name), body, body, places[path].repeated(), 1, times[path])
     return turns
 
 

@@ -12,7 +12,7 @@ from jax_deepcompile.costs.simulation import Event, Simulation
 from jax_deepcompile.lowering.latencies import Latency
 
 
-def told_latencies(simulation: Simulation, at_a_time: int = 1, scale: float = 1.0) -> tuple[Latency, ...]:
+def scheduler_latencies(simulation: Simulation, at_a_time: int = 1, scale: float = 1.0) -> tuple[Latency, ...]:
     """One for each operation of the simulated program, by name.
 
     Args:

@@ -21,36 +21,40 @@ from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planner.apply import apply_plan
 from jax_deepcompile.planner.cache import PlanCache
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.executables import executables_in
+from jax_deepcompile.planner.keep_gathered import keep_gathered
 from jax_deepcompile.planner.limits import MemoryLimit, limit_bytes, require_room
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.planner import DEFAULT_PASSES, ONE_DEVICE_PASSES, argument_bytes, make_plan
+from jax_deepcompile.planner.planner import argument_bytes, make_plan
 from jax_deepcompile.planner.recomputation import find_turns
-from jax_deepcompile.planner.search import AnyPass, carried_out
+from jax_deepcompile.planner.search import carried_out
+from jax_deepcompile.planner.selection import Passes, Selection
 from jax_deepcompile.planner.shown import plan_rows, planned_rows
-from jax_deepcompile.planner.strategies.keep_gathered import keep_gathered
+from jax_deepcompile.planner.strategies import ONE_DEVICE, STRATEGIES
+from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.planner.version import planner_digest
 from jax_deepcompile.runtime.processes import processes_of
 from jax_deepcompile.summary import Summarized, Summary
+from jax_deepcompile.transforms.decision import Decision
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the user asked of planning.
+class PlanOptions:
+    """What the user asks of planning.
 
     Attributes:
       memory_limit: device memory a step may take; see ``planning.limits``.
-      passes: what to try instead of the default passes; empty for none.
+      passes: which strategies to ask, and what to leave out by name; see ``planner.selection``.
       profile: measured times to plan by.
       plan: to carry out as it is.
       cache_dir: where plans and executables are kept between runs.
     """
 
     memory_limit: MemoryLimit = None
-    passes: tuple[AnyPass, ...] | None = None
+    passes: Passes = None
     profile: Profile | None = None
     plan: Plan | None = None
     cache_dir: Path | None = None
@@ -81,83 +85,106 @@ class Planned(Summarized):
         return Summary(f"Planned {self.program.name}", (*rows, *planned_rows(self)))
 
 
-def plan_program(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes) -> Planned:
-    """Plans the fully sharded ``program`` for ``mesh`` as the user wishes.
+def plan_program(program: Program, mesh: AnyMesh, platform: str, options: PlanOptions) -> Planned:
+    """Plans the fully sharded ``program`` for ``mesh`` as the user asks.
 
     Raises:
       MemoryExceededError: it does not fit, whatever is tried.
-      MemoryLimitError, PlanError: a wish that makes no sense.
+      MemoryLimitError, PlanError, UnknownPassError: what is asked makes no sense.
       OtherProcessError: the processes of this run have different programs, or planning failed in the first.
     """
     if not isinstance(mesh, Mesh):
-        return _planned(program, mesh, platform, wishes)
-    profile, kind = wishes.profile, mesh.devices.flat[0].device_kind
-    known = profile and profile.of_program(fingerprint(program_text(program), machine_of(mesh)))
-    planned = _planned(program, mesh, platform, replace(wishes, profile=known))
-    foreign = "; the kernels of the profile are another program's, and not used" * (known is not profile)
+        return Planned(program, Plan(""), None, "not planned: an abstract mesh has no devices to plan for")
+    kind = mesh.devices.flat[0].device_kind
+    known = options.profile and options.profile.of_program(fingerprint(program_text(program), machine_of(mesh)))
+    planned = _planned(program, mesh, platform, replace(options, profile=known))
+    foreign = "; the kernels of the profile are another program's, and not used" * (known is not options.profile)
     unknown = f"; there is no table for {kind}, and that of an H100 is used" * (not has_table(kind))
     return replace(planned, profile=known, origin=planned.origin + foreign + unknown)
 
 
-def _planned(program: Program, mesh: AnyMesh, platform: str, wishes: Wishes) -> Planned:
-    if not isinstance(mesh, Mesh):
-        return Planned(program, Plan(""), None, "not planned: an abstract mesh has no devices to plan for")
-    environment = _environment(mesh, platform, wishes)
+@dataclass(frozen=True)
+class _Task:
+    """What is planned.
+
+    Attributes:
+      program: fully sharded.
+      environment: what it is for.
+      strategies: to ask.
+      kinds: of decisions that plans may have.
+      fingerprint: of all that a plan depends on.
+      cache: of plans; None for none.
+    """
+
+    program: Program
+    environment: Environment
+    strategies: tuple[Strategy, ...]
+    kinds: tuple[type[Decision], ...]
+    fingerprint: str
+    cache: PlanCache | None
+
+    def by(self, plan: Plan, origin: str) -> Planned:
+        """The program as ``plan`` makes it."""
+        program = plan.program(self.program, self.environment.mesh)
+        return Planned(program, plan, self.environment.limit_bytes, origin)
+
+
+def _planned(program: Program, mesh: Mesh, platform: str, options: PlanOptions) -> Planned:
+    selection = Selection.of(options.passes)
+    environment = _environment(mesh, platform, options).replace(disabled=selection.disabled)
     require_room(program.name, argument_bytes(program), environment.limit_bytes)
-    passes = _passes(program, environment, wishes)
-    cache = PlanCache(wishes.cache_dir) if wishes.cache_dir is not None else None
+    strategies = selection.among(_suitable(program, environment) if selection.strategies is None else ())
+    cache = PlanCache(options.cache_dir, selection.kinds) if options.cache_dir is not None else None
     if cache is not None:
         _keep_executables(cache, mesh)
-    if wishes.plan is not None:
-        return _given(program, environment, wishes.plan, _fingerprint(program, environment, passes, wishes.profile))
-    if not passes and wishes.memory_limit is None:
-        return _without_trials(program, environment, wishes)
-    mark = _fingerprint(program, environment, passes, wishes.profile)
-    return _agreed(program, environment, mark, passes, cache)
+    if not strategies and options.memory_limit is None and options.plan is None:
+        return _without_search(program, environment, selection)
+    digest = _fingerprint(program, environment, strategies, options.profile)
+    task = _Task(program, environment, strategies, selection.kinds, digest, cache)
+    return _agreed(task) if options.plan is None else _given(task, options.plan)
 
 
-def _given(program: Program, environment: Environment, plan: Plan, mark: str) -> Planned:
+def _given(task: _Task, plan: Plan) -> Planned:
     """The user's plan as it is. One that was not made for this program and limit is compiled, to see that it fits."""
-    if environment.limit_bytes is None or (plan.fingerprint == mark and plan.prediction is not None):
-        program = apply_plan(program, environment.mesh, plan)
-    else:
-        trial = carried_out(program, plan, environment)
-        program, plan = trial.program, trial.plan
-    return Planned(program, plan, environment.limit_bytes, "given")
+    made_for_this = plan.fingerprint == task.fingerprint and plan.prediction is not None
+    if task.environment.limit_bytes is None or made_for_this:
+        return task.by(plan, "given")
+    candidate = carried_out(task.program, plan, task.environment)
+    return Planned(candidate.program, candidate.plan, task.environment.limit_bytes, "given")
 
 
-def _without_trials(program: Program, environment: Environment, wishes: Wishes) -> Planned:
+def _without_search(program: Program, environment: Environment, selection: Selection) -> Planned:
     """Where no limit must hold and no schedule can be better than another."""
-    if wishes.passes is not None:
+    if selection.strategies is not None:
         return Planned(program, Plan(""), environment.limit_bytes, "nothing was decided: no passes were asked for")
     if environment.mesh.size == 1:
         return Planned(program, Plan(""), environment.limit_bytes, "nothing to decide: there is one device")
+    if environment.platform == "cuda" or KeptGathers.kind in environment.disabled:
+        return Planned(program, Plan(""), environment.limit_bytes, "nothing was decided: all passes are left out")
     held_bytes = int(_HELD_FRACTION * environment.costs.hardware.memory_bytes / environment.mesh.size)
-    plan = keep_gathered(program, held_bytes)
+    plan = Plan("", keep_gathered(program, held_bytes))
     why = "collectives here do not run beside compute; what loops gather again and again stays, up to"
     origin = f"nothing to hide: {why} {held_bytes / 2**20:.0f} MiB a device"
-    return Planned(apply_plan(program, environment.mesh, plan), plan, None, origin)
+    return Planned(plan.program(program, environment.mesh), plan, None, origin)
 
 
 _HELD_FRACTION = 0.25
 """Of the memory that virtual devices share with all else on their host: for what stays gathered, together."""
 
 
-def _environment(mesh: Mesh, platform: str, wishes: Wishes) -> Environment:
-    costs = costs_of(mesh, wishes.profile)
+def _environment(mesh: Mesh, platform: str, options: PlanOptions) -> Environment:
+    costs = costs_of(mesh, options.profile)
     allocator_bytes = allocator_bytes_of(mesh)
     own_bytes = _memory_bytes(costs.hardware) if has_table(mesh.devices.flat[0].device_kind) else None
-    return Environment(mesh, platform, costs, limit_bytes(wishes.memory_limit, own_bytes, allocator_bytes))
+    return Environment(mesh, platform, costs, limit_bytes(options.memory_limit, own_bytes, allocator_bytes))
 
 
-def _passes(program: Program, environment: Environment, wishes: Wishes) -> tuple[AnyPass, ...]:
-    if wishes.passes is not None:
-        return tuple(wishes.passes)
+def _suitable(program: Program, environment: Environment) -> tuple[Strategy, ...]:
     if environment.platform != "cuda":
         return ()
     if environment.mesh.size > 1:
-        return DEFAULT_PASSES
-    return ONE_DEVICE_PASSES if find_turns(program, environment.costs) else ()
+        return STRATEGIES
+    return ONE_DEVICE if find_turns(program, environment.costs) else ()
 
 
 def _keep_executables(cache: PlanCache, mesh: Mesh) -> None:
@@ -172,69 +199,54 @@ def _keep_executables(cache: PlanCache, mesh: Mesh) -> None:
             keep_executables(executables)
 
 
-_KEPT, _MADE = "kept from an earlier run", "made for this run"
-
-
-def _kept_or_made(
-    program: Program, environment: Environment, mark: str, passes: tuple[AnyPass, ...], cache: PlanCache | None
-) -> Planned:
-    kept = None if cache is None else cache.load(mark)
-    if cache is not None and kept is not None:
+def _found_or_made(task: _Task) -> Planned:
+    """By the cached plan, if there is one that can be carried out and fits; else by a new one, which is cached."""
+    cache, limit = task.cache, task.environment.limit_bytes
+    found = None if cache is None else cache.load(task.fingerprint)
+    if cache is not None and found is not None:
         try:
-            return _kept(program, environment, kept)
+            if limit is not None and (found.prediction is None or found.prediction.peak_bytes > limit):
+                raise errors.PlanError("the plan", "it does not say that it fits the memory limit")
+            return task.by(found, "kept from an earlier run")
         except (errors.PlanError, errors.InvariantError) as error:
-            cache.refuse(kept, error.why if isinstance(error, errors.PlanError) else str(error))
-    made = make_plan(program, environment, mark, passes)
+            cache.refuse(found, error.why if isinstance(error, errors.PlanError) else str(error))
+    made = make_plan(task.program, task.environment, task.fingerprint, task.strategies)
     if cache is not None:
         cache.store(made.plan)
-    return Planned(made.program, made.plan, environment.limit_bytes, _MADE)
+    return Planned(made.program, made.plan, limit, "made for this run")
 
 
-def _kept(program: Program, environment: Environment, plan: Plan) -> Planned:
-    """A cached plan, carried out.
-
-    Raises:
-      PlanError: it cannot be, or may not fit.
-    """
-    limit, prediction = environment.limit_bytes, plan.prediction
-    if limit is not None and (prediction is None or prediction.peak_bytes > limit):
-        raise errors.PlanError("the plan", "it does not say that it fits the memory limit")
-    return Planned(apply_plan(program, environment.mesh, plan), plan, limit, _KEPT)
-
-
-def _agreed(
-    program: Program, environment: Environment, mark: str, passes: tuple[AnyPass, ...], cache: PlanCache | None
-) -> Planned:
+def _agreed(task: _Task) -> Planned:
     """The program as planned; in a run of several processes by the first one's plan.
 
     What goes wrong in one goes wrong in all: nobody waits for a plan that does not come.
     """
-    processes = processes_of(environment.mesh)
+    processes = processes_of(task.environment.mesh)
     if processes.is_alone:
-        return _kept_or_made(program, environment, mark, passes, cache)
+        return _found_or_made(task)
     with processes.together():
-        processes.agree(f"plan {program.name} (fingerprint {mark})")
+        processes.agree(f"plan {task.program.name} (fingerprint {task.fingerprint})")
         if processes.is_first:
-            planned = _kept_or_made(program, environment, mark, passes, cache)
+            planned = _found_or_made(task)
             processes.first_says(json.dumps([planned.plan.to_json(), planned.origin]))
             return planned
         text, origin = json.loads(processes.first_says(""))
-        plan = Plan.from_json(text, "the plan of the first process")
-        return Planned(apply_plan(program, environment.mesh, plan), plan, environment.limit_bytes, origin)
+        return task.by(Plan.from_json(text, "the plan of the first process", task.kinds), origin)
 
 
 def _fingerprint(
-    program: Program, environment: Environment, passes: tuple[AnyPass, ...], profile: Profile | None
+    program: Program, environment: Environment, strategies: tuple[Strategy, ...], profile: Profile | None
 ) -> str:
     """The digest of all that a plan depends on."""
-    wishes = {
+    deciding = {
         "hardware": environment.costs.hardware,
         "limit_bytes": environment.limit_bytes,
-        "passes": passes,
+        "strategies": strategies,
+        "disabled": sorted(environment.disabled),
         "planner": planner_digest(),
         "profile": "" if profile is None else hashlib.sha256(profile.to_json().encode()).hexdigest(),
     }
-    return fingerprint(program_text(program), machine_of(environment.mesh), wishes)
+    return fingerprint(program_text(program), machine_of(environment.mesh), deciding)
 
 
 def _memory_bytes(hardware: Hardware) -> int | None:

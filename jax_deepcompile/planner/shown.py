@@ -16,7 +16,7 @@ Rows = tuple[tuple[str, str], ...]
 def plan_rows(plan: Plan) -> Rows:
     """Decisions, the first of many, and what they came of."""
     decisions = [line for line in str(plan).splitlines() if not line.startswith(("option ", "schedule by "))]
-    accepted = sum(record.taken for record in plan.records)
+    accepted = sum(record.accepted for record in plan.records)
     tried = f"{len(plan.records)} tried, {accepted} accepted; plan.records has them" if plan.records else ""
     told = [f"{len(plan.options)} options"] * bool(plan.options)
     told += [f"{len(plan.latencies)} latencies to schedule by"] * bool(plan.latencies)

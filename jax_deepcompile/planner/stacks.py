@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
@@ -15,8 +14,8 @@ from jax_deepcompile.costs.program_time import ranks_per_node
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.transforms.hand_over import HandOver, shared_gathers
-from jax_deepcompile.transforms.stack_collectives import StackCollectives, stack_collectives
+from jax_deepcompile.transforms.hand_over import HandOver, shared_gathers, shared_names
+from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names, stack_collectives, stacked_names
 
 SMALL_STACK_BYTES = 64 << 20
 """What all layers of a small parameter may take unsharded."""
@@ -32,17 +31,11 @@ def small_stacks(program: Program, environment: Environment) -> tuple[StackColle
         return length * size <= SMALL_STACK_BYTES and nothing > one / 2
 
     chosen = []
-    for loop in find_loops(program.jaxpr):
-        gathers = tuple(
-            index
-            for index, (gather, *_) in enumerate(sliced_gathers(loop.eqn))
-            if small("all-gather", loop.length, gather.size_bytes)
-        )
-        reductions = tuple(
-            index
-            for index, each in enumerate(stacked_reductions(loop.eqn))
-            if small("reduce-scatter", loop.length, each.size_bytes)
-        )
+    for loop in find_loops(program):
+        sliced = zip(slice_names(program, loop), sliced_gathers(loop.eqn), strict=True)
+        gathers = tuple(name for name, (gather, *_) in sliced if small("all-gather", loop.length, gather.size_bytes))
+        stacked = zip(stacked_names(program, loop), stacked_reductions(loop.eqn), strict=True)
+        reductions = tuple(name for name, each in stacked if small("reduce-scatter", loop.length, each.size_bytes))
         if gathers or reductions:
             chosen.append(StackCollectives(loop.name, gathers, reductions))
     return tuple(chosen)
@@ -53,31 +46,31 @@ class Stack:
     """What one or more loops in the same place gather of the same stack.
 
     Attributes:
-      gathers: loop names, and positions among their gathers of slices.
+      gathers: loops, and what each calls its gather of a slice.
       size_bytes: of all layers, gathered.
     """
 
-    gathers: tuple[tuple[str, int], ...]
+    gathers: tuple[tuple[str, str], ...]
     size_bytes: int
 
 
 def repeated_stacks(program: Program, taken: Iterable[StackCollectives]) -> list[Stack]:
     """The stacks that layer loops inside of another loop gather again every time; without those ``taken`` already."""
-    already = {(choice.loop, index) for choice in taken for index in choice.gathers}
-    found: dict[Any, list[tuple[str, int]]] = {}
+    already = {(choice.loop, name) for choice in taken for name in choice.gathers}
+    found: dict[Any, list[tuple[str, str]]] = {}
     sizes = {}
-    loops = list(find_loops(program.jaxpr))
+    loops = list(find_loops(program))
     sources = {loop.path: unguarded(open_jaxpr(loop.eqn.params["jaxpr"])) for loop in loops}
     for loop in loops:
         if len(loop.path) < 2:
             continue
         stacks = dict(zip(loop.slices, loop.eqn.invars[sum(scan_counts(loop.eqn)) :], strict=True))
-        for index, (gather, *_) in enumerate(sliced_gathers(loop.eqn)):
-            if (loop.name, index) in already:
+        for name, (gather, *_) in zip(slice_names(program, loop), sliced_gathers(loop.eqn), strict=True):
+            if (loop.name, name) in already:
                 continue
             stack = renamed(stacks[gather.source], sources[loop.path[:-1]])
             where = (loop.path[:-1], stack, gather.key[1:])
-            found.setdefault(where, []).append((loop.name, index))
+            found.setdefault(where, []).append((loop.name, name))
             sizes[where] = loop.length * gather.size_bytes
     return [Stack(tuple(gathers), sizes[where]) for where, gathers in found.items()]
 
@@ -93,72 +86,36 @@ def turning_stacks(
       plan: hands over nothing yet, or there is nothing left to hand over.
       pairs: forward and backward loops.
     """
-    if plan.handed_over:
+    if plan.of(HandOver):
         return []
     names = {(forward.name, backward.name) for forward, backward in pairs if len(forward.path) == 1}
-    stacked = stack_collectives(program, environment.mesh, plan.stacks)
-    loops = {loop.name: loop for loop in find_loops(stacked.jaxpr)}
-    return [
-        Stack(((forward, index), (backward, index)), loops[forward].length * ahead[0].size_bytes)
-        for forward, backward in sorted(names)
-        for index, (ahead, _) in enumerate(shared_gathers(stacked, loops[forward], loops[backward]).gathers)
-    ]
+    stacked = stack_collectives(program, environment.mesh, plan.of(StackCollectives))
+    loops = {loop.name: loop for loop in find_loops(stacked)}
+    found = []
+    for forward, backward in sorted(names, key=lambda pair: loops[pair[0]].path):
+        shared = shared_gathers(stacked, loops[forward], loops[backward])
+        for name, (ahead, _) in zip(shared_names(stacked, loops[forward], shared), shared.gathers, strict=True):
+            size = loops[forward].length * ahead[0].size_bytes
+            found.append(Stack(((forward, name), (backward, name)), size))
+    return found
 
 
 def handing_over(stacks: Iterable[Stack]) -> tuple[HandOver, ...]:
     """The decisions to hand over what ``turning_stacks`` found."""
-    shared: dict[tuple[str, str], list[int]] = {}
+    shared: dict[tuple[str, str], list[str]] = {}
     for stack in stacks:
-        (forward, index), (backward, _) = stack.gathers
-        shared.setdefault((forward, backward), []).append(index)
-    return tuple(HandOver(*names, tuple(sorted(indices))) for names, indices in shared.items())
-
-
-def most_bytes(stacks: Sequence[Stack], free_bytes: int) -> list[Stack]:
-    """The stacks that together come closest to ``free_bytes`` from below. Among many stacks, the largest that fit."""
-    if len(stacks) > _TRY_ALL:
-        chosen = []
-        for stack in sorted(stacks, key=lambda stack: -stack.size_bytes):
-            if stack.size_bytes <= free_bytes:
-                chosen.append(stack)
-                free_bytes -= stack.size_bytes
-        return chosen
-    fitting = (some for some in _subsets(stacks) if total_bytes(some) <= free_bytes)
-    return max(fitting, key=total_bytes, default=[])
-
-
-def enough_bytes(stacks: Sequence[Stack], wanted_bytes: int) -> list[Stack]:
-    """The stacks that together come closest to ``wanted_bytes`` from above. Among many, the largest until enough."""
-    if len(stacks) > _TRY_ALL:
-        chosen = []
-        for stack in sorted(stacks, key=lambda stack: -stack.size_bytes):
-            if total_bytes(chosen) < wanted_bytes:
-                chosen.append(stack)
-        return chosen
-    enough = (some for some in _subsets(stacks) if total_bytes(some) >= wanted_bytes)
-    return min(enough, key=total_bytes, default=list(stacks))
-
-
-def _subsets(stacks: Sequence[Stack]) -> Iterator[list[Stack]]:
-    return (list(some) for count in range(len(stacks) + 1) for some in combinations(stacks, count))
-
-
-def total_bytes(stacks: Iterable[Stack]) -> int:
-    """What ``stacks`` take, gathered."""
-    return sum(stack.size_bytes for stack in stacks)
-
-
-_TRY_ALL = 14
-"""Up to this many stacks all combinations are looked at."""
+        (forward, name), (backward, _) = stack.gathers
+        shared.setdefault((forward, backward), []).append(name)
+    return tuple(HandOver(*loops, tuple(names)) for loops, names in shared.items())
 
 
 def with_gathers(taken: Iterable[StackCollectives], stacks: Iterable[Stack]) -> tuple[StackCollectives, ...]:
     """``taken`` and the gathers of ``stacks``, one choice a loop."""
     choices = {choice.loop: choice for choice in taken}
     for stack in stacks:
-        for loop, index in stack.gathers:
+        for loop, name in stack.gathers:
             now = choices.get(loop, StackCollectives(loop))
-            choices[loop] = StackCollectives(loop, tuple(sorted({*now.gathers, index})), now.reductions)
+            choices[loop] = replace(now, gathers=tuple(dict.fromkeys((*now.gathers, name))))
     return tuple(choices[name] for name in sorted(choices))
 
 
@@ -166,6 +123,12 @@ def without_gathers(taken: Iterable[StackCollectives], stacks: Iterable[Stack]) 
     """``taken`` but for the gathers of ``stacks``."""
     dropped = {gather for stack in stacks for gather in stack.gathers}
     return tuple(
-        replace(choice, gathers=tuple(index for index in choice.gathers if (choice.loop, index) not in dropped))
+        replace(choice, gathers=tuple(name for name in choice.gathers if (choice.loop, name) not in dropped))
         for choice in taken
     )
+
+
+def every_layer(stacks: Sequence[Stack]) -> str:
+    """A decision to keep ``stacks`` gathered, in words."""
+    size = sum(stack.size_bytes for stack in stacks)
+    return f"{len(stacks)} parameters of every layer stay gathered, {size / 2**30:.2f} GiB"

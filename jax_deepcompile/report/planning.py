@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.planner.plan import Plan, Prediction, Record
 from jax_deepcompile.planner.session import Planned
+from jax_deepcompile.transforms.prefetch import Prefetch
 
 _GIB = 1 << 30
 _EACH = 8
@@ -19,11 +20,12 @@ def explain_plan(planned: Planned) -> list[str]:
     """Lines for ``explain()``."""
     plan = planned.plan
     lines = [f"plan: {planned.origin}"]
-    if len(plan.prefetches) <= _EACH:
+    early = plan.of(Prefetch)
+    if len(early) <= _EACH:
         lines += [f"  {line}" for line in str(plan).splitlines()]
     else:
-        lines += [f"  {line}" for line in str(plan.replace(prefetches=())).splitlines()]
-        lines += [f"  {len(plan.prefetches)} gathers start ahead of their use"]
+        lines += [f"  {line}" for line in str(plan.having(Prefetch, ())).splitlines()]
+        lines += [f"  {len(early)} gathers start ahead of their use"]
     lines += _how_it_came(plan)
     if plan.prediction is not None:
         lines += _expected(plan.prediction, planned.limit_bytes)
@@ -39,8 +41,8 @@ def _how_it_came(plan: Plan) -> list[str]:
     """What was accepted, each on top of the last, so that gains add up; then what was rejected, and what all took."""
     if not plan.records:
         return []
-    accepted = [record for record in plan.records if record.taken]
-    rejected = [record for record in plan.records if not record.taken]
+    accepted = [record for record in plan.records if record.accepted]
+    rejected = [record for record in plan.records if not record.accepted]
     first = accepted[0].before if accepted else rejected[0].before
     last = accepted[-1].after if accepted else first
     lines = [
@@ -50,7 +52,7 @@ def _how_it_came(plan: Plan) -> list[str]:
     ]
     if last is not None and plan.prediction is not None and last != plan.prediction:
         lines.append(f"  [given] the plan was edited since: {last.step_s:.4g} s to {plan.prediction.step_s:.4g} s")
-    lines += [f"  {each.pass_name} [rejected]: {each.decision}: {each.reason}" for each in rejected[:_REJECTED]]
+    lines += [f"  {each.strategy} [rejected]: {each.decision}: {each.reason}" for each in rejected[:_REJECTED]]
     if len(rejected) > _REJECTED:
         lines.append(f"  {len(rejected) - _REJECTED} more were rejected; plan.records has them")
     spent_s = sum(record.wall_s for record in plan.records)
@@ -63,7 +65,7 @@ def _accepted(record: Record) -> str:
     after_s = record.before.step_s if record.after is None else record.after.step_s
     change = f"{record.before.step_s:.4g} s to {after_s:.4g} s"
     grounds = record.reason.removeprefix(change).lstrip(", ")
-    return f"  {record.pass_name} [accepted]: {record.decision}: {change}" + f" ({grounds})" * bool(grounds)
+    return f"  {record.strategy} [accepted]: {record.decision}: {change}" + f" ({grounds})" * bool(grounds)
 
 
 def _measured(profile: Profile) -> list[str]:

@@ -1,1 +1,106 @@
-"""Rewrites of a local program that hide or save communication, one a file."""
+"""Rewrites of fully sharded programs, one schedule primitive a file; here is the order they are carried out in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jax_deepcompile.analysis.names import keeping_loop_names
+from jax_deepcompile.errors import InvariantError
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Program, View
+from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
+from jax_deepcompile.transforms.compute_once import ComputeOnce
+from jax_deepcompile.transforms.decision import Decision, refused
+from jax_deepcompile.transforms.delay_reductions import DelayedReductions
+from jax_deepcompile.transforms.gather_after_loops import GatherAfterLoops
+from jax_deepcompile.transforms.hand_over import HandOver
+from jax_deepcompile.transforms.keep_activations import KeptActivations
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
+from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from jax_deepcompile.transforms.prefetch import Prefetch
+from jax_deepcompile.transforms.reduce_before_loops import ReduceBeforeLoops
+from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
+from jax_deepcompile.transforms.stack_collectives import StackCollectives
+from jax_deepcompile.transforms.unshard import ReusedGathers
+
+TRANSFORMS: tuple[type[Decision], ...] = (
+    StackCollectives,
+    HandOver,
+    KeptActivations,
+    AccumulateInLoops,
+    NarrowStacks,
+    LoopSchedule,
+    ComputeOnce,
+    ReduceBeforeLoops,
+    KeptGathers,
+    GatherAfterLoops,
+    DelayedReductions,
+    MicrobatchLoop,
+    ReusedGathers,
+    Prefetch,
+    OrderedReductions,
+)
+"""The list: what layer loops gather, what they keep, how they run, what surrounds them, then code outside of loops."""
+
+
+def in_order(kinds: Iterable[type[Decision]]) -> list[type[Decision]]:
+    """``kinds``, each once, as they are carried out; those that are not listed right after what they come after."""
+    names = [each.kind for each in TRANSFORMS]
+
+    def place(kind: type[Decision]) -> tuple[float, str]:
+        if kind in TRANSFORMS:
+            return names.index(kind.kind), ""
+        return max((names.index(each) for each in kind.follows if each in names), default=len(names)) + 0.5, kind.kind
+
+    return sorted(dict.fromkeys(kinds), key=place)
+
+
+def carry_out(
+    program: Program, mesh: AnyMesh, decisions: Sequence[Decision], until: type[Decision] | None = None
+) -> Program:
+    """``program`` rewritten as ``decisions`` say, kind by kind; the same object if they say nothing.
+
+    Args:
+      program: fully sharded.
+      mesh: its mesh.
+      decisions: in any order.
+      until: the last kind to carry out; None for all.
+
+    Raises:
+      PlanError: a decision speaks of what ``program`` does not have.
+      InvariantError: a transform made no program.
+    """
+    if program.view is not View.LOCAL:
+        raise refused(f"it is carried out on the {program.view} view of {program.name}, which has no collectives")
+    kinds = in_order([type(each) for each in decisions] + ([until] if until else []))
+    for kind in kinds[: kinds.index(until) + 1] if until else kinds:
+        mine = [each for each in decisions if type(each) is kind]
+        _refuse_twice(mine)
+        for each in mine:
+            each.check(program)
+        after = kind.apply(program, mesh, mine) if mine else program
+        if after is not program:
+            _verify(after, kind.kind)
+            after = keeping_loop_names(after, program)
+        program = after
+    return program
+
+
+def _refuse_twice(decisions: Sequence[Decision]) -> None:
+    seen: set[str] = set()
+    for each in decisions:
+        for subject in each.subjects():
+            if subject in seen:
+                what = repr(subject) if subject else "code outside of loops"
+                raise refused(f"it says what becomes of {what} twice ({each.kind})")
+            seen.add(subject)
+
+
+def _verify(program: Program, made_by: str) -> None:
+    try:
+        verify(program)
+    except InvariantError as error:
+        raise error.after(made_by) from error

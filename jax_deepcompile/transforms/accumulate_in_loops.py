@@ -18,17 +18,18 @@ Guarantees: values are bitwise the same.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import eval_local
 from jax_deepcompile.analysis.dataflow import alike, variables
 from jax_deepcompile.analysis.loops import find_loops, reduces_gradients
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import ADDITIONS, Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, ReadingMore, Replacement, replace_equations, rescan, split_operands
-
-_ADDITIONS = frozenset({"add", "add_any"})
+from jax_deepcompile.transforms.decision import Decision
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,18 @@ class _Sum:
     addition: Any
 
 
+@dataclass(frozen=True)
+class AccumulateInLoops(Decision, kind="accumulate_in_loops"):
+    """Sums over microbatches are added up in the loops that make their terms."""
+
+    def describe(self) -> str:
+        return "sums over microbatches are added up in the loops that make them"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[AccumulateInLoops]) -> Program:
+        return accumulate_in_loops(program, mesh)
+
+
 def accumulate_in_loops(program: Program, mesh: AnyMesh) -> Program:
     """``program`` with stacks added up in the loops that make them; the same object if there is nothing to add.
 
@@ -54,8 +67,8 @@ def accumulate_in_loops(program: Program, mesh: AnyMesh) -> Program:
       mesh: its mesh.
     """
     replacements: dict[int, Replacement] = {}
-    for outer in find_loops(program.jaxpr):
-        body = open_jaxpr(outer.eqn.params["jaxpr"])
+    for outer in find_loops(program):
+        body = outer.body
         for eqn in body.eqns:
             sums = _sums(body, eqn) if eqn.primitive.name == "scan" and reduces_gradients(eqn) else []
             if sums:
@@ -71,13 +84,13 @@ def _sums(body, loop) -> list[_Sum]:
     uses.update(variables(body.outvars))
     position = body.eqns.index(loop)
     ready = {*body.constvars, *body.invars, *(var for eqn in body.eqns[:position] for var in eqn.outvars)}
-    _, num_carry = scan_counts(loop)
+    num_carry = Scan(loop).num_carry
     made = {var: index for index, var in enumerate(loop.outvars) if index >= num_carry and uses[var] == 1}
     found = []
     for eqn in body.eqns[position:]:
         mine = [atom for atom in variables(eqn.invars) if atom in made]
         others = [atom for atom in variables(eqn.invars) if atom in ready and uses[atom] == 1]
-        if eqn.primitive.name in _ADDITIONS and len(mine) == len(others) == 1 and alike(mine[0], others[0]):
+        if eqn.primitive.name in ADDITIONS and len(mine) == len(others) == 1 and alike(mine[0], others[0]):
             found.append(_Sum(made[mine[0]], others[0], eqn))
     return found
 
@@ -90,7 +103,7 @@ def _adding(sums: list[_Sum]) -> Compute:
 
         def step(carry: list, slices: list) -> list:
             mine, before = slices[: len(slices) - len(sums)], slices[len(slices) - len(sums) :]
-            made = eval_local(eqn.params["jaxpr"], [*consts, *carry, *mine])
+            made = eval_local(Scan(eqn).closed, [*consts, *carry, *mine])
             for each, value in zip(sums, before, strict=True):
                 made[each.output] = value + made[each.output]
             return made

@@ -15,15 +15,31 @@ Guarantees: values are bitwise the same; what a barrier keeps apart stays apart.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, is_drop_var, open_jaxpr
+from jax_deepcompile._jax_compat import is_drop_var
 from jax_deepcompile.analysis.dataflow import alike, literal_bits, renamed, unguarded, variables
 from jax_deepcompile.analysis.equal_work import is_repeatable, work_key
+from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.traversal import with_regions
+from jax_deepcompile.ir.rewrite import Walk
+from jax_deepcompile.transforms.decision import Decision
+
+
+@dataclass(frozen=True)
+class ComputeOnce(Decision, kind="compute_once"):
+    """What is at hand is neither read from a stack nor computed again."""
+
+    def describe(self) -> str:
+        return "what is at hand is not computed or read again"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[ComputeOnce]) -> Program:
+        return compute_once(program)
 
 
 def compute_once(program: Program) -> Program:
@@ -33,31 +49,23 @@ def compute_once(program: Program) -> Program:
 
 
 def _merged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    jaxpr = open_jaxpr(closed)
-    guarded = unguarded(jaxpr)
-    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    known: dict = {}
+    walk = Walk(closed, regions=_merged)
+    guarded = unguarded(walk.jaxpr)
+    makers = {var: eqn for eqn in walk.jaxpr.eqns for var in eqn.outvars}
     made: dict = {}
-    eqns = []
-    for original in jaxpr.eqns:
-        if (same := _read_back(original, makers, guarded)) is not None:
-            known[original.outvars[0]] = renamed(same, known)
+    for eqn in walk:
+        if (same := _read_back(eqn, makers, guarded)) is not None:
+            walk.names[eqn.outvars[0]] = renamed(same, walk.names)
             continue
-        eqn = with_regions(original, _merged)
-        invars = [renamed(atom, known) for atom in eqn.invars]
-        eqn = eqn if invars == eqn.invars else eqn.replace(invars=invars)
         if eqn.primitive.name == "optimization_barrier" or not is_repeatable(eqn):
-            eqns.append(eqn)
+            walk.eqns.append(eqn)
             continue
         first = made.setdefault((work_key(eqn), tuple(literal_bits(atom) or atom for atom in eqn.invars)), eqn)
         if first is eqn or any(map(is_drop_var, first.outvars)):
-            eqns.append(eqn)
+            walk.eqns.append(eqn)
         else:
-            known |= dict(zip(eqn.outvars, first.outvars, strict=True))
-    if len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        return closed
-    outvars = [renamed(atom, known) for atom in jaxpr.outvars]
-    return jex.ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), closed_consts(closed))
+            walk.names.update(zip(eqn.outvars, first.outvars, strict=True))
+    return walk.result()
 
 
 def _read_back(eqn: Any, makers: dict, guarded: dict) -> Any:

@@ -30,28 +30,63 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, variables
-from jax_deepcompile.analysis.loops import Loop
+from jax_deepcompile.analysis.loops import Loop, find_loops
+from jax_deepcompile.analysis.names import reduction_names
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import ADDITIONS, KEEPS_ZERO, Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, rescan, split_operands
+from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused
 from jax_deepcompile.transforms.replace_loops import replace_loops
+
+IN_LOOPS = ("stack_collectives", "hand_over", "keep_activations", "pipeline_loops", "keep_gathered")
+"""The kinds of decisions that change what loops carry."""
 
 
 @dataclass(frozen=True)
-class DelayedReductions:
+class DelayedReductions(Decision, kind="delay_reductions", after=IN_LOOPS):
     """What one loop reduces an iteration later.
 
     Attributes:
-      loop: the loop's name.
-      sums: positions, in what it carries, of the sums whose last terms are reduced then.
+      loop: the loop.
+      sums: of what it carries, the sums whose last terms are reduced then; by the parameters that they update.
       first_apart: whether the first iteration runs before the loop.
     """
 
     loop: str
-    sums: tuple[int, ...]
+    sums: tuple[str, ...]
     first_apart: bool = False
+
+    def subjects(self) -> tuple[str, ...]:
+        return (self.loop,)
+
+    def check(self, program: Program) -> None:
+        loop = loop_named(program, self.loop, "delays reductions of")
+        _positions(program, loop, self)
+        inside = [other.name for other in find_loops(program) if other.is_inside(loop)]
+        if self.first_apart and inside:
+            raise refused(f"it runs the first iteration of {self.loop!r} apart, which has {inside[0]!r} in it")
+
+    def describe(self) -> str:
+        said = [f"reduces {', '.join(self.sums)} in the next iteration"] * bool(self.sums)
+        return f"{self.loop}: {', '.join([*said, *['runs its first iteration apart'] * self.first_apart])}"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[DelayedReductions]) -> Program:
+        return delay_reductions(program, mesh, decisions)
+
+
+def sum_names(program: Program, loop: Loop, sums: Sequence[int]) -> list[str]:
+    """What ``sums``, positions in what ``loop`` carries, are called."""
+    return reduction_names(program, loop, sums)
+
+
+def _positions(program: Program, loop: Loop, choice: DelayedReductions) -> list[int]:
+    found = list(find_terms(loop.eqn))
+    known = sum_names(program, loop, found)
+    return [found[place] for place in positions(choice.sums, known, f"delays in {choice.loop!r} the reduction of")]
 
 
 @dataclass(frozen=True)
@@ -73,27 +108,9 @@ class Term:
         return [eqn for eqn in self.eqns if eqn.primitive.name == "reduce_scatter"]
 
 
-_ADDITIONS = frozenset({"add", "add_any"})
-
-_ZERO_OF_ZERO = _ADDITIONS | {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "expand_dims",
-    "neg",
-    "psum",
-    "reduce_scatter",
-    "reduce_sum",
-    "reshape",
-    "squeeze",
-    "sub",
-    "transpose",
-}
-
-
 def find_terms(eqn) -> dict[int, Term]:
     """By position in the carry of a ``scan``, the terms that are reduced and then only added to what it carries."""
-    body = open_jaxpr(eqn.params["jaxpr"])
+    body = Scan(eqn).body
     num_consts, num_carry = scan_counts(eqn)
     places = {var: place for place, each in enumerate(body.eqns) for var in each.outvars}
     readers = Counter(atom for each in body.eqns for atom in set(variables(each.invars)))
@@ -115,7 +132,7 @@ def _adds_to(var, eqn) -> bool:
     """Whether ``eqn`` adds something else to ``var``, or takes it off."""
     if [atom is var for atom in eqn.invars].count(True) != 1:
         return False
-    return eqn.primitive.name in _ADDITIONS or (eqn.primitive.name == "sub" and eqn.invars[0] is var)
+    return eqn.primitive.name in ADDITIONS or (eqn.primitive.name == "sub" and eqn.invars[0] is var)
 
 
 def _moved(eqns: Sequence, last: int, before: Any, places: dict, readers: Counter) -> tuple:
@@ -144,7 +161,7 @@ def _keeps_zero(eqn) -> bool:
     if eqn.primitive.name in ("mul", "div"):
         sides = ([0], [1]) if eqn.primitive.name == "mul" else ([1],)
         return literals in sides and _is_factor(eqn.invars[literals[0]].val)
-    return eqn.primitive.name in _ZERO_OF_ZERO and not literals
+    return eqn.primitive.name in KEEPS_ZERO and not literals
 
 
 def _is_factor(value: Any) -> bool:
@@ -159,25 +176,31 @@ def delay_reductions(program: Program, mesh: AnyMesh, delayed: Sequence[DelayedR
       mesh: its mesh.
       delayed: at most one for each loop.
     """
+    loops = {loop.name: loop for loop in find_loops(program)}
     wanted = {each.loop: each for each in delayed if each.sums or each.first_apart}
-    return replace_loops(program, mesh, {name: lambda loop: delaying(loop, wanted[loop.name]) for name in wanted})
+    sums = {name: _positions(program, loops[name], each) for name, each in wanted.items()}
+
+    def delayed_in(loop: Loop) -> Compute:
+        return delaying(loop, sums[loop.name], wanted[loop.name].first_apart)
+
+    return replace_loops(program, mesh, dict.fromkeys(wanted, delayed_in))
 
 
-def delaying(loop: Loop, how: DelayedReductions) -> Compute:
-    """The way to run ``loop`` as ``how`` says."""
-    found, positions = find_terms(loop.eqn), how.sums
-    terms = [found[position] for position in positions]
+def delaying(loop: Loop, sums: Sequence[int], first_apart: bool = False) -> Compute:
+    """The way to run ``loop`` that reduces in the next iteration what is added to ``sums``, positions in its carry."""
+    found = find_terms(loop.eqn)
+    terms = [found[position] for position in sums]
     pending = _read(terms)
     adding, rest = _pieces(loop.eqn, terms)
 
     def add(carry: list, left: list) -> list:
-        added = eval_local(adding, [*(carry[position] for position in positions), *left])
-        given = dict(zip(positions, added, strict=True))
+        added = eval_local(adding, [*(carry[position] for position in sums), *left])
+        given = dict(zip(sums, added, strict=True))
         return [given.get(position, value) for position, value in enumerate(carry)]
 
     def run(eqn, operands: list) -> list:
         own_consts, carry, stacks = split_operands(eqn, operands)
-        consts, own = [*closed_consts(eqn.params["jaxpr"]), *own_consts], len(carry)
+        consts, own = [*closed_consts(Scan(eqn).closed), *own_consts], len(carry)
 
         def iteration(carry: list, slices: list) -> list:
             return eval_local(rest, [*consts, *carry, *slices])
@@ -185,7 +208,7 @@ def delaying(loop: Loop, how: DelayedReductions) -> Compute:
         def step(carried: list, slices: list) -> list:
             return iteration(add(carried[:own], carried[own:]), slices)
 
-        if how.first_apart and loop.length:
+        if first_apart and loop.length:
             results = _first_apart(eqn, iteration, step, carry, stacks)
         else:
             begin = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in pending]
@@ -198,7 +221,7 @@ def delaying(loop: Loop, how: DelayedReductions) -> Compute:
 
 def _first_apart(eqn, first: Callable, step: Callable, carry: list, stacks: list) -> list:
     """As ``rescan`` with ``step``, but ``first`` makes of ``carry`` what it carries on."""
-    length, reverse = eqn.params["length"], eqn.params["reverse"]
+    length, reverse = Scan(eqn).length, Scan(eqn).reverse
     place, begin = (length - 1, 0) if reverse else (0, 1)
     made = first(carry, [lax.index_in_dim(stack, place, keepdims=False) for stack in stacks])
     made = list(map(jnp.asarray, made))  # constants of the body are no arrays yet
@@ -219,16 +242,16 @@ def _read(terms: Sequence[Term]) -> list:
 
 def _pieces(eqn, terms: Sequence[Term]) -> tuple[jex.Jaxpr, jex.Jaxpr]:
     """What adds ``terms`` to sums, of both; and the rest of the body, whose carry ends with what ``terms`` read."""
-    body = open_jaxpr(eqn.params["jaxpr"])
+    body = Scan(eqn).body
     num_consts, num_carry = scan_counts(eqn)
     carried, moved = body.invars[num_consts : num_consts + num_carry], [each for term in terms for each in term.eqns]
-    pending, positions = _read(terms), [term.position for term in terms]
+    pending, sums = _read(terms), [term.position for term in terms]
     adding = new_jaxpr(
-        [*(carried[position] for position in positions), *pending],
-        [body.outvars[position] for position in positions],
+        [*(carried[position] for position in sums), *pending],
+        [body.outvars[position] for position in sums],
         moved,
     )
-    kept = [carried[place] if place in positions else out for place, out in enumerate(body.outvars[:num_carry])]
+    kept = [carried[place] if place in sums else out for place, out in enumerate(body.outvars[:num_carry])]
     outputs = [*kept, *pending, *body.outvars[num_carry:]]
     away = set(map(id, moved))
     eqns = [each for each in body.eqns if id(each) not in away]

@@ -16,16 +16,34 @@ Guarantees: values are bitwise the same, nothing is added to what is computed or
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, is_drop_var, new_barrier, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import is_drop_var, new_barrier
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import find_gathers, is_gather_loop
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.traversal import equations, nested_jaxprs, with_regions
+from jax_deepcompile.ir.rewrite import Walk
+from jax_deepcompile.ir.traversal import inside
+from jax_deepcompile.transforms.decision import Decision
+
+
+@dataclass(frozen=True)
+class GatherAfterLoops(Decision, kind="gather_after_loops"):
+    """Gathers wait for the loops before what needs them."""
+
+    def describe(self) -> str:
+        return "what is needed after a loop is gathered after it"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[GatherAfterLoops]) -> Program:
+        return gather_after_loops(program)
 
 
 def gather_after_loops(program: Program) -> Program:
@@ -39,23 +57,21 @@ def _waiting(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
     What was gathered before, XLA does not gather again: it does not wait, or as the first gather did.
     """
-    jaxpr = open_jaxpr(closed)
-    keys = {gather.result: gather.key for gather in find_gathers(jaxpr, jaxpr.invars)}
+    walk = Walk(closed, regions=_waiting)
+    keys = {gather.result: gather.key for gather in find_gathers(walk.jaxpr, walk.jaxpr.invars)}
     ready: set = set()
     waited: dict = {}
     ended: list = []
     afterwards: set = set()
-    eqns: list = []
-    for original in jaxpr.eqns:
-        eqn = with_regions(original, _waiting)
+    for eqn in walk:
         waits = not afterwards.isdisjoint(variables(eqn.invars))
         if eqn.primitive.name == "all_gather":
             key = keys.get(eqn.outvars[0])
             if ended and not waits and (key is None or key not in ready):
                 operand = eqn.invars[0]
                 if operand not in waited:
-                    eqns.append(new_barrier([operand, *ended], eqn.source_info))
-                    waited[operand] = eqns[-1].outvars[0]
+                    walk.eqns.append(new_barrier([operand, *ended], eqn.source_info))
+                    waited[operand] = walk.eqns[-1].outvars[0]
                 eqn = eqn.replace(invars=[waited[operand]])
                 waits = True
             elif not waits:
@@ -64,20 +80,18 @@ def _waiting(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
             ended, afterwards, waits = left, set(), True
         if waits:
             afterwards.update(eqn.outvars)
-        eqns.append(eqn)
-    same = len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return closed if same else jex.ClosedJaxpr(jaxpr.replace(eqns=eqns), closed_consts(closed))
+        walk.eqns.append(eqn)
+    return walk.result()
 
 
 def _communicates(eqn: Any) -> bool:
     """Whether ``eqn`` is a loop that gathers, and more than gathers."""
     if eqn.primitive.name != "scan" or is_gather_loop(eqn):
         return False
-    return any(inner.primitive.name == "all_gather" for body in nested_jaxprs(eqn) for inner in equations(body))
+    return any(inner.primitive.name == "all_gather" for inner in inside(eqn))
 
 
 def _left(loop: Any) -> list:
     """The first array of floats that is left of what a loop carries."""
-    _, num_carry = scan_counts(loop)
-    carried = [var for var in loop.outvars[:num_carry] if not is_drop_var(var)]
+    carried = [var for var in Scan(loop).results.carry if not is_drop_var(var)]
     return [var for var in carried if var.aval.ndim and jnp.issubdtype(var.aval.dtype, jnp.inexact)][:1]

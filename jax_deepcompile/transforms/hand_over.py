@@ -28,26 +28,42 @@ from jax_deepcompile.analysis.dataflow import renamed, unguarded
 from jax_deepcompile.analysis.gathers import Gather
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.loops import Loop, find_loops
+from jax_deepcompile.analysis.names import gather_names
 from jax_deepcompile.analysis.stacks import sliced_gathers
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Replacement, replace_equations, rerun, split_operands
+from jax_deepcompile.ir.retrace import Replacement, replace_equations, rerun
+from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused
 from jax_deepcompile.transforms.stack_collectives import given_gathers
 
 
 @dataclass(frozen=True)
-class HandOver:
+class HandOver(Decision, kind="hand_over"):
     """What one loop leaves gathered for another one.
 
     Attributes:
-      forward: the name of the loop that gathers.
-      backward: the name of a later loop in the same place, that would gather the same again.
-      shared: positions among the gathers of slices that both do.
+      forward: the loop that gathers.
+      backward: a later loop in the same place, that would gather the same again.
+      gathers: parameters that both gather slices of.
     """
 
     forward: str
     backward: str
-    shared: tuple[int, ...]
+    gathers: tuple[str, ...]
+
+    def subjects(self) -> tuple[str, ...]:
+        return self.forward, self.backward
+
+    def check(self, program: Program) -> None:
+        _chosen(program, self)
+
+    def describe(self) -> str:
+        return f"{self.forward}: leaves {', '.join(self.gathers)} gathered for {self.backward}"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[HandOver]) -> Program:
+        return hand_over(program, mesh, decisions)
 
 
 @dataclass(frozen=True)
@@ -67,18 +83,35 @@ class Shared:
 
 def shared_gathers(program: Program, forward: Loop, backward: Loop) -> Shared:
     """What ``forward`` could leave gathered for ``backward``, which comes later in the same place."""
-    around = {loop.path: open_jaxpr(loop.eqn.params["jaxpr"]) for loop in find_loops(program.jaxpr)}
+    around = {loop.path: loop.body for loop in find_loops(program)}
     sources = unguarded(around.get(forward.path[:-1], open_jaxpr(program.jaxpr)))
 
     def groups(loop: Loop) -> tuple[Any, dict[Any, tuple[Gather, ...]]]:
         eqn = scan_along_leading_dimension(loop.eqn)
-        _, _, operands = split_operands(eqn, list(eqn.invars))
+        operands = Scan(eqn).operands.xs
         read = dict(zip(loop.slices, operands, strict=True))
         found = {(renamed(read[group[0].source], sources), group[0].key[1:]): group for group in sliced_gathers(eqn)}
-        return open_jaxpr(eqn.params["jaxpr"]), found
+        return Scan(eqn).body, found
 
     (ahead, first), (again, second) = groups(forward), groups(backward)
     return Shared(ahead, again, tuple((first[key], second[key]) for key in first if key in second))
+
+
+def shared_names(program: Program, forward: Loop, shared: Shared) -> list[str]:
+    """What ``shared.gathers`` are called."""
+    return gather_names(program, forward.path, [ahead[0] for ahead, _ in shared.gathers])
+
+
+def _chosen(program: Program, choice: HandOver) -> tuple[Loop, Loop, Shared]:
+    """The loops that ``choice`` names, and what it says that they share."""
+    forward = loop_named(program, choice.forward, "leaves gathered what is gathered by")
+    backward = loop_named(program, choice.backward, "leaves gathered parameters for")
+    if forward.path[:-1] != backward.path[:-1] or forward.path >= backward.path:
+        raise refused(f"{choice.backward!r} does not follow {choice.forward!r} in the same place")
+    shared = shared_gathers(program, forward, backward)
+    what = f"leaves gathered from {choice.forward!r} for {choice.backward!r}"
+    places = positions(choice.gathers, shared_names(program, forward, shared), what)
+    return forward, backward, replace(shared, gathers=tuple(shared.gathers[place] for place in sorted(places)))
 
 
 def hand_over(program: Program, mesh: AnyMesh, choices: Sequence[HandOver]) -> Program:
@@ -89,14 +122,11 @@ def hand_over(program: Program, mesh: AnyMesh, choices: Sequence[HandOver]) -> P
       mesh: its mesh.
       choices: each loop in at most one of them.
     """
-    loops = {loop.name: loop for loop in find_loops(program.jaxpr)}
     replacements: dict[int, Replacement] = {}
     for choice in choices:
-        forward, backward = loops[choice.forward], loops[choice.backward]
-        shared = shared_gathers(program, forward, backward)
-        chosen = tuple(pair for index, pair in enumerate(shared.gathers) if index in choice.shared)
-        if chosen:
-            bridge = _Bridge(replace(shared, gathers=chosen))
+        forward, backward, shared = _chosen(program, choice)
+        if shared.gathers:
+            bridge = _Bridge(shared)
             replacements |= {id(forward.eqn): bridge.gather, id(backward.eqn): bridge.read}
     return replace_equations(program, mesh, replacements) if replacements else program
 

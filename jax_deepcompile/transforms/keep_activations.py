@@ -19,36 +19,54 @@ from the forward loop to the end of the backward one, what is outside of loops t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import closed_consts, new_jaxpr, new_var, open_jaxpr
-from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers
+from jax_deepcompile.analysis.dataflow import with_names
 from jax_deepcompile.analysis.loops import Loop, find_loops
+from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.analysis.recomputed import Activation, Place, SharedLayers
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, Replacement, replace_equations, rerun
+from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused
 from jax_deepcompile.transforms.replace_loops import replace_loops
 
 
 @dataclass(frozen=True)
-class KeptActivations:
+class KeptActivations(Decision, kind="keep_activations"):
     """What is computed in one place and used in another that would compute it again.
 
     Attributes:
-      forward: the name of the loop that computes it.
-      backward: the name of a later loop in the same place, that would compute the same again for every layer. Where one
-        iteration of a loop would compute something twice both are its name, and for what is outside of loops empty.
-      values: positions among the activations that are computed twice.
+      forward: the loop that computes it.
+      backward: a later loop in the same place, that would compute the same again for every layer. Where one iteration
+        of a loop would compute something twice both are its name, and for what is outside of loops empty.
+      values: what would be computed twice, by the scope that computes it first.
     """
 
     forward: str
     backward: str
-    values: tuple[int, ...]
+    values: tuple[str, ...]
+
+    def subjects(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.forward, self.backward)))
+
+    def describe(self) -> str:
+        if self.forward != self.backward:
+            return f"{self.forward}: keeps {', '.join(self.values)} for {self.backward}"
+        return f"{self.forward or 'outside of loops'}: keeps {', '.join(self.values)} until they are used again"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[KeptActivations]) -> Program:
+        return keep_activations(program, mesh, decisions)
+
+
+def activation_names(body: Any, activations: Sequence[Activation], outside_of_loops: bool = False) -> tuple[str, ...]:
+    """What ``activations`` are called, which ``body`` has first."""
+    names = value_names(body, phased=outside_of_loops)
+    return tuple(names[each.first] for each in activations)
 
 
 def keep_activations(program: Program, mesh: AnyMesh, choices: Sequence[KeptActivations]) -> Program:
@@ -62,36 +80,28 @@ def keep_activations(program: Program, mesh: AnyMesh, choices: Sequence[KeptActi
     Raises:
       PlanError: the program has no such activations.
     """
-    loops = {loop.name: loop for loop in find_loops(program.jaxpr)}
-    places = {loop.path: loop.eqn.params["jaxpr"] for loop in loops.values()} | {(): program.jaxpr}
+    places = {loop.path: loop.scan.closed for loop in find_loops(program)} | {(): program.jaxpr}
     replacements: dict[int, Replacement] = {}
-    named = Counter(name for choice in choices for name in sorted({choice.forward, choice.backward}))
-    if twice := [name for name, count in named.items() if count > 1]:
-        raise errors.PlanError("the plan", f"it keeps activations of {twice[0] or 'no loop'} in two ways")
     for choice in (each for each in choices if each.forward != each.backward):
-        forward, backward = (_found(name, loops) for name in (choice.forward, choice.backward))
+        what = "keeps activations of"
+        forward, backward = (loop_named(program, name, what) for name in (choice.forward, choice.backward))
         if forward.path[:-1] != backward.path[:-1] or forward.path >= backward.path:
-            raise errors.PlanError("the plan", f"{choice.backward} does not follow {choice.forward} in the same place")
+            raise refused(f"{choice.backward!r} does not follow {choice.forward!r} in the same place")
         shared = Place(places[forward.path[:-1]]).shared(forward.eqn, backward.eqn)
-        kept = _chosen(shared.activations, choice)
+        kept = _chosen(shared.forward, shared.activations, choice)
         bridge = _Bridge(replace(shared, activations=kept))
         replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read} if kept else {}
     bridged = replace_equations(program, mesh, replacements) if replacements else program
-    return _computed_once(bridged, mesh, {each.forward: each for each in choices if each.forward == each.backward})
+    apart = {each.forward: each for each in choices if each.forward == each.backward}
+    for name in filter(None, apart):
+        loop_named(program, name, "keeps activations of")
+    return _computed_once(bridged, mesh, apart)
 
 
-def _found(name: str, loops: Mapping[str, Loop]) -> Loop:
-    if name not in loops:
-        raise errors.PlanError("the plan", f"it keeps activations of {name or 'no loop'}, which is not in the program")
-    return loops[name]
-
-
-def _chosen(activations: Sequence[Activation], choice: KeptActivations) -> tuple[Activation, ...]:
-    if any(not 0 <= position < len(activations) for position in choice.values):
-        where = f"{choice.forward} and {choice.backward}" if choice.forward else "code outside of loops"
-        missing = next(position for position in choice.values if not 0 <= position < len(activations))
-        raise errors.PlanError("the plan", f"it keeps activation {missing} of {len(activations)} of {where}")
-    return tuple(activations[position] for position in sorted(choice.values))
+def _chosen(body: Any, activations: Sequence[Activation], choice: KeptActivations) -> tuple[Activation, ...]:
+    known = activation_names(body, activations, outside_of_loops=not choice.forward)
+    where = repr(choice.forward) if choice.forward else "code outside of loops"
+    return tuple(activations[place] for place in sorted(positions(choice.values, known, f"keeps from {where}")))
 
 
 def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptActivations]) -> Program:
@@ -99,11 +109,11 @@ def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptAc
 
     def once(jaxpr: Any, name: str) -> Any:
         flat = open_jaxpr(jaxpr)
-        names = {var: each.first for each in _chosen(Place(flat).repeated(), choices[name]) for var in each.again}
-        return flat.replace(**_with_names(flat, names))
+        names = {var: each.first for each in _chosen(flat, Place(flat).repeated(), choices[name]) for var in each.again}
+        return with_names(flat, names)
 
     def run(loop: Loop) -> Compute:
-        body = once(loop.eqn.params["jaxpr"], loop.name)
+        body = once(loop.scan.closed, loop.name)
         inner = new_jaxpr([*body.constvars, *body.invars], body.outvars, body.eqns)
         return lambda eqn, operands: rerun(eqn, inner, operands)
 
@@ -113,19 +123,12 @@ def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptAc
     return program.replace(jaxpr=type(program.jaxpr)(once(program.jaxpr, ""), closed_consts(program.jaxpr)))
 
 
-def _with_names(body: Any, names: Mapping[Any, Any]) -> dict[str, list]:
-    """The equations and outputs of ``body`` where some variables are read by other ``names``, and nothing needless."""
-    outvars = [renamed(atom, names) for atom in body.outvars]
-    eqns = [eqn.replace(invars=[renamed(atom, names) for atom in eqn.invars]) for eqn in body.eqns]
-    return {"eqns": slim_barriers(needed_for(eqns, outvars), outvars), "outvars": outvars}
-
-
 def _given_activations(body: Any, kept: Sequence[Activation]) -> Any:
     """A backward loop's body that does not compute ``kept``: they come last among its inputs, its constants first."""
     given = [new_var(activation.first.aval) for activation in kept]
     names = {var: made for activation, made in zip(kept, given, strict=True) for var in activation.again}
-    rest = _with_names(body, names)
-    return new_jaxpr([*body.constvars, *body.invars, *given], rest["outvars"], rest["eqns"])
+    rest = with_names(body, names)
+    return new_jaxpr([*body.constvars, *body.invars, *given], rest.outvars, rest.eqns)
 
 
 @dataclass

@@ -31,6 +31,7 @@ from jax_deepcompile._jax_compat import open_jaxpr, provenance
 from jax_deepcompile.analysis.microbatches import Round, Rounds, Total, choose_rounds, is_heavy
 from jax_deepcompile.ir.light_loops import split_light_loops
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import axis_names
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.ir.retrace import compute, read, trace_blocks
 
@@ -128,7 +129,7 @@ def _finish(total: Total, value: jax.Array, axis: str) -> jax.Array:
     """The total over all iterations of all devices that the collective is over."""
     if total.eqn is None:
         return value
-    others = _others(total.eqn.params["axes"], axis)
+    others = _others(axis_names(total.eqn), axis)
     with provenance(total.eqn):
         if others:
             value = {"psum": lax.psum, "pmax": lax.pmax, "pmin": lax.pmin}[total.how](value, others)

@@ -16,17 +16,33 @@ Guarantees: values are bitwise the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jax import lax
 
-from jax_deepcompile._jax_compat import new_jaxpr, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import new_jaxpr, open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.loops import find_loops, reduces_gradients
 from jax_deepcompile.analysis.work import fuses
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, replace_equations, rerun
+from jax_deepcompile.transforms.decision import Decision
+
+
+@dataclass(frozen=True)
+class NarrowStacks(Decision, kind="narrow_stacks"):
+    """Stacks of gradients stay in the type that they were reduced in until they are read."""
+
+    def describe(self) -> str:
+        return "gradients of layers stay in the type they were reduced in"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[NarrowStacks]) -> Program:
+        return narrow_stacks(program, mesh)
 
 
 def narrow_stacks(program: Program, mesh: AnyMesh) -> Program:
@@ -36,8 +52,8 @@ def narrow_stacks(program: Program, mesh: AnyMesh) -> Program:
       program: in the local view.
       mesh: its mesh.
     """
-    loops = list(find_loops(program.jaxpr))
-    scopes = {loop.path: open_jaxpr(loop.eqn.params["jaxpr"]) for loop in loops}
+    loops = list(find_loops(program))
+    scopes = {loop.path: loop.body for loop in loops}
     replacements: dict[int, Compute] = {}
     for loop in loops:
         if reduces_gradients(loop.eqn):
@@ -51,8 +67,8 @@ def _narrow(scope: Any, loop: Any) -> dict[int, Any]:
     """By the position of each stack that is read by what XLA fuses alone, what its slices are widened from."""
     read_whole = {atom for eqn in scope.eqns if not fuses(eqn) for atom in variables(eqn.invars)}
     read_whole.update(variables(scope.outvars))
-    body = open_jaxpr(loop.params["jaxpr"])
-    _, num_carry = scan_counts(loop)
+    body = Scan(loop).body
+    num_carry = Scan(loop).num_carry
     widened = {eqn.outvars[0]: eqn.invars[0] for eqn in body.eqns if eqn.primitive.name == "convert_element_type"}
     found = {}
     for index, (slice_, stack) in enumerate(zip(body.outvars, loop.outvars, strict=True)):
@@ -66,7 +82,7 @@ def _narrow(scope: Any, loop: Any) -> dict[int, Any]:
 
 def _widening_after(narrow: dict[int, Any]) -> Compute:
     def run(eqn: Any, operands: list) -> list:
-        body = open_jaxpr(eqn.params["jaxpr"])
+        body = Scan(eqn).body
         outvars = [narrow.get(index, slice_) for index, slice_ in enumerate(body.outvars)]
         stacks = rerun(eqn, new_jaxpr([*body.constvars, *body.invars], outvars, body.eqns), operands)
         for index in narrow:

@@ -29,14 +29,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import eval_local, has_side_effects, open_jaxpr, provenance, scan_counts
+from jax_deepcompile._jax_compat import eval_local, has_side_effects, provenance, scan_counts
 from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.loops import Loop, constants_of, reduces_gradients
 from jax_deepcompile.analysis.work import COLLECTIVES
 from jax_deepcompile.ir.iterations import Iterations, run_uncounted
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.retrace import Compute, compute, read, split_operands
-from jax_deepcompile.ir.traversal import equations, nested_jaxprs
+from jax_deepcompile.ir.traversal import inside
 
 _MOST_PEELED = 2
 """Iterations by which the two layer loops may differ."""
@@ -86,8 +87,8 @@ def find_halves(eqn) -> Halves | None:
 
     Only the second of a pair reduces gradients. Of several pairs the longest, nearest to each other.
     """
-    body = open_jaxpr(eqn.params["jaxpr"])
-    if eqn.params["length"] < 2 or any(map(has_side_effects, body.eqns)):
+    body = Scan(eqn).body
+    if Scan(eqn).length < 2 or any(map(has_side_effects, body.eqns)):
         return None
     loops = [inner for inner in body.eqns if _is_carried(inner)]
     found = [
@@ -95,10 +96,10 @@ def find_halves(eqn) -> Halves | None:
         for place, backward in enumerate(loops)
         for forward in loops[:place][::-1]
         if reduces_gradients(backward) and not reduces_gradients(forward)
-        if abs(forward.params["length"] - backward.params["length"]) <= _MOST_PEELED
+        if abs(Scan(forward).length - Scan(backward).length) <= _MOST_PEELED
         if (halves := _halves(eqn, body, forward, backward)) is not None
     ]
-    return max(found, key=lambda halves: halves.backward.params["length"], default=None)
+    return max(found, key=lambda halves: Scan(halves.backward).length, default=None)
 
 
 def _is_carried(eqn) -> bool:
@@ -110,7 +111,7 @@ def _is_carried(eqn) -> bool:
 
 
 def _communicates(eqn) -> bool:
-    names = {eqn.primitive.name, *(inner.primitive.name for body in nested_jaxprs(eqn) for inner in equations(body))}
+    names = {eqn.primitive.name, *(inner.primitive.name for inner in inside(eqn))}
     return not names.isdisjoint(COLLECTIVES)
 
 
@@ -208,7 +209,7 @@ class _Microbatches:
 
     @property
     def _body(self):
-        return open_jaxpr(self.loop.eqn.params["jaxpr"])
+        return Scan(self.loop.eqn).body
 
 
 def _operands(eqn, known: dict) -> list:
@@ -217,12 +218,12 @@ def _operands(eqn, known: dict) -> list:
 
 def _side_by_side(loops: Sequence[tuple[Any, list]]) -> list[list]:
     """The results of pipelined loops on their operands, run as one; iterations that only longer ones have go ahead."""
-    trips = min(eqn.params["length"] for eqn, _ in loops)
+    trips = min(Scan(eqn).length for eqn, _ in loops)
     steps, starts = [], []
     for eqn, operands in loops:
         consts, carry, _ = split_operands(eqn, operands)
         step = partial(_iteration, eqn, consts)
-        for _ in range(eqn.params["length"] - trips):
+        for _ in range(Scan(eqn).length - trips):
             carry = step(carry)
         steps.append(step)
         starts.append(carry)
@@ -235,4 +236,4 @@ def _side_by_side(loops: Sequence[tuple[Any, list]]) -> list[list]:
 
 def _iteration(eqn, consts: list, carry: list) -> list:
     with provenance(eqn):
-        return eval_local(eqn.params["jaxpr"], [*consts, *carry])
+        return eval_local(Scan(eqn).closed, [*consts, *carry])

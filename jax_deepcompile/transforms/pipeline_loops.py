@@ -34,22 +34,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jax_deepcompile._jax_compat import eval_local, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import eval_local, scan_counts
 from jax_deepcompile.analysis.dataflow import needed_for, reached_from, without_barriers
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
 from jax_deepcompile.analysis.parts import Part, SplitBody, split_body
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import split_operands
+from jax_deepcompile.transforms.decision import Decision, loop_named, refused
 from jax_deepcompile.transforms.replace_loops import replace_loops
 
 
 @dataclass(frozen=True)
-class LoopSchedule:
+class LoopSchedule(Decision, kind="pipeline_loops"):
     """How one layer loop is pipelined.
 
     Attributes:
-      loop: the loop's name, such as ``scan.0``.
+      loop: the loop, such as ``layers @backward``.
       prefetch_layers: how many iterations ahead a layer's parameters are gathered; 0 gathers in the layer's own.
       delay_layers: how many iterations later a layer's gradients are reduced; 0 reduces in the layer's own.
       first_layers: iterations peeled off the front.
@@ -62,6 +64,34 @@ class LoopSchedule:
     first_layers: int = 0
     last_layers: int = 0
 
+    def subjects(self) -> tuple[str, ...]:
+        return (self.loop,)
+
+    def check(self, program: Program) -> None:
+        loop_named(program, self.loop, "pipelines")
+        for layers in (self.prefetch_layers, self.delay_layers, self.first_layers, self.last_layers):
+            if not 0 <= layers <= _MOST_LAYERS:
+                raise refused(f"it pipelines {self.loop!r} by {layers} layers")
+
+    def describe(self) -> str:
+        parts = [f"gathers {_layers(self.prefetch_layers, 'a ')} ahead"] * bool(self.prefetch_layers)
+        parts += [f"reduces {_layers(self.delay_layers, 'a ')} behind"] * bool(self.delay_layers)
+        parts += [f"runs its first {_layers(self.first_layers)} apart"] * bool(self.first_layers)
+        parts += [f"runs its last {_layers(self.last_layers)} apart"] * bool(self.last_layers)
+        return f"{self.loop}: {', '.join(parts) or 'runs as it is, stacks by index'}"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[LoopSchedule]) -> Program:
+        return pipeline_loops(program, mesh, decisions)
+
+
+_MOST_LAYERS = 64
+"""Iterations ahead, behind or apart: each is code of its own, and planning chooses 1 or 2."""
+
+
+def _layers(count: int, one: str = "") -> str:
+    return f"{one}layer" if count == 1 else f"{count} layers"
+
 
 def choose_schedules(program: Program, prefetch_layers: int = 1, delay_layers: int = 1) -> tuple[LoopSchedule, ...]:
     """A schedule for every loop over layers: one that gathers slices of stacks, or reduces what nobody in it reads.
@@ -70,7 +100,7 @@ def choose_schedules(program: Program, prefetch_layers: int = 1, delay_layers: i
     body.
     """
     chosen = []
-    for loop in find_loops(program.jaxpr):
+    for loop in find_loops(program):
         split = split_body(loop.eqn)
         ahead = prefetch_layers if set(split.early.inputs) & set(loop.slices) else 0
         behind = delay_layers if split.late_outputs else 0
@@ -138,7 +168,7 @@ class _Pipeline:
         return min(max(self.schedule.first_layers, self.schedule.delay_layers), self.loop.length)
 
     def run(self, eqn, operands: list) -> Sequence:
-        body = open_jaxpr(eqn.params["jaxpr"])
+        body = Scan(eqn).body
         num_consts, num_carry = scan_counts(eqn)
         consts, carry, stacks = split_operands(eqn, operands)
         slices = dict(zip(self.loop.slices, stacks, strict=True))

@@ -26,26 +26,42 @@ from typing import Any
 
 import numpy as np
 
-from jax_deepcompile._jax_compat import closed_consts, new_barrier, new_var, open_jaxpr
-from jax_deepcompile.analysis.dataflow import needed_for, needs, renamed, slim_barriers
+from jax_deepcompile._jax_compat import new_barrier, new_var, open_jaxpr
+from jax_deepcompile.analysis.dataflow import needs, slim_barriers
 from jax_deepcompile.analysis.gathers import Gather, find_gathers, first_uses, outermost, slicer
+from jax_deepcompile.analysis.names import gather_names, value_names
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import closed_like
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.rewrite import Walk, with_renamed_operands
+from jax_deepcompile.transforms.decision import Decision, positions, refused
+from jax_deepcompile.transforms.unshard import OF_LOOPS
 
 
 @dataclass(frozen=True)
-class Prefetch:
-    """When one gather starts.
+class Prefetch(Decision, kind="prefetch", after=(*OF_LOOPS, "unshard")):
+    """When one gather outside of loops starts.
 
     Attributes:
-      gather: its place among the straight-line gathers of parameters.
-      after: position of the equation, in the program before the pass, whose result it waits for.
+      gather: of a parameter.
+      after: the value that it waits for, by the scope that computes it.
     """
 
-    gather: int
-    after: int
+    gather: str
+    after: str
+
+    def subjects(self) -> tuple[str, ...]:
+        return (self.gather,)
+
+    def describe(self) -> str:
+        return f"gather of {self.gather}: starts after {self.after}"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[Prefetch]) -> Program:
+        return prefetch(program, decisions)
 
 
 def choose_prefetches(
@@ -68,6 +84,7 @@ def choose_prefetches(
     network = {eqn.outvars[0]: time.network_s for eqn, time in zip(jaxpr.eqns, times, strict=True) if eqn.outvars}
     uses = first_uses(jaxpr, [gather.result for gather in gathers])
     anchors = needs(jaxpr.eqns, is_anchor)
+    values, names = value_names(jaxpr, phased=True), gather_names(program, (), gathers)
     slice_for, queue_free_s = slicer(jaxpr), float("inf")
     room = np.full(len(jaxpr.eqns), np.inf) if room_bytes is None else np.array(room_bytes, float)
     chosen = []
@@ -85,8 +102,8 @@ def choose_prefetches(
             queue_free_s = max(queue_free_s, starts[anchor + 1])
         room[0 if anchor is None else anchor + 1 : gather.position] -= gather.size_bytes
         if anchor is not None:
-            chosen.append(Prefetch(index, anchor))
-    return tuple(sorted(chosen, key=lambda prefetch: prefetch.gather))
+            chosen.append((index, Prefetch(names[index], values[jaxpr.eqns[anchor].outvars[0]])))
+    return tuple(decision for _, decision in sorted(chosen, key=lambda each: each[0]))
 
 
 def _first_with_room(room: np.ndarray, gather: Gather) -> int:
@@ -99,14 +116,26 @@ def prefetch(program: Program, decisions: Sequence[Prefetch]) -> Program:
     """``program`` with the gathers that ``decisions`` name pinned as they say; the others stay as they are."""
     if not decisions:
         return program
-    jaxpr = open_jaxpr(program.jaxpr)
-    gathers = parameter_gathers(program)
+    jaxpr, gathers = open_jaxpr(program.jaxpr), parameter_gathers(program)
+    starting = positions(
+        [each.gather for each in decisions], gather_names(program, (), gathers), "starts the gather of"
+    )
+    values = {name: var for var, name in value_names(jaxpr, phased=True).items()}
+    makers = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    uses = first_uses(jaxpr, [gather.result for gather in gathers])
+    results = {gathers[place].result for place in starting}
     moved: dict[int, list[Gather]] = {}
-    for decision in decisions:
-        moved.setdefault(decision.after, []).append(gathers[decision.gather])
-    eqns, outvars = _moved(jaxpr, moved)
-    flat = jaxpr.replace(eqns=slim_barriers(needed_for(eqns, outvars), outvars), outvars=outvars)
-    return program.replace(jaxpr=type(program.jaxpr)(flat, closed_consts(program.jaxpr)))
+    for decision, place in sorted(zip(decisions, starting, strict=True), key=lambda each: each[1]):
+        positions([decision.after], list(values), f"starts the gather of {decision.gather!r} after")
+        anchor = makers[values[decision.after]]
+        if anchor >= uses[place] or results.intersection(jaxpr.eqns[anchor].outvars):
+            raise refused(
+                f"it starts the gather of {decision.gather!r} after {decision.after!r}, which it cannot wait for"
+            )
+        moved.setdefault(anchor, []).append(gathers[place])
+    flat = _moved(jaxpr, moved)
+    flat = flat.replace(eqns=slim_barriers(flat.eqns, flat.outvars))
+    return program.replace(jaxpr=closed_like(program.jaxpr, flat))
 
 
 def parameter_gathers(program: Program) -> tuple[Gather, ...]:
@@ -115,19 +144,18 @@ def parameter_gathers(program: Program) -> tuple[Gather, ...]:
     return outermost(find_gathers(jaxpr, jaxpr.invars))
 
 
-def _moved(jaxpr: Any, moved: dict[int, list[Gather]]) -> tuple[list, list]:
-    """Equations and outputs, with each gather made anew from what came in, right after what it waits for."""
+def _moved(jaxpr: Any, moved: dict[int, list[Gather]]) -> Any:
+    """``jaxpr`` with each gather made anew from what came in, right after what it waits for."""
     results = {gather.result for gathers in moved.values() for gather in gathers}
     slice_for = slicer(jaxpr)
-    known: dict = {}
-    eqns: list = []
-    for index, eqn in enumerate(jaxpr.eqns):
+    walk = Walk(jaxpr)
+    for index, eqn in enumerate(walk):
         if not results.intersection(eqn.outvars):
-            eqns.append(eqn.replace(invars=[renamed(atom, known) for atom in eqn.invars]))
+            walk.eqns.append(eqn)
         for gather in moved.get(index, ()):
-            again, known[gather.result] = _copy(slice_for([gather.result]), gather.result, eqn.outvars[0])
-            eqns += again
-    return eqns, [renamed(atom, known) for atom in jaxpr.outvars]
+            again, walk.names[gather.result] = _copy(slice_for([gather.result]), gather.result, eqn.outvars[0])
+            walk.eqns += again
+    return walk.result()
 
 
 def _copy(chain: list, result: Any, anchor: Any) -> tuple[list, Any]:
@@ -135,11 +163,10 @@ def _copy(chain: list, result: Any, anchor: Any) -> tuple[list, Any]:
     known: dict = {}
     eqns: list = []
     for eqn in chain:
-        operands = [renamed(atom, known) for atom in eqn.invars]
+        operands = with_renamed_operands(eqn, known).invars
         if eqn.primitive.name == "all_gather" and anchor is not None:
-            barrier = new_barrier([operands[0], anchor], eqn.source_info)
-            eqns.append(barrier)
-            operands, anchor = barrier.outvars[:1], None
+            eqns.append(new_barrier([operands[0], anchor], eqn.source_info))
+            operands, anchor = eqns[-1].outvars[:1], None
         outvars = [new_var(var.aval) for var in eqn.outvars]
         known.update(zip(eqn.outvars, outvars, strict=True))
         eqns.append(eqn.replace(invars=operands, outvars=outvars))

@@ -19,18 +19,47 @@ Guarantees: values are bitwise the same; nothing is reduced more or less often.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, new_barrier, open_jaxpr
+from jax_deepcompile._jax_compat import new_barrier, open_jaxpr
 from jax_deepcompile.analysis.dataflow import needs, variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.work import is_anchor
+from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.traversal import with_regions
+from jax_deepcompile.ir.rewrite import Walk
+from jax_deepcompile.transforms.decision import Decision, refused
+
+
+@dataclass(frozen=True)
+class OrderedReductions(Decision, kind="reduce_in_order"):
+    """Reductions follow one another.
+
+    Attributes:
+      bucket_bytes: so many go together, at least.
+      in_loops: whether those in the bodies of loops do, too; loops that are pipelined have an order of their own.
+    """
+
+    bucket_bytes: int
+    in_loops: bool = False
+
+    def check(self, program: Program) -> None:
+        if self.bucket_bytes <= 0:
+            raise refused(f"its buckets of reductions have {self.bucket_bytes} bytes")
+
+    def describe(self) -> str:
+        return f"reductions follow one another, {self.bucket_bytes / 2**20:.0f} MiB at a time"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[OrderedReductions]) -> Program:
+        for each in decisions:
+            program = reduce_in_order(program, each.bucket_bytes, each.in_loops)
+        return program
 
 
 def reduction_buckets(jaxpr: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
@@ -66,27 +95,18 @@ def reduce_in_order(program: Program, bucket_bytes: int, in_loops: bool = False)
 
 
 def _ordered(closed: jex.ClosedJaxpr, bucket_bytes: int, in_loops: bool) -> jex.ClosedJaxpr:
-    jaxpr = open_jaxpr(closed)
-    if in_loops:
-        inside = partial(_ordered, bucket_bytes=bucket_bytes, in_loops=True)
-        bodies = [with_regions(eqn, inside) if eqn.primitive.name == "scan" else eqn for eqn in jaxpr.eqns]
-        if any(new is not old for new, old in zip(bodies, jaxpr.eqns, strict=True)):
-            jaxpr = jaxpr.replace(eqns=bodies)
-            closed = jex.ClosedJaxpr(jaxpr, closed_consts(closed))
-    buckets = reduction_buckets(jaxpr, bucket_bytes)
-    if len(buckets) < 2:
-        return closed
+    inside = partial(_ordered, bucket_bytes=bucket_bytes, in_loops=True) if in_loops else None
+    walk = Walk(closed, regions=inside, within={"scan"})
+    inner = list(walk)
+    buckets = reduction_buckets(walk.jaxpr, bucket_bytes)
     awaited = {place: before[-1] for before, bucket in pairwise(buckets) for place in bucket}
-    eqns: list = []
-    for place in _in_order(jaxpr.eqns, awaited):
-        eqn = jaxpr.eqns[place]
+    for place in _in_order(inner, awaited):
+        eqn = inner[place]
         if place in awaited:
-            done = jaxpr.eqns[awaited[place]].outvars[0]
-            barrier = new_barrier([eqn.invars[0], done], eqn.source_info)
-            eqns.append(barrier)
-            eqn = eqn.replace(invars=barrier.outvars[:1])
-        eqns.append(eqn)
-    return jex.ClosedJaxpr(jaxpr.replace(eqns=eqns), closed_consts(closed))
+            walk.eqns.append(new_barrier([eqn.invars[0], inner[awaited[place]].outvars[0]], eqn.source_info))
+            eqn = eqn.replace(invars=walk.eqns[-1].outvars[:1])
+        walk.eqns.append(eqn)
+    return walk.result()
 
 
 def _in_order(eqns: Sequence[Any], awaited: Mapping[int, int]) -> Iterator[int]:

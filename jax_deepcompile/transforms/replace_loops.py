@@ -18,8 +18,8 @@ def replace_loops(program: Program, mesh: AnyMesh, ways: Mapping[str, Callable[[
       mesh: its mesh.
       ways: by the loops' names in ``program``, whatever becomes of loops beside them.
     """
-    for depth in sorted({name.count("/") for name in ways}, reverse=True):
-        loops = [loop for loop in find_loops(program.jaxpr) if loop.name in ways and loop.name.count("/") == depth]
-        if loops:
-            program = replace_equations(program, mesh, {id(loop.eqn): ways[loop.name](loop) for loop in loops})
+    depths = {len(loop.path) for loop in find_loops(program) if loop.name in ways}
+    for depth in sorted(depths, reverse=True):
+        loops = [loop for loop in find_loops(program) if loop.name in ways and len(loop.path) == depth]
+        program = replace_equations(program, mesh, {id(loop.eqn): ways[loop.name](loop) for loop in loops})
     return program

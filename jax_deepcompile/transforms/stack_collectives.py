@@ -19,37 +19,68 @@ Guarantees: values are bitwise the same; whole stacks live from the first loop t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax import lax
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import needed_for, renamed, slim_barriers
+from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, scan_counts
+from jax_deepcompile.analysis.dataflow import renamed, slim_barriers
 from jax_deepcompile.analysis.gathers import Gather, slice_of
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
-from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.loops import Loop
+from jax_deepcompile.analysis.names import gather_names, reduction_names
 from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import replace_equations, rescan, split_operands
+from jax_deepcompile.ir.retrace import Compute, rescan, split_operands
+from jax_deepcompile.ir.rewrite import with_renamed_operands
+from jax_deepcompile.transforms.decision import Decision, loop_named, positions
+from jax_deepcompile.transforms.replace_loops import replace_loops
 
 
 @dataclass(frozen=True)
-class StackCollectives:
+class StackCollectives(Decision, kind="stack_collectives"):
     """What one loop leaves to collectives of whole stacks.
 
     Attributes:
-      loop: the loop's name.
-      gathers: positions among its gathers of slices.
-      reductions: positions among the reductions that make its stacked outputs.
+      loop: the loop.
+      gathers: parameters that it gathers slices of.
+      reductions: parameters whose gradients it reduces and stacks.
     """
 
     loop: str
-    gathers: tuple[int, ...] = ()
-    reductions: tuple[int, ...] = ()
+    gathers: tuple[str, ...] = ()
+    reductions: tuple[str, ...] = ()
+
+    def subjects(self) -> tuple[str, ...]:
+        return (self.loop,)
+
+    def check(self, program: Program) -> None:
+        _chosen(program, self)
+
+    def describe(self) -> str:
+        parts = (("gathers", self.gathers), ("reduces", self.reductions))
+        said = " and ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
+        return f"{self.loop}: {said} for all layers at once, outside of the loop"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[StackCollectives]) -> Program:
+        return stack_collectives(program, mesh, decisions)
+
+
+def slice_names(program: Program, loop: Loop) -> list[str]:
+    """What the gathers of slices in ``loop`` are called, in the order of ``sliced_gathers``."""
+    return gather_names(program, loop.path, [group[0] for group in sliced_gathers(loop.eqn)])
+
+
+def stacked_names(program: Program, loop: Loop) -> list[str]:
+    """What the reductions that make stacked outputs of ``loop`` are called, in the order of ``stacked_reductions``."""
+    _, num_carry = scan_counts(loop.eqn)
+    return reduction_names(program, loop, [num_carry + each.output for each in stacked_reductions(loop.eqn)])
 
 
 def stack_collectives(
@@ -63,43 +94,41 @@ def stack_collectives(
       choices: at most one for each loop.
       at_once_bytes: up to this size a whole stack is gathered by one collective.
     """
-    wanted = {choice.loop: choice for choice in choices if choice.gathers or choice.reductions}
-    for depth in sorted({name.count("/") for name in wanted}, reverse=True):
-        loops = [loop for loop in find_loops(program.jaxpr) if loop.name in wanted and loop.name.count("/") == depth]
-        rewritten: Mapping = {
-            id(loop.eqn): lambda eqn, operands, choice=wanted[loop.name]: _outside(eqn, operands, choice, at_once_bytes)
-            for loop in loops
-            if _chosen(loop.eqn, wanted[loop.name])
-        }
-        program = replace_equations(program, mesh, rewritten) if rewritten else program
-    return program
+    chosen = {each.loop: _chosen(program, each) for each in choices if each.gathers or each.reductions}
+
+    def outside(loop: Loop) -> Compute:
+        return lambda eqn, operands: _outside(eqn, operands, *chosen[loop.name], at_once_bytes)
+
+    return replace_loops(program, mesh, dict.fromkeys(chosen, outside))
 
 
-def _chosen(eqn, choice: StackCollectives) -> bool:
-    """Whether the loop has any of the collectives chosen."""
-    gathers, reductions = range(len(sliced_gathers(eqn))), range(len(stacked_reductions(eqn)))
-    return any(index in gathers for index in choice.gathers) or any(index in reductions for index in choice.reductions)
+def _chosen(program: Program, choice: StackCollectives) -> tuple[list[int], list[int]]:
+    """Positions of the gathers and of the reductions that ``choice`` names."""
+    loop = loop_named(program, choice.loop, "takes collectives out of")
+    gathers = positions(choice.gathers, slice_names(program, loop), f"takes out of {choice.loop!r} the gather of")
+    reduces = f"takes out of {choice.loop!r} the reduction of"
+    return gathers, positions(choice.reductions, stacked_names(program, loop), reduces)
 
 
-def _outside(eqn, operands: list, choice: StackCollectives, at_once_bytes: int) -> list:
+def _outside(eqn, operands: list, wanted: Sequence[int], reduced: Sequence[int], at_once_bytes: int) -> list:
     eqn = scan_along_leading_dimension(eqn)
-    body, length = open_jaxpr(eqn.params["jaxpr"]), eqn.params["length"]
+    body, length = Scan(eqn).body, Scan(eqn).length
     num_consts, num_carry = scan_counts(eqn)
     consts, carry, stacks = split_operands(eqn, operands)
     slices = body.invars[num_consts + num_carry :]
-    groups = [group for index, group in enumerate(sliced_gathers(eqn)) if index in choice.gathers]
+    groups = [group for index, group in enumerate(sliced_gathers(eqn)) if index in wanted]
     gathered = []
     for gather, *_ in groups:
         part = new_jaxpr([gather.source], [gather.result], slice_of(body, [gather.result]))
         at_once = length * gather.size_bytes <= at_once_bytes
         gathered.append(_each_layer(part, stacks[slices.index(gather.source)], at_once))
 
-    reductions = [each for index, each in enumerate(stacked_reductions(eqn)) if index in choice.reductions]
+    reductions = [each for index, each in enumerate(stacked_reductions(eqn)) if index in reduced]
     outvars = list(body.outvars)
     for each in reductions:
         outvars[num_carry + each.output] = each.operand
     inner = given_gathers(body, outvars, groups)
-    consts = [*closed_consts(eqn.params["jaxpr"]), *consts]
+    consts = [*closed_consts(Scan(eqn).closed), *consts]
 
     def step(carry: list, layer: list) -> list:
         return eval_local(inner, [*consts, *carry, *layer])
@@ -115,9 +144,8 @@ def given_gathers(body: Any, outvars: Sequence, groups: Sequence[tuple[Gather, .
     """A loop's body that does not gather ``groups``: their values come last among its inputs, its constants first."""
     names = {gather.result: group[0].result for group in groups for gather in group}
     outvars = [renamed(atom, names) for atom in outvars]
-    rest = [inner for inner in body.eqns if not set(inner.outvars) & set(names)]
-    rest = [inner.replace(invars=[renamed(atom, names) for atom in inner.invars]) for inner in rest]
-    rest = slim_barriers(needed_for(rest, outvars), outvars)
+    rest = [with_renamed_operands(inner, names) for inner in body.eqns if not set(inner.outvars) & set(names)]
+    rest = slim_barriers(rest, outvars)
     given = [group[0].result for group in groups]
     return new_jaxpr([*body.constvars, *body.invars, *given], outvars, rest)
 

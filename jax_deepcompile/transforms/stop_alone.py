@@ -23,12 +23,14 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, has_side_effects, open_jaxpr
+from jax_deepcompile._jax_compat import has_side_effects
 from jax_deepcompile.analysis.dataflow import literal_bits
 from jax_deepcompile.analysis.work import COLLECTIVES
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import While, closed_like
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.traversal import equations, with_regions
+from jax_deepcompile.ir.rewrite import Walk
+from jax_deepcompile.ir.traversal import equations
 
 _NOT_COMPARED = (jex.Jaxpr, jex.ClosedJaxpr, np.ndarray, jax.Array)
 """Parameters of equations that are not looked into."""
@@ -43,34 +45,31 @@ def stop_alone(program: Program, mesh: AnyMesh) -> Program:
 
 
 def _rewritten(closed: Any) -> Any:
-    jaxpr = open_jaxpr(closed)
-    eqns = [_alone(with_regions(eqn, _rewritten)) for eqn in jaxpr.eqns]
-    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        return closed
-    return jex.ClosedJaxpr(jaxpr.replace(eqns=eqns), closed_consts(closed))
+    walk = Walk(closed, regions=_rewritten)
+    walk.eqns += map(_alone, walk)
+    return walk.result()
 
 
 def _alone(eqn) -> Any:
     """``eqn`` with a condition of this device's own, if it is a ``while`` that may have one."""
     if eqn.primitive.name != "while" or has_side_effects(eqn):
         return eqn
-    closed = eqn.params["cond_jaxpr"]
-    condition = open_jaxpr(closed)
+    condition = While(eqn).condition
     asked = _maker(condition, condition.outvars[0], "pmax")
     here = asked and _maker(condition, asked.invars[0], "reduce_or")
     if not here or not _keeps_what_is_done(eqn, here.invars[0]):
         return eqn
     alone = condition.replace(eqns=[each for each in condition.eqns if each is not asked], outvars=here.outvars)
-    return eqn.replace(params={**eqn.params, "cond_jaxpr": jex.ClosedJaxpr(alone, closed_consts(closed))})
+    return eqn.replace(params={**eqn.params, "cond_jaxpr": closed_like(While(eqn).closed_condition, alone)})
 
 
 def _keeps_what_is_done(eqn, going: Any) -> bool:
     """Whether the body does not communicate, and changes only elements of which the condition says that they go on."""
-    condition, body = open_jaxpr(eqn.params["cond_jaxpr"]), open_jaxpr(eqn.params["body_jaxpr"])
+    condition, body = While(eqn).condition, While(eqn).body
     among = [each.primitive.name for each in (*equations(body), *equations(condition))]
     if sum(name in COLLECTIVES for name in among) != 1:
         return False
-    conds, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    conds, bodies = While(eqn).num_cond_consts, While(eqn).num_body_consts
     tested, given, carried = eqn.invars[:conds], eqn.invars[conds : conds + bodies], body.invars[bodies:]
     same = dict(zip(condition.invars[conds:], carried, strict=True))
     for var, atom in zip(condition.invars[:conds], tested, strict=True):

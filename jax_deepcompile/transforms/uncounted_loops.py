@@ -21,6 +21,7 @@ from __future__ import annotations
 from jax_deepcompile._jax_compat import eval_local
 from jax_deepcompile.analysis.loops import Loop
 from jax_deepcompile.ir.iterations import Iterations, run_uncounted
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.retrace import Compute
 
 
@@ -35,7 +36,7 @@ def _as_while(eqn, operands: list) -> list:
 
     def body(turn, state):
         carry, outputs = state
-        results = eval_local(eqn.params["jaxpr"], [*loop.consts, *carry, *loop.slices(turn)])
+        results = eval_local(Scan(eqn).closed, [*loop.consts, *carry, *loop.slices(turn)])
         return results[:num_carry], loop.written(outputs, turn, results[num_carry:])
 
     carry, outputs = run_uncounted(loop.length, body, (loop.carry, loop.outputs()))

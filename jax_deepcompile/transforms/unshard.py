@@ -1,16 +1,12 @@
-"""Parameters that stay gathered: from the forward to the backward pass, and over all microbatches.
+"""Parameters that stay gathered from the forward to the backward pass, outside of loops.
 
-Before, in a loop over microbatches::
+Before::
 
-    scan(batch): W = all_gather(w); ... V = all_gather(barrier(w)); ...
+    W = all_gather(w); ... V = all_gather(barrier(w)); ... V ...
 
-After, with ``w`` kept from forward to backward::
+After::
 
-    scan(batch): W = all_gather(w); ... W ...
-
-and with ``w`` kept over the microbatches too::
-
-    W = all_gather(w); scan(batch): ... W ... W ...
+    W = all_gather(w); ... W ...
 
 Guarantees: values are bitwise the same; nothing is gathered more often; what is kept lives from its first to its last
 use.
@@ -19,17 +15,61 @@ use.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import free_variables, needed_for, renamed, slim_barriers
-from jax_deepcompile.analysis.gathers import Gather, find_gathers, hoistable_gathers, slice_of
-from jax_deepcompile.analysis.loops import constants_of, find_loops
+from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile.analysis.dataflow import with_names
+from jax_deepcompile.analysis.gathers import Gather, find_gathers
+from jax_deepcompile.analysis.names import gather_names
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import replace_equations, rescan, split_operands
+from jax_deepcompile.transforms.decision import Decision, positions
+from jax_deepcompile.transforms.delay_reductions import IN_LOOPS
+
+OF_LOOPS = (*IN_LOOPS, "delay_reductions", "microbatch_loops")
+"""The kinds of decisions that change what is outside of loops, too."""
+
+
+@dataclass(frozen=True)
+class ReusedGathers(Decision, kind="unshard", after=OF_LOOPS):
+    """Gathers outside of loops that repeat an earlier one, and read what that made.
+
+    Attributes:
+      gathers: those that are not done.
+    """
+
+    gathers: tuple[str, ...]
+
+    def check(self, program: Program) -> None:
+        _chosen(program, self)
+
+    def describe(self) -> str:
+        return f"stay gathered: {', '.join(self.gathers)}"
+
+    @staticmethod
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[ReusedGathers]) -> Program:
+        jaxpr = open_jaxpr(program.jaxpr)
+        again = {later.position for each in decisions for later in _chosen(program, each)}
+        if not again:
+            return program
+        kept = keep_until_backward(jaxpr, jaxpr.invars, again)
+        return program.replace(jaxpr=type(program.jaxpr)(kept, closed_consts(program.jaxpr)))
+
+
+def repeated_gathers(program: Program) -> dict[str, tuple[Gather, Gather]]:
+    """``regathers`` of ``program`` by what the later ones are called."""
+    jaxpr = open_jaxpr(program.jaxpr)
+    pairs = regathers(jaxpr, jaxpr.invars)
+    return dict(zip(gather_names(program, (), [again for _, again in pairs]), pairs, strict=True))
+
+
+def _chosen(program: Program, choice: ReusedGathers) -> list[Gather]:
+    known = repeated_gathers(program)
+    pairs = list(known.values())
+    return [pairs[place][1] for place in positions(choice.gathers, list(known), "keeps gathered until used again")]
 
 
 def regathers(jaxpr: Any, sources: Sequence) -> tuple[tuple[Gather, Gather], ...]:
@@ -48,51 +88,4 @@ def keep_until_backward(jaxpr: Any, sources: Sequence, again: Collection[int]) -
     """``jaxpr`` with the later gathers at the positions ``again`` replaced by what the first one made."""
     flat = open_jaxpr(jaxpr)
     known = {later.result: first.result for first, later in regathers(flat, sources) if later.position in again}
-    eqns = []
-    for position, eqn in enumerate(flat.eqns):
-        if position in again and eqn.outvars[0] in known:
-            continue
-        eqns.append(eqn.replace(invars=[renamed(atom, known) for atom in eqn.invars]))
-    outvars = [renamed(atom, known) for atom in flat.outvars]
-    return flat.replace(eqns=slim_barriers(needed_for(eqns, outvars), outvars), outvars=outvars)
-
-
-def keep_over_microbatches(program: Program, mesh: AnyMesh, kept: dict[str, Collection[int]]) -> Program:
-    """``program`` with gathers done once, before the loop that repeated them.
-
-    Args:
-      program: in the local view.
-      mesh: its mesh.
-      kept: for a loop's name the positions, among ``hoistable_gathers`` of it, of those to do once.
-    """
-    chosen = {
-        id(loop.eqn): kept[loop.name]
-        for loop in find_loops(program.jaxpr)
-        if set(kept.get(loop.name, ())).intersection(range(len(hoistable_gathers(loop.eqn))))
-    }
-    if not chosen:
-        return program
-    return replace_equations(
-        program, mesh, {key: lambda eqn, operands: _hoist(eqn, operands, chosen[id(eqn)]) for key in chosen}
-    )
-
-
-def _hoist(eqn, operands: list, kept: Collection[int]) -> list:
-    body = open_jaxpr(eqn.params["jaxpr"])
-    num_consts, _ = scan_counts(eqn)
-    gathers = [gather for index, gather in enumerate(hoistable_gathers(eqn)) if index in kept]
-    given = constants_of(eqn) | dict(zip(body.invars[:num_consts], operands[:num_consts], strict=True))
-    first = {gather.key: gather.result for gather in reversed(gathers)}
-    results = list(first.values())
-    ahead = slice_of(body, results)
-    inputs = free_variables(ahead, results)
-    early = new_jaxpr(inputs, results, ahead)
-    values = eval_local(early, [given[var] for var in inputs])
-    known = {gather.result: first[gather.key] for gather in gathers}
-    rest = [other for other in body.eqns if not set(other.outvars) & set(known)]
-    rest = [other.replace(invars=[renamed(atom, known) for atom in other.invars]) for other in rest]
-    rest = slim_barriers(needed_for(rest, body.outvars), body.outvars)
-    inner = new_jaxpr([*body.constvars, *results, *body.invars], body.outvars, rest)
-    consts = [*closed_consts(eqn.params["jaxpr"]), *values, *operands[:num_consts]]
-    _, carry, stacks = split_operands(eqn, operands)
-    return rescan(eqn, lambda carry, slices: eval_local(inner, [*consts, *carry, *slices]), carry, stacks)
+    return with_names(flat, known)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pure
 
 def backward(loss, params) -> SplitBody:
     program, _ = sharded(loss, params)
-    *_, last = find_loops(program.jaxpr)
+    *_, last = find_loops(program)
     return split_body(last.eqn)
 
 
@@ -102,7 +102,7 @@ def test_what_two_gradients_share_stays_in_the_main_piece():
 
 def test_a_loop_that_reduces_nothing_has_no_gradients():
     program, _ = sharded(stack_loss, {"stack": stack_shapes()})
-    forward, _ = find_loops(program.jaxpr)
+    forward, _ = find_loops(program)
     split = split_body(forward.eqn)
     assert not split.gradients
     assert not split.pending

@@ -91,8 +91,8 @@ def test_untiled_collectives_are_left():
 
 def test_a_layer_loop_splits_into_gathers_work_and_reductions():
     program, _ = sharded(stack_loss, {"stack": stack_shapes()})
-    forward, backward = find_loops(program.jaxpr)
-    assert (forward.name, backward.name, backward.reverse) == ("scan.0", "scan.1", True)
+    forward, backward = find_loops(program)
+    assert (forward.name, backward.name, backward.reverse) == ("stack @forward", "stack @backward", True)
     for loop, reduces in ((forward, False), (backward, True)):
         split = split_body(loop.eqn)
         assert "all_gather" in names(split.early.jaxpr.eqns)
@@ -110,10 +110,10 @@ def test_a_loop_that_stacks_a_constant():
         return jnp.mean(x**2) * flags.sum()
 
     program, _ = sharded(loss, {"w": (5, 16, 16)})
-    for loop in find_loops(program.jaxpr):
+    for loop in find_loops(program):
         assert all(reduction.output < len(loop.eqn.outvars) for reduction in stacked_reductions(loop.eqn))
         assert set(split_body(loop.eqn).late_outputs) <= set(range(len(loop.eqn.outvars)))
-    assert any(isinstance(atom, Literal) for loop in find_loops(program.jaxpr) for atom in stacked_outputs(loop))
+    assert any(isinstance(atom, Literal) for loop in find_loops(program) for atom in stacked_outputs(loop))
 
 
 def stacked_outputs(loop) -> list:

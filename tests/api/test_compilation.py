@@ -14,7 +14,7 @@ from tests.api.steps import batch, create, step
 
 pytestmark = pytest.mark.cpu_mesh
 
-STAGES = ["trace", "canonicalize", "partition", "stop alone", "accumulate", "donate", "plan"]
+STAGES = ["trace", "canonicalize", "partition", "stop alone", "accumulate", "name loops", "donate", "plan"]
 
 
 @pytest.fixture

@@ -16,12 +16,13 @@ from flax.training.train_state import TrainState
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.planner.apply import apply_gathers, apply_kept
+from jax_deepcompile.planner.layers import pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import find_turns
-from jax_deepcompile.transforms.delay_reductions import DelayedReductions, find_terms
+from jax_deepcompile.transforms.delay_reductions import DelayedReductions, find_terms, sum_names
+from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_activations import KeptActivations
-from jax_deepcompile.transforms.pipeline_loops import choose_schedules
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from models import llama
 from tests.equality.harness import assert_close
 
@@ -79,7 +80,7 @@ def test_a_planned_step_equals_one_device(create, microbatches):
     step, state = training(create())
     h100s = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
     plan = deepcompile.shard(step, h100s, microbatches=microbatches).plan(state, TOKENS)
-    assert plan.loops or plan.prefetches or plan.unsharded or plan.kept or microbatches > 1
+    assert plan.decisions or microbatches > 1
     assert_trains_alike(step, state, plan, microbatches)
 
 
@@ -90,10 +91,10 @@ def test_so_it_does_with_every_activation_kept(create, microbatches):
     passes = (deepcompile.PipelineLoops(),)
     traced = deepcompile.shard(step, h100s, microbatches=microbatches, passes=passes).trace(state, TOKENS)
     plan = traced.plan()
-    turns = find_turns(apply_gathers(traced.sharded, h100s, plan), CostModel())
+    turns = find_turns(plan.program(traced.sharded, h100s, until=HandOver), CostModel())
     assert turns
-    every = tuple(KeptActivations(*turn.loops, tuple(range(len(turn.activations)))) for turn in turns)
-    assert_trains_alike(step, state, plan.replace(activations=every), microbatches)
+    every = [KeptActivations(*turn.loops, turn.names) for turn in turns]
+    assert_trains_alike(step, state, plan.having(KeptActivations, every), microbatches)
 
 
 @pytest.mark.parametrize("create", [scanned, Layers, CheckpointedLayers])
@@ -101,13 +102,14 @@ def test_so_it_does_with_every_sum_reduced_in_the_next_microbatch(create):
     step, state = training(create())
     h100s = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
     traced = deepcompile.shard(step, h100s, microbatches=2, passes=()).trace(state, TOKENS)
-    plan = traced.plan().replace(loops=choose_schedules(traced.sharded))
-    assert bool(plan.loops) == (create is scanned)
-    found = {loop.name: find_terms(loop.eqn) for loop in find_loops(apply_kept(traced.sharded, h100s, plan).jaxpr)}
+    plan = pipelined(traced.plan(), traced.sharded, choose_schedules(traced.sharded))
+    assert bool(plan.of(LoopSchedule)) == (create is scanned)
+    program = plan.program(traced.sharded, h100s, until=DelayedReductions)
+    found = {loop.name: sum_names(program, loop, list(find_terms(loop.eqn))) for loop in find_loops(program)}
     apart = create is Layers
-    delayed = tuple(DelayedReductions(name, tuple(terms), apart) for name, terms in found.items() if terms)
+    delayed = [DelayedReductions(name, tuple(sums), apart) for name, sums in found.items() if sums]
     assert delayed
-    assert_trains_alike(step, state, plan.replace(delayed=delayed), 2)
+    assert_trains_alike(step, state, plan.having(DelayedReductions, delayed), 2)
 
 
 def assert_trains_alike(step: Callable, state: TrainState, plan: Plan, microbatches: int) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.analysis.gathers import hoistable_gathers
 from jax_deepcompile.analysis.loops import find_loops
-from jax_deepcompile.planner.apply import apply_plan
-from jax_deepcompile.planner.candidate import Environment, Trial
-from jax_deepcompile.planner.plan import KeptGathers, Plan, Prediction
+from jax_deepcompile.planner.candidate import Environment
+from jax_deepcompile.planner.keep_gathered import keep_gathered
+from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.strategies.delay_reductions import (
     DelayReductions,
     Reductions,
@@ -22,18 +22,27 @@ from jax_deepcompile.planner.strategies.delay_reductions import (
     with_first_apart,
 )
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions, find_terms
-from tests.planner.microbatches import eight_layers
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
+from tests.planner.situations import (
+    START,
+    UNROLLED,
+    WAITS,
+    Clock,
+    accumulating,
+    assert_same_values,
+    candidate,
+    eight_layers,
+    unrolled_loss,
+)
 from tests.transforms.programs import sharded
-from tests.transforms.test_prefetch import Clock
-from tests.transforms.test_unshard import UNROLLED, accumulating, assert_same, unrolled_loss
 
 CLOCK = Clock(gather_s=2.0)
 
 
-def proposals(program, mesh, plan: Plan | None = None, exposed_s: float = 1.0, margins=(0.05, 0.25)):
-    nothing: Any = None
-    now = Trial(plan or Plan("0"), program, nothing, nothing, nothing, Prediction(1.0, 1.0, 1.0, exposed_s, 0), 0)
-    return list(DelayReductions(margins).propose(program, now, Environment(mesh, "cuda", CLOCK, None)))
+def proposals(program, mesh, plan: Plan = START, exposed_s: float = 1.0, margins=(0.05, 0.25)):
+    best = candidate(program, plan, replace(WAITS, exposed_s=exposed_s))
+    return list(DelayReductions(margins).propose(program, best, Environment(mesh, "cuda", CLOCK, None)))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +56,7 @@ def test_what_is_proposed_adds_up_to_the_same_bits(unrolled):
     found = proposals(program, mesh)
     assert found
     for proposal in found:
-        assert_same(program, apply_plan(program, mesh, proposal.plan), mesh)
+        assert_same_values(proposal.plan.program(program, mesh), program, mesh)
 
 
 @pytest.mark.pure
@@ -56,8 +65,8 @@ def test_what_is_proposed_adds_up_to_the_same_bits(unrolled):
     [
         {"exposed_s": 0.0},
         {"margins": ()},
-        {"plan": Plan("0", delayed=(DelayedReductions("scan.0", (0,)),))},
-        {"plan": Plan("0", overlapped=("scan.0",))},
+        {"plan": Plan("0", (DelayedReductions("microbatches", ("layer0/up",)),))},
+        {"plan": Plan("0", (MicrobatchLoop("microbatches", overlap=True),))},
     ],
     ids=["nothing waits", "no margin", "decided already", "another microbatch is beside"],
 )
@@ -78,7 +87,7 @@ def test_the_same_choice_is_proposed_once(unrolled):
 @pytest.mark.pure
 def test_all_that_a_microbatch_reduces_is_counted(unrolled):
     program, _ = unrolled
-    (loop,) = find_loops(program.jaxpr)
+    (loop,) = find_loops(program)
     found = reductions_of(loop, program.mesh, CLOCK)
     assert {position for position, *_ in found.terms} == set(find_terms(loop.eqn))
     assert found.others_s == pytest.approx(0)
@@ -90,21 +99,21 @@ def test_all_that_a_microbatch_reduces_is_counted(unrolled):
 @pytest.mark.cpu_mesh
 def test_what_is_gathered_for_all_has_the_first_microbatch_to_hide_under(unrolled):
     program, mesh = unrolled
-    (loop,) = find_loops(program.jaxpr)
-    kept = (KeptGathers(loop.name, tuple(range(len(hoistable_gathers(loop.eqn))))),)
-    apart = proposals(program, mesh, Plan("0", kept=kept))[-1].plan
-    assert [each.first_apart for each in apart.delayed] == [True]
-    assert_same(program, apply_plan(program, mesh, apart), mesh)
-    assert not any(each.first_apart for proposal in proposals(program, mesh) for each in proposal.plan.delayed)
+    kept = START.having(KeptGathers, keep_gathered(program, math.inf))
+    apart = proposals(program, mesh, kept)[-1].plan
+    assert [each.first_apart for each in apart.of(DelayedReductions)] == [True]
+    assert_same_values(apart.program(program, mesh), program, mesh)
+    others = [each for proposal in proposals(program, mesh) for each in proposal.plan.of(DelayedReductions)]
+    assert not any(each.first_apart for each in others)
 
 
 @pytest.mark.pure
 def test_loops_apart_need_no_sums():
-    one, other = DelayedReductions("scan.0", (1,)), DelayedReductions("scan.1", (2,))
-    assert with_first_apart((one, other), ["scan.1", "scan.2"]) == (
+    one, other = DelayedReductions("one", ("up",)), DelayedReductions("other", ("down",))
+    assert with_first_apart((one, other), ["other", "third"]) == (
         one,
-        DelayedReductions("scan.1", (2,), True),
-        DelayedReductions("scan.2", (), True),
+        DelayedReductions("other", ("down",), True),
+        DelayedReductions("third", (), True),
     )
 
 
@@ -142,7 +151,7 @@ def test_microbatches_do_not_wait_for_their_last_reductions():
     """Eight layers of 50 MB, four microbatches of 4096 rows a GPU, on 32 H100s."""
     step, state, batch = eight_layers(rows=4096)
     traced = step.trace(state, batch)
-    assert traced.plan().delayed
+    assert traced.plan().of(DelayedReductions)
     simulated = deepcompile.simulate(traced.lower().compile(), step.mesh)
     (loop,) = simulated.loops
     assert loop.trip.reduced_bytes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,18 +10,16 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
-from jax_deepcompile.planner.apply import apply_plan
-from jax_deepcompile.planner.candidate import Environment, Trial
-from jax_deepcompile.planner.plan import Plan, Prediction
+from jax_deepcompile.planner.candidate import Environment
+from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.planner.recomputation import Demand, find_turns
-from jax_deepcompile.planner.search import Proposal
 from jax_deepcompile.planner.stacks import Stack
 from jax_deepcompile.planner.strategies.keep_activations import Backward, Choice, KeepActivations, choose
-from jax_deepcompile.transforms.pipeline_loops import choose_schedules
+from jax_deepcompile.planner.strategy import Proposal
+from tests.planner.situations import NO_MEMORY, candidate, in_pipelines
 from tests.transforms.programs import LAYERS, layer, run_stack, sharded, stack_shapes
 
 pytestmark = pytest.mark.pure
@@ -59,7 +55,7 @@ def kept_bytes(choice: Choice) -> int:
 
 
 def stack(size: int) -> Stack:
-    return Stack((("scan.0", 0), ("scan.1", 0)), size)
+    return Stack(tuple((loop, "up") for loop in TURN.loops), size)
 
 
 def test_the_product_is_kept_where_it_fits():
@@ -127,10 +123,11 @@ def test_what_is_no_part_of_backward_loops_is_kept_whatever_they_wait_for():
     one = {name: shape[1:] for name, shape in wide_stack().items()}
     program, _ = sharded(both, {"stack": wide_stack(), "a": one, "b": one}, batch=(8 * ROWS, WIDTH))
     found = find_turns(program, CostModel())
-    assert {turn.loops for turn in found} == {("scan.0", "scan.1"), ("", "")}
+    again = next(turn.loops for turn in found if turn.is_of_loops)
+    assert {turn.loops for turn in found} == {again, ("", "")}
     waiting = choose(found, (), {}, PLENTY, Backward(1.0, 2.0, NETWORK_BYTES_PER_S))
     assert set(waiting.activations) == {("", "")}
-    assert set(choose(found, (), {}, PLENTY, Backward(1.0, 0.0, 1.0)).activations) == {("scan.0", "scan.1"), ("", "")}
+    assert set(choose(found, (), {}, PLENTY, Backward(1.0, 0.0, 1.0)).activations) == {again, ("", "")}
 
 
 def test_what_another_one_makes_needless_is_not_kept():
@@ -150,20 +147,17 @@ def test_what_another_one_makes_needless_is_not_kept():
 def proposals(
     program: Program = PROGRAM, limit_bytes: int | None = PLENTY, network_s: float = 0.0, step_s: float = 0.01
 ) -> list[Proposal]:
-    nothing: Any = None
     trip = Totals(0.001, network_s, gathered_bytes=1 << 20, reduced_bytes=1 << 20)
-    run = Simulation(
-        step_s, Totals(), (Loop("while", "", LAYERS, True, 1.0, trip),), (), MemoryUse(0, 0, 0, 0, (), (), ())
-    )
-    plan = Plan("0").replace(loops=choose_schedules(program))
-    now = Trial(plan, program, nothing, nothing, run, Prediction(step_s, 0.0, 0.0, 0.0, 1 << 20), 0)
-    return list(KeepActivations().propose(program, now, Environment(MESH, "cuda", CostModel(), limit_bytes)))
+    run = Simulation(step_s, Totals(), (Loop("while", "", LAYERS, True, 1.0, trip),), (), NO_MEMORY)
+    prediction = Prediction(step_s, 0.0, 0.0, 0.0, 1 << 20)
+    best = candidate(program, in_pipelines(program), prediction, run)
+    return list(KeepActivations().propose(program, best, Environment(MESH, "cuda", CostModel(), limit_bytes)))
 
 
 def test_what_is_proposed_can_be_carried_out():
     (proposal,) = proposals()
     assert proposal.decision == "1 activations of every layer are kept, 0.31 GiB"
-    verify(apply_plan(PROGRAM, MESH, proposal.plan))
+    verify(proposal.plan.program(PROGRAM, MESH))
 
 
 def test_only_what_fits_is_proposed():

@@ -8,31 +8,37 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.gathers import hoistable_gathers
 from jax_deepcompile.analysis.loops import find_loops
-from jax_deepcompile.planner.apply import apply_plan
-from jax_deepcompile.planner.strategies.keep_gathered import keep_gathered
+from jax_deepcompile.planner.keep_gathered import keep_gathered
+from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 from tests.partition.steps import shapes
-from tests.transforms.programs import count, sharded, stack_loss, stack_shapes
-from tests.transforms.test_unshard import BATCH, MICROBATCHES, UNROLLED, WIDTH, accumulating, assert_same, unrolled_loss
+from tests.planner.situations import (
+    MICROBATCHES,
+    START,
+    UNROLLED,
+    accumulating,
+    assert_same_values,
+    unrolled_loss,
+)
+from tests.transforms.programs import BATCH, WIDTH, count, sharded, stack_loss, stack_shapes
 
 ROOM_BYTES = 1 << 30
 
 
 def hoistable(program):
-    (loop,) = [loop for loop in find_loops(program.jaxpr) if hoistable_gathers(loop.eqn)]
+    (loop,) = [loop for loop in find_loops(program) if hoistable_gathers(loop.eqn)]
     return loop, hoistable_gathers(loop.eqn)
 
 
 @pytest.mark.cpu_mesh
 def test_a_loop_over_microbatches_gathers_once_and_computes_the_same_bits():
     program, mesh = accumulating(unrolled_loss, UNROLLED)
-    loop, gathers = hoistable(program)
-    plan = keep_gathered(program, ROOM_BYTES)
-    assert plan.kept[0].loop == loop.name
-    assert plan.kept[0].gathers == tuple(range(len(gathers)))
-    planned = apply_plan(program, mesh, plan)
-    assert hoistable_gathers(next(each for each in find_loops(planned.jaxpr) if each.name == loop.name).eqn) == ()
+    loop, _ = hoistable(program)
+    kept = keep_gathered(program, ROOM_BYTES)
+    assert kept == (KeptGathers(loop.name, tuple(hoistable_names(program, loop))),)
+    planned = START.having(KeptGathers, kept).program(program, mesh)
+    assert hoistable_gathers(next(each for each in find_loops(planned) if each.name == loop.name).eqn) == ()
     assert count(planned, "all_gather") < count(program, "all_gather")
-    assert_same(program, planned, mesh)
+    assert_same_values(planned, program, mesh)
 
 
 @pytest.mark.pure
@@ -41,17 +47,18 @@ def test_each_value_counts_once_and_what_does_not_fit_is_gathered_again():
     _, gathers = hoistable(program)
     sizes = {gather.key: gather.size_bytes for gather in gathers}
     assert len(sizes) < len(gathers)
-    assert len(keep_gathered(program, sum(sizes.values())).kept[0].gathers) == len(gathers)
-    (some,) = keep_gathered(program, sum(sizes.values()) - 1).kept
+    (every,) = keep_gathered(program, sum(sizes.values()))
+    (some,) = keep_gathered(program, sum(sizes.values()) - 1)
+    assert len(every.gathers) == len(gathers)
     assert 0 < len(some.gathers) < len(gathers)
-    assert keep_gathered(program, 0).kept == ()
+    assert keep_gathered(program, 0) == ()
 
 
 @pytest.mark.pure
 @pytest.mark.parametrize(("loss", "params"), [(unrolled_loss, UNROLLED), (stack_loss, {"stack": stack_shapes()})])
 def test_nothing_is_decided_where_no_loop_repeats_a_gather(loss, params):
     program, _ = sharded(loss, params)
-    assert keep_gathered(program, ROOM_BYTES).kept == ()
+    assert keep_gathered(program, ROOM_BYTES) == ()
 
 
 def microbatched(**options):
@@ -67,7 +74,7 @@ def microbatched(**options):
 @pytest.mark.pure
 def test_it_is_the_default_on_cpu_devices_and_no_passes_means_none():
     traced = microbatched()
-    assert traced.plan().kept
+    assert traced.plan().of(KeptGathers)
     assert traced.planned is not traced.sharded
     assert "what loops gather again and again stays, up to 512 MiB a device" in traced.explain()
     bare = microbatched(passes=())

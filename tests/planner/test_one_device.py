@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.transforms.keep_activations import KeptActivations
 from tests.partition.steps import shapes, training_step
 
 pytestmark = pytest.mark.h100_aot
@@ -32,13 +33,13 @@ def traced(checkpointed: bool, rows: int = ROWS):
 
 def test_checkpointed_layers_are_planned():
     plan = traced(checkpointed=True).plan()
-    assert plan.activations
-    assert [record.pass_name for record in plan.records if record.taken] == ["keep_activations"]
+    assert plan.of(KeptActivations)
+    assert [record.strategy for record in plan.records if record.accepted] == ["keep_activations"]
 
 
 def test_others_are_left_as_they_are():
     step = traced(checkpointed=False)
-    assert not step.plan().activations
+    assert not step.plan().decisions
     assert "nothing to decide: there is one device" in step.explain()
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
 
-import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.lowering.compile import (
     combiner_options,
     double_buffering,
@@ -29,39 +26,61 @@ from jax_deepcompile.lowering.xla_options import (
     REDUCE_COMBINER,
     SLICE_FUSION,
 )
-from jax_deepcompile.planner import apply
-from jax_deepcompile.planner.apply import apply_plan
 from jax_deepcompile.planner.cache import PlanCache, PlanCacheWarning
-from jax_deepcompile.planner.plan import FORMAT, KeptGathers, Plan, Prediction, Record
+from jax_deepcompile.planner.layers import AROUND_PIPELINED
+from jax_deepcompile.planner.plan import FORMAT, Plan, Prediction, Record
+from jax_deepcompile.transforms import TRANSFORMS
+from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
 from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_activations import KeptActivations
-from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
-from jax_deepcompile.transforms.prefetch import Prefetch, parameter_gathers
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from jax_deepcompile.transforms.prefetch import Prefetch
+from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
-from tests.partition.steps import shapes, training_step
-from tests.transforms.programs import sharded, stack_loss, stack_shapes
-from tests.transforms.test_unshard import accumulating
+from jax_deepcompile.transforms.unshard import ReusedGathers
+from tests.planner.situations import HEADED, START, assert_same_values, headed_loss, in_pipelines
+from tests.transforms.programs import sharded
 
 pytestmark = pytest.mark.pure
 
 EXPECTED = Prediction(1.25, 1.0, 0.5, 0.25, 10**9)
+AHEAD, BACK = "layers @forward", "layers @backward"
+DECISIONS = (
+    StackCollectives(AHEAD, ("norm", "bias"), ("bias",)),
+    HandOver(AHEAD, BACK, ("up", "down")),
+    KeptActivations(AHEAD, BACK, ("mlp dot_general", "mlp tanh")),
+    KeptActivations("", "", ("head dot_general @forward",)),
+    *AROUND_PIPELINED,
+    LoopSchedule(AHEAD, 1, 0, 0, 3),
+    LoopSchedule(BACK, 1, 1, 2, 1),
+    KeptGathers("microbatches", ("head @forward", "head @backward")),
+    DelayedReductions("microbatches", ("embed", "head"), first_apart=True),
+    MicrobatchLoop("microbatches", overlap=True),
+    ReusedGathers(("head @backward",)),
+    Prefetch("head @forward", "mlp dot_general #2 @forward"),
+    OrderedReductions(128 << 20),
+)
 PLAN = Plan(
     "0123",
-    stacks=(StackCollectives("scan.0", (0, 2), (1,)),),
-    handed_over=(HandOver("scan.0", "scan.1", (1, 3)),),
-    activations=(KeptActivations("scan.0", "scan.1", (0, 1, 2, 5)), KeptActivations("", "", (4, 5))),
-    loops=(LoopSchedule("scan.0", 1, 0, 0, 3), LoopSchedule("scan.1", 1, 1, 3, 1)),
-    kept=(KeptGathers("scan.2", (0, 4)),),
-    delayed=(DelayedReductions("scan.2", (1, 2, 3), first_apart=True),),
-    overlapped=("scan.2",),
-    unsharded=(1,),
-    prefetches=(Prefetch(3, 40),),
-    reduction_bucket_bytes=128 << 20,
+    DECISIONS,
     options=((DOUBLE_BUFFERING, True), (GATHER_COMBINER, 1 << 20)),
     prediction=EXPECTED,
     records=(Record("pipeline_loops", "two loops", EXPECTED, None, False, "does not compile", 0.5),),
 )
+
+
+def test_every_kind_is_in_the_plan_of_these_tests():
+    assert set(map(type, DECISIONS)) == set(TRANSFORMS)
+    assert len({kind.kind for kind in TRANSFORMS}) == len(TRANSFORMS)
+
+
+def test_decisions_stand_in_the_order_in_which_they_are_carried_out():
+    kinds = [TRANSFORMS.index(type(each)) for each in PLAN.decisions]
+    assert kinds == sorted(kinds)
+    assert Plan("0", DECISIONS[::-1]).of(LoopSchedule) == PLAN.of(LoopSchedule)[::-1]
 
 
 def test_json_gives_the_same_plan_back():
@@ -78,7 +97,7 @@ def test_json_gives_the_same_plan_back():
         PLAN.to_json()[:-20],
         PLAN.to_json().replace(f'"format": {FORMAT}', '"format": 99'),
         PLAN.to_json().replace("prefetch_layers", "prefetch_players"),
-        PLAN.to_json().replace('"scan.0"', "7"),
+        PLAN.to_json().replace(f'"{AHEAD}"', "7"),
         "[" * 200_000 + "]" * 200_000,
         PLAN.to_json().replace(": 1.25", f": {'9' * 401}"),
         PLAN.to_json().replace(": 1.25", f": {'9' * 5000}"),
@@ -104,10 +123,77 @@ def test_what_is_no_plan_is_refused(text):
     assert str(it.value).encode()
 
 
+def edited(change: Callable[[Any], None]) -> str:
+    """The JSON of ``PLAN`` after ``change`` was made to it, or to what stands there instead."""
+    document = json.loads(PLAN.to_json())
+    change(document)
+    return json.dumps(document)
+
+
+def first(**fields: Any) -> Callable[[Any], None]:
+    """Changes fields of the first decision; None takes them away."""
+
+    def change(document: Any) -> None:
+        decision = document["decisions"][0]
+        decision.update(fields)
+        for name in [name for name, value in fields.items() if value is None]:
+            del decision[name]
+
+    return change
+
+
+def without_after(document: Any) -> None:
+    (prefetch,) = (each for each in document["decisions"] if each["kind"] == "prefetch")
+    del prefetch["after"]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (first(kind="stack_collective"), r"decisions\[0\].kind: 'stack_collective' is none; .*: 'stack_collectives'"),
+        (first(kind="__class__"), "'__class__' is none"),
+        (first(kind="\x1b[31m" + "k" * 10**6), r"'\\x1b\[31mk+ is none"),
+        (first(kind=None), "None is none"),
+        (first(kind=7), "7 is none"),
+        (first(kind=["stack_collectives"]), r"\['stack_collectives'\] is none"),
+        (first(kind={"kind": 1}), "{'kind': 1} is none"),
+        (first(loop=None), r"decisions\[0\] \(stack_collectives\): loop: missing"),
+        (first(loop=7), r"decisions\[0\] \(stack_collectives\): loop: .*str.* 7"),
+        (first(loop=True), "loop: .*str.* True"),
+        (first(gathers="up"), "gathers: .*'up'"),
+        (first(gathers=[["up"]]), r"gathers\[0\]: .*str"),
+        (first(gathers=[0]), r"gathers\[0\]: .*str"),
+        (first(follows=[]), r"'?follows'?: an unknown key"),
+        (first(reductions={"0": "up"}), "reductions: "),
+        (without_after, r"\(prefetch\): after: missing"),
+        (lambda document: document.pop("decisions"), "decisions: expected a list"),
+        (lambda document: document.update(decisions=None), "decisions: expected a list"),
+        (lambda document: document.update(decisions={"0": document["decisions"][0]}), "decisions: expected a list"),
+        (lambda document: document["decisions"].insert(0, []), r"decisions\[0\].kind: None is none"),
+        (lambda document: document["decisions"].insert(0, "prefetch"), r"decisions\[0\].kind: None is none"),
+        (lambda document: document.pop("latencies"), "latencies: missing"),
+        (lambda document: document.update(loops=[]), "loops'?: an unknown key"),
+    ],
+)
+def test_what_is_no_decision_is_refused_and_said_where(change, why):
+    with pytest.raises(errors.PlanError, match=rf"somewhere.json cannot be used: it cannot be read \(.*{why}") as it:
+        Plan.from_json(edited(change), "somewhere.json")
+    assert len(str(it.value)) < 1000
+    assert "\x1b" not in str(it.value)
+
+
+def test_kinds_of_ones_own_are_read_where_they_are_known():
+    kinds = [kind for kind in TRANSFORMS if kind is not AccumulateInLoops]
+    with pytest.raises(errors.PlanError, match="'accumulate_in_loops' is none"):
+        Plan.from_json(PLAN.to_json(), decisions=kinds)
+    assert Plan.from_json(PLAN.without(AccumulateInLoops).to_json(), decisions=kinds).of(LoopSchedule)
+
+
 def test_as_deep_as_can_be_parsed_is_refused_too():
     for depth in range(800, 1100):
-        with pytest.raises(errors.PlanError, match="it cannot be read"):
-            Plan.from_json(f'{{"format": {FORMAT}, "plan": {"[" * depth + "]" * depth}}}')
+        for where in ("decisions", "records"):
+            with pytest.raises(errors.PlanError, match="it cannot be read"):
+                Plan.from_json(f'{{"format": {FORMAT}, "{where}": {"[" * depth + "]" * depth}}}')
 
 
 FOREIGN_OPTIONS = [
@@ -141,13 +227,12 @@ def test_a_plan_sets_what_planning_sets_and_nothing_else(tmp_path, name, value):
     for make in (lambda: Plan("0", options=((name, value),)), lambda: PLAN.replace(options={name: value})):
         with pytest.raises(errors.PlanError, match=f"the plan cannot be used: {match}"):
             make()
-    document = json.loads(PLAN.to_json())
-    document["plan"]["options"] = [[name, value]]
+    theirs = edited(lambda document: document.update(options=[[name, value]]))
     with pytest.raises(errors.PlanError, match=f"their.json cannot be used: {match}"):
-        Plan.from_json(json.dumps(document), "their.json")
+        Plan.from_json(theirs, "their.json")
     cache = PlanCache(tmp_path)
     cache.store(PLAN)
-    (tmp_path / "plans" / "0123.json").write_text(json.dumps(document))
+    (tmp_path / "plans" / "0123.json").write_text(theirs)
     with pytest.warns(PlanCacheWarning, match=match):
         assert cache.load("0123") is None
 
@@ -170,129 +255,97 @@ def test_what_planning_sets_may_be_set(options):
     assert plan.compiler_options() == options
 
 
-def test_a_plan_can_be_edited_by_hand():
-    edited = PLAN.replace(options={DOUBLE_BUFFERING: False, GATHER_COMBINER: 1}, unsharded=())
-    assert edited.options == ((GATHER_COMBINER, 1), (DOUBLE_BUFFERING, False))
-    assert "- repeated gathers 1: reuse the first" in PLAN.diff(edited).splitlines()
-    assert f"+ option {DOUBLE_BUFFERING} = False" in PLAN.diff(edited).splitlines()
-    in_order = "reductions follow one another, 128 MiB at a time"
-    assert f"- {in_order}" in PLAN.diff(PLAN.replace(reduction_bucket_bytes=0)).splitlines()
-    assert "- gather 3: starts after equation 40" in PLAN.diff(PLAN.replace(prefetches=())).splitlines()
-    delayed = "loop scan.2: sums 1 to 3 reduced in the next iteration, first iteration apart"
-    assert f"- {delayed}" in PLAN.diff(PLAN.replace(delayed=())).splitlines()
+def test_a_plan_says_what_was_changed():
+    changed = PLAN.without(ReusedGathers).replace(options={DOUBLE_BUFFERING: False, GATHER_COMBINER: 1})
+    assert changed.options == ((GATHER_COMBINER, 1), (DOUBLE_BUFFERING, False))
+    assert PLAN.diff(changed).splitlines() == [
+        "- stay gathered: head @backward",
+        "- gather of head @forward: starts after mlp dot_general #2 @forward",
+        f"- option {DOUBLE_BUFFERING} = True",
+        f"- option {GATHER_COMBINER} = {1 << 20}",
+        f"+ option {GATHER_COMBINER} = 1",
+        f"+ option {DOUBLE_BUFFERING} = False",
+    ]
     assert PLAN.diff(PLAN) == ""
 
 
 def test_a_plan_reads_in_words():
-    assert str(Plan("0")) == "fully sharded, nothing more"
-    assert str(PLAN).splitlines()[:5] == [
-        "loop scan.0: gathers 0, 2 and reductions 1 outside, for all layers",
-        "loops scan.0 and scan.1: 1, 3 gathered by the first only",
-        "loops scan.0 and scan.1: activations 0 to 2, 5 computed once",
-        "outside of loops: activations 4, 5 computed once",
-        "loop scan.0: gathers 1 layer ahead, reduces 0 behind, first 0 and last 3 layers apart",
+    assert str(START) == "fully sharded, nothing more"
+    assert str(PLAN.replace(options=(), latencies=(Latency("fusion", 1.5),))).splitlines() == [
+        "layers @forward: gathers norm, bias and reduces bias for all layers at once, outside of the loop",
+        "layers @forward: leaves up, down gathered for layers @backward",
+        "layers @forward: keeps mlp dot_general, mlp tanh for layers @backward",
+        "outside of loops: keeps head dot_general @forward until they are used again",
+        "sums over microbatches are added up in the loops that make them",
+        "gradients of layers stay in the type they were reduced in",
+        "layers @forward: gathers a layer ahead, runs its last 3 layers apart",
+        "layers @backward: gathers a layer ahead, reduces a layer behind, runs its first 2 layers apart, "
+        "runs its last layer apart",
+        "what is at hand is not computed or read again",
+        "gradients that are ready before a loop are reduced before it",
+        "microbatches: gathers head @forward, head @backward once",
+        "what is needed after a loop is gathered after it",
+        "microbatches: reduces embed, head in the next iteration, runs its first iteration apart",
+        "microbatches: forward of the next iteration beside backward",
+        "stay gathered: head @backward",
+        "gather of head @forward: starts after mlp dot_general #2 @forward",
+        "reductions follow one another, 128 MiB at a time",
+        "schedule by 1 latencies of the cost model",
     ]
-
-
-def test_a_plan_that_says_nothing_changes_nothing():
-    program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
-    assert apply_plan(program, mesh, Plan("0")) is program
-    assert apply_plan(program, mesh, Plan("0", loops=choose_schedules(program))) is not program
-
-
-@pytest.mark.parametrize(
-    ("plan", "why"),
-    [
-        (Plan("0", loops=(LoopSchedule("scan.9"),)), "it speaks of scan.9, which the program does not have"),
-        (Plan("0", unsharded=(7,)), "it keeps repeated gather 7 of 0"),
-        (Plan("0", prefetches=(Prefetch(7, 1),)), "it starts gather 7 of 0"),
-        (
-            Plan("0", kept=(KeptGathers("scan.9", (0,)),)),
-            "it keeps gathers over scan.9, which the program does not have",
-        ),
-        (Plan("0", kept=(KeptGathers("scan.0", (5,)),)), "it keeps gather 5 of 0 over scan.0"),
-        (Plan("0", stacks=(StackCollectives("scan.0", (3,)),)), "it takes gather 3 of 3 out of scan.0"),
-        (Plan("0", stacks=(StackCollectives("scan.0", (), (2,)),)), "it takes reduction 2 of 0 out of scan.0"),
-        (Plan("0", stacks=(StackCollectives("scan.0"),) * 2), "it takes collectives out of scan.0 twice"),
-        (Plan("0", handed_over=(HandOver("scan.0", "scan.1", (-1,)),)), "it hands over gather -1 of 3 from scan.0"),
-        (Plan("0", handed_over=(HandOver("scan.1", "scan.0", (0,)),)), "scan.0 does not follow scan.1 in the same"),
-        (Plan("0", loops=(LoopSchedule("scan.0"),) * 2), "it pipelines scan.0 twice"),
-        (Plan("0", loops=(LoopSchedule("scan.0", prefetch_layers=-1),)), "it pipelines scan.0 by -1 layers"),
-        (Plan("0", loops=(LoopSchedule("scan.0", first_layers=1 << 62),)), f"it pipelines scan.0 by {1 << 62} layers"),
-        (Plan("0", stacks=(StackCollectives("scan.0", (1 << 62,)),)), f"it takes gather {1 << 62} of 3 out of scan.0"),
-        (Plan("0", activations=(KeptActivations("scan.0", "scan.1", (-1,)),)), "it keeps activation -1 of"),
-        (
-            Plan("0", activations=(KeptActivations("", "", (0,)),)),
-            "it keeps activation 0 of 0 of code outside of loops",
-        ),
-        (Plan("0", delayed=(DelayedReductions("scan.9", (0,)),)), "it speaks of scan.9, which the program does not"),
-        (Plan("0", delayed=(DelayedReductions("scan.1", ()),) * 2), "it delays reductions of scan.1 twice"),
-        (Plan("0", delayed=(DelayedReductions("scan.1", (3, 3)),)), "it delays in scan.1 what is added to sum 3 twice"),
-        (Plan("0", delayed=(DelayedReductions("scan.1", (0,)),)), "it delays what scan.1 adds to sum 0, where nothing"),
-        (Plan("0", reduction_bucket_bytes=-1), "its buckets of reductions have -1 bytes"),
-    ],
-)
-def test_a_plan_for_another_program_is_refused(plan, why):
-    program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
-    with pytest.raises(errors.PlanError, match=why):
-        apply_plan(program, mesh, plan)
-
-
-@pytest.mark.parametrize("where", ["its own equation", "its first use", "nothing"])
-def test_a_gather_waits_for_what_is_there_before_its_use(where: str):
-    def loss(params, x):
-        jax.debug.print("before")
-        return jnp.mean(jnp.tanh(x @ params["up"]) ** 2)
-
-    program, mesh = sharded(loss, {"up": (16, 64)})
-    eqns = open_jaxpr(program.jaxpr).eqns
-    (gather,) = parameter_gathers(program)
-    own = next(place for place, eqn in enumerate(eqns) if gather.result in eqn.outvars)
-    use = next(place for place, eqn in enumerate(eqns) if gather.result in eqn.invars)
-    nothing = next(place for place, eqn in enumerate(eqns) if not eqn.outvars)
-    after = {"its own equation": own, "its first use": use, "nothing": nothing}[where]
-    with pytest.raises(errors.PlanError, match=f"it starts gather 0 after equation {after}, which cannot be waited"):
-        apply_plan(program, mesh, Plan("0", prefetches=(Prefetch(0, after),)))
-
-
-def test_a_plan_is_for_partitioned_programs():
-    params, optimizer = shapes({"stack": stack_shapes()}), optax.sgd(0.1)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    step = deepcompile.shard(training_step(stack_loss, optimizer), {"fsdp": 8})
-    with pytest.raises(errors.PlanError, match="carried out on the global view of step, which has no collectives"):
-        apply_plan(step.trace(state, shapes((16, 16))).program, step.mesh, PLAN)
-
-
-def test_a_pass_that_makes_no_program_is_named(monkeypatch):
-    def verify(program):
-        raise errors.InvariantError(1, "defined once", "two of them")
-
-    program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
-    monkeypatch.setattr(apply, "verify", verify)
-    with pytest.raises(
-        errors.InvariantError, match=r"invariant 1 does not hold after stack_collectives \(defined once\)"
-    ):
-        apply_plan(program, mesh, Plan("0", stacks=(StackCollectives("scan.0", (0,)),)))
 
 
 def test_an_edited_plan_has_no_prediction():
     predicted = PLAN.replace(prediction=Prediction(1.0, 1.0, 0.0, 0.0, 100))
     assert predicted.prediction is not None
     assert predicted.replace(records=()).prediction is predicted.prediction
-    assert predicted.replace(unsharded=(1,)).prediction is None
+    assert predicted.having(MicrobatchLoop, predicted.of(MicrobatchLoop)) is predicted
+    assert predicted.without(ReusedGathers).prediction is None
 
 
-def test_positions_are_of_the_program_that_the_decisions_before_them_make():
-    assert PLAN.replace(loops=()) == PLAN.replace(loops=(), delayed=(), unsharded=(), prefetches=())
-    assert PLAN.replace(delayed=()) == PLAN.replace(delayed=(), unsharded=(), prefetches=())
-    assert PLAN.replace(unsharded=()) == PLAN.replace(unsharded=(), prefetches=())
-    assert PLAN.replace(loops=(), prefetches=PLAN.prefetches).prefetches == PLAN.prefetches
-    for change in ({"prefetches": ()}, {"latencies": ()}, {"reduction_bucket_bytes": 0}):
-        assert PLAN.replace(**change).unsharded == PLAN.unsharded
+NAMED_LATER = {DelayedReductions, ReusedGathers, Prefetch}
 
 
-def test_a_first_iteration_with_loops_in_it_is_not_apart():
-    program, mesh = accumulating(stack_loss, {"stack": stack_shapes()})
-    plan = Plan("0", delayed=(DelayedReductions("scan.0", (), first_apart=True),))
-    with pytest.raises(errors.PlanError, match=r"first iteration of scan\.0 apart, which has scan\.0/scan\.0 in it"):
-        apply_plan(program, mesh, plan)
+@pytest.mark.parametrize(
+    ("kind", "dropped"),
+    [
+        (StackCollectives, NAMED_LATER),
+        (HandOver, NAMED_LATER),
+        (KeptActivations, NAMED_LATER),
+        (LoopSchedule, NAMED_LATER),
+        (KeptGathers, NAMED_LATER),
+        (DelayedReductions, {ReusedGathers, Prefetch}),
+        (MicrobatchLoop, {ReusedGathers, Prefetch}),
+        (ReusedGathers, {Prefetch}),
+        (Prefetch, set()),
+        (OrderedReductions, set()),
+        (AccumulateInLoops, set()),
+    ],
+)
+def test_what_names_parts_that_others_made_goes_with_them(kind, dropped):
+    gone = set(map(type, DECISIONS)) - set(map(type, PLAN.without(kind).decisions))
+    assert gone == {kind, *dropped}
+
+
+def test_a_plan_that_says_nothing_changes_nothing():
+    program, mesh = sharded(headed_loss, HEADED)
+    assert START.program(program, mesh) is program
+    planned = in_pipelines(program)
+    assert planned.program(program, mesh) is not program
+    assert planned.program(program, mesh, until=HandOver) is program
+
+
+@pytest.mark.cpu_mesh
+def test_a_plan_edited_by_hand_as_json_is_carried_out():
+    program, mesh = sharded(headed_loss, HEADED)
+    document = json.loads(in_pipelines(program).to_json())
+    schedules = [each for each in document["decisions"] if each["kind"] == "pipeline_loops"]
+    schedules[0]["last_layers"] = 2
+    handed = {"kind": "hand_over", "forward": "stack @forward", "backward": "stack @backward", "gathers": ["stack/up"]}
+    document["decisions"] = [*schedules, handed]
+    plan = Plan.from_json(json.dumps(document))
+    assert plan.decisions == (
+        HandOver("stack @forward", "stack @backward", ("stack/up",)),
+        LoopSchedule("stack @forward", 1, 0, 0, 2),
+        LoopSchedule("stack @backward", 1, 1, 1, 1),
+    )
+    assert_same_values(plan.program(program, mesh), program, mesh)

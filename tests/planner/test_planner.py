@@ -13,10 +13,13 @@ from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.hlo.reader import read
-from jax_deepcompile.planner import limits
-from jax_deepcompile.planner import search as pass_manager
+from jax_deepcompile.planner import limits, search
 from jax_deepcompile.planner.cache import PlanCacheWarning
+from jax_deepcompile.planner.layers import not_pipelined
 from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
+from jax_deepcompile.transforms.hand_over import HandOver
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from models import llama
 from tests.schedules import loop_bodies, work_while_under_way
 
@@ -69,7 +72,7 @@ def nothing_compiled(monkeypatch):
     def refuse(*_: Any):
         raise AssertionError("a candidate was compiled")
 
-    monkeypatch.setattr(pass_manager, "attempt", refuse)
+    monkeypatch.setattr(search, "evaluate", refuse)
 
 
 def test_the_planned_step_is_faster_and_fits(planned):
@@ -88,7 +91,7 @@ def test_explain_tells_decisions_and_expectations(planned):
     assert "parameters of every layer stay gathered" in text
     assert f"expected step: {best.step_s:.4g} s" in text
     assert f"peak memory: {best.peak_bytes / 2**30:.2f} GiB a device of 24.00 GiB" in text
-    chain = [record for record in planned.plan().records if record.taken]
+    chain = [record for record in planned.plan().records if record.accepted]
     assert [record.before for record in chain[1:]] == [record.after for record in chain[:-1]]
     assert chain[-1].after == best
 
@@ -126,7 +129,7 @@ def test_a_corrupt_entry_is_reported_and_planned_anew(planned, tmp_path):
 
 def test_an_edited_plan_is_carried_out_as_it_is(planned):
     """Nothing is pipelined, nothing kept."""
-    edited = planned.plan().replace(stacks=(), handed_over=(), loops=(), kept=(), latencies=())
+    edited = not_pipelined(planned.plan()).without(StackCollectives, HandOver, KeptGathers).replace(latencies=())
     traced = trace(plan=edited)
     assert traced.plan().replace(prediction=None) == edited
     assert expected(traced.plan()).step_s > expected(planned.plan()).step_s

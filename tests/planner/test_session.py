@@ -14,11 +14,13 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.planner import plan as plan_module
 from jax_deepcompile.planner import session
 from jax_deepcompile.planner.cache import PlanCache, PlanCacheWarning
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan, Prediction
-from jax_deepcompile.planner.strategies.pipeline_loops import BucketCollectives, PipelineLoops
+from jax_deepcompile.planner.strategies.bucket_collectives import BucketCollectives
+from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.runtime.processes import ALONE
 from jax_deepcompile.transforms.hand_over import HandOver
 from tests.together import outcomes, processes
@@ -97,19 +99,19 @@ def test_a_kept_plan_that_does_not_fit_is_said_and_made_anew(planned, tmp_path):
 
 def test_a_kept_plan_for_other_loops_is_said_and_made_anew(planned, tmp_path):
     cache = PlanCache(tmp_path)
-    cache.store(PLAN.replace(handed_over=(HandOver("scan.7", "scan.8", (0,)),)))
-    with pytest.warns(PlanCacheWarning, match="scan.7"):
+    cache.store(PLAN.replace(decisions=(HandOver("decoder @forward", "decoder @backward", ("up",)),)))
+    with pytest.warns(PlanCacheWarning, match="'decoder @forward', a loop that step does not have"):
         assert planned(caches=[cache]) == [(PLAN, "made for this run")]
     assert (tmp_path / "plans" / f"{MARK}.unusable").exists()
 
 
 def test_a_kept_plan_that_makes_no_program_is_said_and_made_anew(planned, tmp_path, monkeypatch):
-    def apply_plan(*_):
+    def carry_out(*_):
         raise errors.InvariantError(1, "defined before used", "x")
 
     cache = PlanCache(tmp_path)
     cache.store(PLAN)
-    monkeypatch.setattr(session, "apply_plan", apply_plan)
+    monkeypatch.setattr(plan_module, "carry_out", carry_out)
     with pytest.warns(PlanCacheWarning, match="invariant 1 does not hold"):
         assert planned(caches=[cache]) == [(PLAN, "made for this run")]
 

@@ -4,75 +4,83 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.costs.program_time import EquationTime
 from jax_deepcompile.costs.simulation import Loop, Totals
-from jax_deepcompile.planner.apply import apply_plan
-from jax_deepcompile.planner.candidate import Environment, Trial
-from jax_deepcompile.planner.plan import Plan, Prediction
+from jax_deepcompile.planner.candidate import Environment
+from jax_deepcompile.planner.layers import pipelined
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.straight_line import Repeat, choose_unsharded, chosen_anew, exposed_seconds
 from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
 from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
 from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
-from jax_deepcompile.planner.strategies.straight_line import (
-    PrefetchGathers,
-    ReduceInOrder,
-    Repeat,
-    UnshardStraightLine,
-    choose_unsharded,
-    chosen_anew,
-    exposed_seconds,
-)
+from jax_deepcompile.planner.strategies.prefetch import PrefetchGathers
+from jax_deepcompile.planner.strategies.reduce_in_order import ReduceInOrder
 from jax_deepcompile.planner.strategies.unshard import Unshard
-from jax_deepcompile.transforms.pipeline_loops import choose_schedules
+from jax_deepcompile.planner.strategies.unshard_straight_line import UnshardStraightLine
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
+from jax_deepcompile.transforms.prefetch import Prefetch
+from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
+from jax_deepcompile.transforms.unshard import ReusedGathers
 from tests.partition.steps import shapes, training_step
-from tests.transforms.programs import WIDTH, count, layer, run, run_stack, sharded, stack_loss, stack_shapes
-from tests.transforms.test_prefetch import UNROLLED, Clock, unrolled_loss
+from tests.planner.situations import (
+    HEADED,
+    START,
+    UNROLLED,
+    WAITS,
+    Clock,
+    assert_same_values,
+    candidate,
+    headed_loss,
+    in_pipelines,
+    situation,
+    unrolled_loss,
+)
+from tests.transforms.programs import count, layer, run_stack, sharded, stack_loss, stack_shapes
+
+IN_ORDER = [OrderedReductions(1)]
 
 
-def situation(loss, params, costs: CostModel, limit: int | None = 1 << 30, plan: Plan | None = None):
-    program, mesh = sharded(loss, params)
-    nothing: Any = None
-    now = Trial(plan or Plan("0"), program, nothing, nothing, nothing, Prediction(1.0, 1.0, 1.0, 1.0, 0), 0)
-    return program, now, Environment(mesh, "cuda", costs, limit)
+def stay(plan: Plan) -> int:
+    """How many gathers of ``plan`` stay from forward to backward."""
+    return sum(len(each.gathers) for each in plan.of(ReusedGathers))
 
 
 @pytest.mark.cpu_mesh
 def test_kept_prefetched_and_reduced_in_order_the_bits_are_the_same():
-    program, now, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=2.0))
-    (early, _) = PrefetchGathers().propose(program, now, environment)
-    (kept,) = UnshardStraightLine().propose(program, replace(now, plan=early.plan), environment)
-    assert kept.plan.unsharded
-    assert kept.plan.prefetches
-    planned = apply_plan(program, environment.mesh, kept.plan.replace(reduction_bucket_bytes=1))
-    assert count(planned, "all_gather") == count(program, "all_gather") - len(kept.plan.unsharded)
-    for got, expected in zip(run(planned, environment.mesh), run(program, environment.mesh), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    program, best, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=2.0))
+    (early, _) = PrefetchGathers().propose(program, best, environment)
+    (kept,) = UnshardStraightLine().propose(program, replace(best, plan=early.plan), environment)
+    assert stay(kept.plan)
+    assert kept.plan.of(Prefetch)
+    planned = kept.plan.having(OrderedReductions, IN_ORDER).program(program, environment.mesh)
+    assert count(planned, "all_gather") == count(program, "all_gather") - stay(kept.plan)
+    assert_same_values(planned, program, environment.mesh)
 
 
 @pytest.mark.pure
 @pytest.mark.parametrize("proposer", [PrefetchGathers(), UnshardStraightLine(), ReduceInOrder()])
 def test_layer_loops_are_left_to_their_own_passes(proposer):
-    program, now, environment = situation(stack_loss, {"stack": stack_shapes()}, Clock())
-    assert list(proposer.propose(program, now, environment)) == []
+    program, best, environment = situation(stack_loss, {"stack": stack_shapes()}, Clock())
+    assert list(proposer.propose(program, best, environment)) == []
 
 
 @pytest.mark.pure
 def test_nothing_is_kept_without_memory_or_need():
-    program, now, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=2.0), limit=0)
-    assert list(UnshardStraightLine().propose(program, now, environment)) == []
-    program, now, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=0.0))
-    assert list(UnshardStraightLine().propose(program, now, environment)) == []
+    program, best, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=2.0), limit=0)
+    assert list(UnshardStraightLine().propose(program, best, environment)) == []
+    program, best, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=0.0))
+    assert list(UnshardStraightLine().propose(program, best, environment)) == []
 
 
 def mixed_loss(params, x):
@@ -87,56 +95,48 @@ MIXED = UNROLLED | {"stack": stack_shapes()}
 
 def beside_loops(loss, params):
     """The situation once the loops of ``loss`` are pipelined and nothing of them is waited for."""
-    program, now, environment = situation(loss, params, Clock(gather_s=2.0))
-    plan = Plan("0").replace(loops=choose_schedules(program))
-    quiet: Any = SimpleNamespace(loops=())
-    pipelined = apply_plan(program, environment.mesh, plan)
-    return program, replace(now, plan=plan, program=pipelined, simulation=quiet), environment
+    program, _, environment = situation(loss, params, Clock(gather_s=2.0))
+    plan, quiet = in_pipelines(program), SimpleNamespace(loops=())
+    return program, candidate(plan.program(program, environment.mesh), plan, simulation=quiet), environment
 
 
 @pytest.mark.cpu_mesh
 def test_layers_beside_loops_are_kept_and_prefetched_to_the_same_bits():
-    program, now, environment = beside_loops(mixed_loss, MIXED)
-    (early, *_) = PrefetchGathers().propose(program, now, environment)
-    assert early.plan.loops == now.plan.loops
-    (kept,) = UnshardStraightLine().propose(program, replace(now, plan=early.plan), environment)
-    assert kept.plan.unsharded
-    assert kept.plan.prefetches
-    planned = apply_plan(program, environment.mesh, kept.plan.replace(reduction_bucket_bytes=1))
-    for got, expected in zip(run(planned, environment.mesh), run(program, environment.mesh), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    program, best, environment = beside_loops(mixed_loss, MIXED)
+    (early, *_) = PrefetchGathers().propose(program, best, environment)
+    assert early.plan.of(LoopSchedule) == best.plan.of(LoopSchedule)
+    (kept,) = UnshardStraightLine().propose(program, replace(best, plan=early.plan), environment)
+    assert stay(kept.plan)
+    assert kept.plan.of(Prefetch)
+    planned = kept.plan.having(OrderedReductions, IN_ORDER).program(program, environment.mesh)
+    assert_same_values(planned, program, environment.mesh)
 
 
 @pytest.mark.cpu_mesh
-def test_deeper_loops_have_their_own_positions():
-    """One more iteration apart moves all that comes behind it."""
-    program, now, environment = beside_loops(mixed_loss, MIXED)
-    (early, *_) = PrefetchGathers().propose(program, now, environment)
-    (kept,) = UnshardStraightLine().propose(program, replace(now, plan=early.plan), environment)
-    deeper = kept.plan.replace(loops=choose_schedules(program, prefetch_layers=2, delay_layers=2))
-    assert deeper.prefetches == deeper.unsharded == ()
-    anew = chosen_anew(program, deeper, replace(now, plan=kept.plan), environment)
-    assert len(anew.unsharded) >= len(kept.plan.unsharded)
-    assert anew.prefetches
-    planned = apply_plan(program, environment.mesh, anew)
-    for got, expected in zip(run(planned, environment.mesh), run(program, environment.mesh), strict=True):
-        np.testing.assert_array_equal(got, expected)
+def test_what_surrounds_deeper_loops_is_chosen_anew():
+    """One more iteration apart has gathers of its own."""
+    program, best, environment = beside_loops(mixed_loss, MIXED)
+    (early, *_) = PrefetchGathers().propose(program, best, environment)
+    (kept,) = UnshardStraightLine().propose(program, replace(best, plan=early.plan), environment)
+    deeper = pipelined(kept.plan, program, choose_schedules(program, prefetch_layers=2, delay_layers=2))
+    assert not deeper.of(Prefetch)
+    assert not stay(deeper)
+    anew = chosen_anew(program, deeper, replace(best, plan=kept.plan), environment)
+    assert stay(anew) >= stay(kept.plan)
+    assert anew.of(Prefetch)
+    assert_same_values(anew.program(program, environment.mesh), program, environment.mesh)
 
 
 @pytest.mark.pure
 @pytest.mark.parametrize("proposer", [PrefetchGathers(), UnshardStraightLine(), ReduceInOrder()])
 def test_what_surrounds_loops_is_no_matter_of_straight_lines(proposer):
     """Embeddings and heads, and layers where it is loops that wait."""
-
-    def headed_loss(params, x):
-        return jnp.mean((run_stack(params["stack"], x) @ params["head"]) ** 2)
-
-    program, now, environment = beside_loops(headed_loss, {"stack": stack_shapes(), "head": (WIDTH, WIDTH)})
-    assert list(proposer.propose(program, now, environment)) == []
-    program, now, environment = beside_loops(mixed_loss, MIXED)
+    program, best, environment = beside_loops(headed_loss, HEADED)
+    assert list(proposer.propose(program, best, environment)) == []
+    program, best, environment = beside_loops(mixed_loss, MIXED)
     waiting = Loop("while", "", 5, True, 1.0, Totals(exposed_s={Stream.ALL_GATHER: 0.2}))
-    busy: Any = SimpleNamespace(loops=(waiting,))
-    assert list(proposer.propose(program, replace(now, simulation=busy), environment)) == []
+    busy = candidate(best.program, best.plan, simulation=SimpleNamespace(loops=(waiting,)))
+    assert list(proposer.propose(program, busy, environment)) == []
 
 
 @pytest.mark.h100_aot
@@ -176,22 +176,20 @@ def wide_loss(params, x):
 @pytest.mark.pure
 def test_reductions_follow_one_another_where_something_is_waited_for():
     program, mesh = sharded(wide_loss, {f"layer{index}": (1024, 1024) for index in range(4)}, batch=(4096, 1024))
-    nothing: Any = None
-    now = Trial(Plan("0"), program, nothing, nothing, nothing, Prediction(1.0, 1.0, 1.0, 1.0, 0), 0)
-    environment = Environment(mesh, "cuda", CostModel(), None)
-    (found,) = ReduceInOrder(latency_share=1.0).propose(program, now, environment)
-    assert found.plan == Plan("0", reduction_bucket_bytes=1 << 20)
-    hidden = replace(now, prediction=replace(now.prediction, exposed_s=0.0))
+    best, environment = candidate(program), Environment(mesh, "cuda", CostModel(), None)
+    (found,) = ReduceInOrder(latency_share=1.0).propose(program, best, environment)
+    assert found.plan == START.having(OrderedReductions, [OrderedReductions(1 << 20, in_loops=True)])
+    hidden = candidate(program, prediction=replace(WAITS, exposed_s=0.0))
     assert list(ReduceInOrder(latency_share=1.0).propose(program, hidden, environment)) == []
-    assert list(ReduceInOrder(latency_share=1e-6).propose(program, now, environment)) == []
+    assert list(ReduceInOrder(latency_share=1e-6).propose(program, best, environment)) == []
 
 
 @pytest.mark.pure
 def test_the_most_seconds_for_the_least_memory_come_first():
-    dear, cheap, hidden = Repeat(0, 1.0, 100, 9.0), Repeat(1, 1.0, 100, 1.0), Repeat(2, 0.0, 1, 1.0)
-    assert choose_unsharded((dear, cheap, hidden), 150) == (1,)
-    assert choose_unsharded((dear, cheap, hidden), 200) == (0, 1)
-    assert choose_unsharded((dear, cheap, hidden), 99) == ()
+    repeats = Repeat("dear", 1.0, 100, 9.0), Repeat("cheap", 1.0, 100, 1.0), Repeat("hidden", 0.0, 1, 1.0)
+    assert choose_unsharded(repeats, 150) == (ReusedGathers(("cheap",)),)
+    assert choose_unsharded(repeats, 200) == (ReusedGathers(("dear", "cheap")),)
+    assert choose_unsharded(repeats, 99) == ()
 
 
 @pytest.mark.pure
@@ -204,16 +202,17 @@ def test_a_gather_hides_behind_what_is_computed_since_the_last_collective():
 
 @pytest.mark.pure
 def test_where_memory_may_not_have_the_room_gathers_start_later_otherwise():
-    program, now, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=2.0))
+    program, _, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=2.0))
     peak_bytes = memory_of_program(program).live_peak_bytes
-    tight = replace(now, prediction=replace(now.prediction, peak_bytes=peak_bytes))
+    tight = candidate(program, prediction=replace(WAITS, peak_bytes=peak_bytes))
     (roomy, _), (close, _) = (
         list(PrefetchGathers().propose(program, tight, replace(environment, limit_bytes=limit)))
         for limit in (1 << 30, int(1.02 * peak_bytes))
     )
     assert roomy.otherwise is None
     assert close.otherwise is not None
+    places = {name: place for place, name in enumerate(value_names(program.jaxpr, phased=True).values())}
     started, later = (
-        {each.gather: each.after for each in plan.prefetches} for plan in (close.plan, close.otherwise.plan)
+        {each.gather: places[each.after] for each in plan.of(Prefetch)} for plan in (close.plan, close.otherwise.plan)
     )
     assert all(later[gather] >= after for gather, after in started.items())

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import jax.numpy as jnp
 import pytest
 
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planner.candidate import Environment, Trial
+from jax_deepcompile.planner.candidate import Environment
+from jax_deepcompile.planner.layers import gathered_bytes as bytes_of_a_trip
+from jax_deepcompile.planner.layers import layer_stacks
 from jax_deepcompile.planner.plan import Plan, Prediction
-from jax_deepcompile.planner.search import Proposal
-from jax_deepcompile.planner.strategies.unshard import Unshard, kept_layers, layer_stacks
-from jax_deepcompile.planner.strategies.unshard import gathered_bytes as bytes_of_a_trip
+from jax_deepcompile.planner.strategies.unshard import Unshard, kept_layers
+from jax_deepcompile.planner.strategy import Proposal
 from jax_deepcompile.transforms.hand_over import HandOver
-from jax_deepcompile.transforms.pipeline_loops import choose_schedules
-from tests.transforms.programs import LAYERS, WIDTH, run_stack, sharded, stack_loss, stack_shapes
-from tests.transforms.test_unshard import accumulating
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from jax_deepcompile.transforms.stack_collectives import StackCollectives
+from tests.planner.situations import HEADED, NO_MEMORY, START, accumulating, candidate, headed_loss, in_pipelines
+from tests.transforms.programs import LAYERS, WIDTH, sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
 
 PROGRAM, MESH = sharded(stack_loss, {"stack": stack_shapes()})
 MATRIX_BYTES = LAYERS * WIDTH * 2 * WIDTH * 4
-PIPELINED = Plan("0").replace(loops=choose_schedules(PROGRAM))
+PIPELINED = in_pipelines(PROGRAM)
+FORWARD, BACKWARD = (schedule.loop for schedule in PIPELINED.of(LoopSchedule))
 STACKS = layer_stacks(PROGRAM, PIPELINED)
 LIMIT = 1 << 30
 
@@ -48,27 +49,25 @@ def proposals(
       loop_bytes: live in loops over layers; None for no forward loop. One matrix is handed over then.
       gathered_bytes: of the whole step.
     """
-    plan = PIPELINED if pipelined else Plan("0")
+    plan = PIPELINED if pipelined else START
     backward = Loop("while", "", LAYERS, True, 1.0, trip)
-    memory = MemoryUse(0, 0, 0, 0, ("while",), (LIMIT,), ())
+    memory = replace(NO_MEMORY, names=("while",), live_bytes=(LIMIT,))
     loops = (backward,)
     if loop_bytes is not None:
         memory = replace(memory, names=("ahead", "while"), live_bytes=(loop_bytes - LAYER_BYTES, loop_bytes))
         loops = (Loop("ahead", "", LAYERS, True, 1.0, replace(trip, reduced_bytes=0)), backward)
-        plan = plan.replace(handed_over=(HandOver("scan.0", "scan.1", (0,)),))
+        plan = plan.having(HandOver, [HandOver(FORWARD, BACKWARD, ("up",))])
     totals = Totals(communication_s=10.0, gathered_bytes=gathered_bytes)
     return proposals_for(PROGRAM, plan, Simulation(10.0, totals, loops, (), memory), free_bytes)
 
 
 def proposals_for(program: Program, plan: Plan, run: Simulation, free_bytes: int) -> list[Proposal]:
-    nothing: Any = None
-    prediction = Prediction(10.0, 5.0, 9.0, 5.0, LIMIT - free_bytes)
-    now = Trial(plan, program, nothing, nothing, run, prediction, 0)
-    return list(Unshard().propose(program, now, Environment(MESH, "cuda", CostModel(), LIMIT)))
+    best = candidate(program, plan, Prediction(10.0, 5.0, 9.0, 5.0, LIMIT - free_bytes), run)
+    return list(Unshard().propose(program, best, Environment(MESH, "cuda", CostModel(), LIMIT)))
 
 
 def handed(proposal: Proposal) -> int:
-    return sum(len(choice.shared) for choice in proposal.plan.handed_over)
+    return sum(len(choice.gathers) for choice in proposal.plan.of(HandOver))
 
 
 def trip(communication_s: float, compute_s: float = 1.0) -> Totals:
@@ -115,7 +114,7 @@ def layers_kept(proposal: Proposal | None) -> int:
     return 0 if proposal is None else kept_layers(proposal.plan, STACKS)
 
 
-LAYER_BYTES = bytes_of_a_trip(next(find_loops(PROGRAM.jaxpr)))
+LAYER_BYTES = bytes_of_a_trip(next(find_loops(PROGRAM)))
 
 
 def test_layers_are_kept_where_they_fit_beside_loops():
@@ -140,39 +139,36 @@ def test_layers_that_save_little_are_not_kept():
 def test_loops_that_are_not_pipelined_hand_over_too():
     found = proposals(trip(4.0), pipelined=False)
     assert max(handed(each) for each in found) == 3
-    assert all(each.plan.loops == () for each in found)
-
-
-def headed_loss(params, batch):
-    return jnp.mean((run_stack(params["stack"], batch) @ params["head"]) ** 2)
+    assert not any(each.plan.of(LoopSchedule) for each in found)
 
 
 def surroundings_kept(free_bytes: int) -> list[Plan]:
     """Proposals for microbatches that keep what is gathered around the layers, and nothing of the layers."""
-    program, _ = accumulating(headed_loss, {"stack": stack_shapes(), "head": (WIDTH, WIDTH)})
-    plan = Plan("0").replace(loops=choose_schedules(program))
-    run = Simulation(10.0, Totals(communication_s=10.0), (), (), MemoryUse(0, 0, 0, 0, (), (), ()))
+    program, _ = accumulating(headed_loss, HEADED)
+    plan = in_pipelines(program)
+    run = Simulation(10.0, Totals(communication_s=10.0), (), (), NO_MEMORY)
     plans = [each.plan for each in proposals_for(program, plan, run, free_bytes)]
-    return [each for each in plans if each.kept and each == plan.replace(kept=each.kept)]
+    return [each for each in plans if each.of(KeptGathers) and each.without(KeptGathers) == plan]
 
 
 def test_what_every_microbatch_gathers_around_its_layers_is_kept_where_it_fits():
     (plan,) = surroundings_kept(LIMIT)
-    (kept,) = plan.kept
-    assert "/" not in kept.loop
+    (kept,) = plan.of(KeptGathers)
+    assert kept.loop == "microbatches"
+    assert "head @forward" in kept.gathers
     assert surroundings_kept(WIDTH * WIDTH * 4 - 1) == []
 
 
 def kept_over_microbatches(communication_s: float, compute_s: float) -> list[int]:
     """How many stacks each proposal keeps, where both layer loops of every microbatch take so long a trip."""
     program, _ = accumulating(stack_loss, {"stack": stack_shapes()})
-    plan = Plan("0").replace(loops=choose_schedules(program))
+    plan = in_pipelines(program)
     backward = trip(communication_s, compute_s)
     trips = (replace(backward, reduced_bytes=0), backward)
     loops = tuple(Loop(f"while.{each}", "", LAYERS, True, 1.0, trips[each], 4) for each in range(2))
-    run = Simulation(10.0, Totals(communication_s=10.0), loops, (), MemoryUse(0, 0, 0, 0, (), (), ()))
+    run = Simulation(10.0, Totals(communication_s=10.0), loops, (), NO_MEMORY)
     plans = [each.plan for each in proposals_for(program, plan, run, LIMIT)]
-    return sorted(len(stack.gathers) for each in plans for stack in each.stacks[:1])
+    return sorted(len(stack.gathers) for each in plans for stack in each.of(StackCollectives)[:1])
 
 
 def test_over_microbatches_all_that_fits_and_just_enough_are_both_tried():

@@ -23,11 +23,11 @@ def explained(plan: Plan, limit_bytes: int | None = None) -> list[str]:
 
 
 def test_many_gathers_that_start_early_take_one_line():
-    few, many = (tuple(Prefetch(gather, 2) for gather in range(count)) for count in (8, 9))
-    assert "\n".join(explained(Plan("0", prefetches=few))).count("starts after equation 2") == 8
-    lines = explained(Plan("0", prefetches=many))
+    few, many = ([Prefetch(f"layer{number}", "mlp dot_general") for number in range(count)] for count in (8, 9))
+    assert "\n".join(explained(Plan("0").having(Prefetch, few))).count("starts after mlp dot_general") == 8
+    lines = explained(Plan("0").having(Prefetch, many))
     assert "  9 gathers start ahead of their use" in lines
-    assert not any("starts after equation" in line for line in lines)
+    assert not any("starts after" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_more_memory_would_save():
 
 def test_what_was_accepted_is_all_told_and_what_was_rejected_in_part():
     tried = [record(f"try {number}", 2.5, GIB) for number in range(9)]
-    tried.append(dataclasses.replace(record("the best", 1.0, GIB), taken=True))
+    tried.append(dataclasses.replace(record("the best", 1.0, GIB), accepted=True))
     lines = explained(Plan("0", records=tuple(tried)))
     assert sum(" [rejected]: " in line for line in lines) == 6
     assert "  unshard [accepted]: the best: 2 s to 1 s (takes too much)" in lines

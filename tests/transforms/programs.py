@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,12 @@ import optax
 from jax import lax
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import emit, lower, sharding_of
+from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 from tests.partition.steps import lines, shapes, training_step
 
 LAYERS, WIDTH, BATCH = 5, 16, 16
@@ -100,6 +102,24 @@ def idle_loop_loss(params, batch):
 
 
 IDLE = {"w": (WIDTH, WIDTH), "head": (WIDTH, WIDTH)}
+
+
+def outer_loops(program: Program) -> list[Loop]:
+    return [loop for loop in find_loops(program) if len(loop.path) == 1]
+
+
+def inner_loops(program: Program) -> list[Loop]:
+    return [loop for loop in find_loops(program) if len(loop.path) > 1]
+
+
+def loop_names(program: Program, loops: Callable[[Program], Iterable[Loop]] = find_loops) -> list[str]:
+    return [loop.name for loop in loops(program)]
+
+
+def keeping_gathered(program: Program, mesh) -> Program:
+    """``program`` with all that its outer loops gather alike in every iteration gathered once."""
+    kept = [KeptGathers(loop.name, tuple(hoistable_names(program, loop))) for loop in outer_loops(program)]
+    return KeptGathers.apply(program, mesh, kept)
 
 
 def run(program: Program, mesh, seed: int = 0) -> list[np.ndarray]:

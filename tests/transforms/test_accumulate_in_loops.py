@@ -29,7 +29,9 @@ from tests.transforms.programs import (
     WIDTH,
     compiled_for_h100s,
     h100s,
+    inner_loops,
     matrices_loss,
+    outer_loops,
     run,
     run_stack,
     sharded,
@@ -75,8 +77,7 @@ def stacked_sums(program) -> int:
     """Additions of whole stacks, in loops around the loops over layers."""
     return sum(
         eqn.primitive.name in ("add", "add_any") and eqn.outvars[0].aval.ndim == 3
-        for loop in find_loops(program.jaxpr)
-        if "/" not in loop.name
+        for loop in outer_loops(program)
         for eqn in open_jaxpr(loop.eqn.params["jaxpr"]).eqns
     )
 
@@ -124,9 +125,9 @@ def test_before_and_after():
 def test_the_stack_that_is_added_to_is_the_output():
     program, mesh = sharded(halves_loss, STACK)
     inside = accumulate_in_loops(program, mesh)
-    in_place = [len(split_body(loop.eqn).in_place) for loop in find_loops(inside.jaxpr) if "/" in loop.name]
+    in_place = [len(split_body(loop.eqn).in_place) for loop in inner_loops(inside)]
     assert sum(in_place) == 3
-    assert not any(split_body(loop.eqn).in_place for loop in find_loops(program.jaxpr))
+    assert not any(split_body(loop.eqn).in_place for loop in find_loops(program))
 
 
 @pytest.mark.pure
@@ -171,12 +172,10 @@ def test_a_stack_that_something_else_reads_is_added_after_the_loop():
         total, sums = lax.scan(again, jnp.zeros((3, *batch.shape)), parts)
         return jnp.mean(total**2) + jnp.sum(sums)
 
-    program, _ = sharded(loss, {"w": (3, 16, 16)})
-    forward = next(loop for loop in find_loops(program.jaxpr) if "/" not in loop.name)
-    before = len(open_jaxpr(forward.eqn.params["jaxpr"]).eqns)
-    program2, mesh = sharded(loss, {"w": (3, 16, 16)})
-    after = next(loop for loop in find_loops(accumulate_in_loops(program2, mesh).jaxpr) if "/" not in loop.name)
-    assert len(open_jaxpr(after.eqn.params["jaxpr"]).eqns) == before
+    program, mesh = sharded(loss, {"w": (3, 16, 16)})
+    inside = accumulate_in_loops(program, mesh)
+    before, after = (len(open_jaxpr(outer_loops(each)[0].eqn.params["jaxpr"]).eqns) for each in (program, inside))
+    assert after == before
 
 
 @pytest.mark.h100_aot
@@ -187,7 +186,7 @@ def test_no_second_stack_is_filled_and_added():
 
     def compiled(program):
         pipelined = pipeline_loops(program, mesh, choose_schedules(program))
-        return compiled_for_h100s(replace_loops(pipelined, mesh, {"scan.0": uncounted}), mesh)
+        return compiled_for_h100s(replace_loops(pipelined, mesh, {"microbatches": uncounted}), mesh)
 
     stack = (layers, width // 8, width)
     before, after = compiled(program), compiled(accumulate_in_loops(program, mesh))

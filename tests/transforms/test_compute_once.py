@@ -56,7 +56,9 @@ def stored(stack, row, index: int):
 @pytest.mark.cpu_mesh
 def test_the_layer_at_the_turn_is_computed_once():
     program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
-    program = hand_over(program, mesh, [HandOver("scan.0", "scan.1", (0, 1, 2))])
+    program = hand_over(
+        program, mesh, [HandOver("stack @forward", "stack @backward", ("stack/up", "stack/bias", "stack/down"))]
+    )
     pipelined = pipeline_loops(program, mesh, choose_schedules(program))
     merged = compute_once(pipelined)
     assert names(merged).count("tanh") == names(pipelined).count("tanh") - 1
@@ -66,7 +68,7 @@ def test_the_layer_at_the_turn_is_computed_once():
 def turning(params, *where):
     """Pipelined layers whose parameters stay gathered from forward to backward: the program and its mesh."""
     program, mesh = sharded(matrices_loss, params, *where)
-    handed = hand_over(program, mesh, [HandOver("scan.0", "scan.1", (0,))])
+    handed = hand_over(program, mesh, [HandOver("w @forward", "w @backward", ("w",))])
     return pipeline_loops(handed, mesh, choose_schedules(handed)), mesh
 
 

@@ -13,13 +13,20 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
-from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.loops import Loop, find_loops, loops_in
 from jax_deepcompile.ir import retrace
-from jax_deepcompile.ir.verifier import verify
-from jax_deepcompile.transforms.delay_reductions import DelayedReductions, delay_reductions, delaying, find_terms
+from jax_deepcompile.transforms import carry_out
+from jax_deepcompile.transforms.delay_reductions import (
+    DelayedReductions,
+    delay_reductions,
+    delaying,
+    find_terms,
+    sum_names,
+)
 from jax_deepcompile.transforms.reduce_in_order import reduce_in_order
-from tests.transforms.programs import count, stack_loss, stack_shapes
+from tests.transforms.programs import count, outer_loops, stack_loss, stack_shapes
 from tests.transforms.test_unshard import UNROLLED, accumulating, assert_same, unrolled_loss
 
 
@@ -29,8 +36,14 @@ def unrolled():
 
 
 def only_loop(program):
-    (loop,) = find_loops(program.jaxpr)
+    (loop,) = find_loops(program)
     return loop
+
+
+def sums_of(program) -> list[str]:
+    """What of its only loop's sums can wait."""
+    loop = only_loop(program)
+    return sum_names(program, loop, list(find_terms(loop.eqn)))
 
 
 def body_of(loop) -> Any:
@@ -53,11 +66,9 @@ def test_every_gradient_is_a_term_that_can_wait(unrolled):
 @given(data=st.data())
 def test_any_of_them_may_wait_to_the_same_bits(unrolled, data):
     program, mesh = unrolled
-    loop = only_loop(program)
-    sums = tuple(sorted(data.draw(st.sets(st.sampled_from(sorted(find_terms(loop.eqn))), min_size=1))))
+    sums = tuple(data.draw(st.lists(st.sampled_from(sums_of(program)), min_size=1, unique=True)))
     first_apart = data.draw(st.booleans())
-    delayed = delay_reductions(program, mesh, [DelayedReductions(loop.name, sums, first_apart)])
-    verify(delayed)
+    delayed = carry_out(program, mesh, [DelayedReductions("step", sums, first_apart)])
     assert_same(program, delayed, mesh)
     # Those of the last iteration follow the loop.
     more = 0 if first_apart else len(sums)
@@ -68,8 +79,7 @@ def test_any_of_them_may_wait_to_the_same_bits(unrolled, data):
 def test_the_loop_begins_with_what_the_one_before_left(unrolled):
     program, mesh = unrolled
     loop = only_loop(program)
-    (last, *_) = find_terms(loop.eqn)
-    after = only_loop(delay_reductions(program, mesh, [DelayedReductions(loop.name, (last,))]))
+    after = only_loop(delay_reductions(program, mesh, [DelayedReductions("step", ("layer2/up",))]))
     names = [eqn.primitive.name for eqn in body_of(after).eqns]
     assert names.index("reduce_scatter") < names.index("dot_general")
     assert scan_counts(after.eqn)[1] == scan_counts(loop.eqn)[1] + 1
@@ -79,7 +89,7 @@ def test_the_loop_begins_with_what_the_one_before_left(unrolled):
 def test_the_first_iteration_apart_stands_before_the_loop(unrolled):
     program, mesh = unrolled
     loop = only_loop(program)
-    after = delay_reductions(program, mesh, [DelayedReductions(loop.name, (), first_apart=True)])
+    after = delay_reductions(program, mesh, [DelayedReductions("step", (), first_apart=True)])
     names = [eqn.primitive.name for eqn in open_jaxpr(after.jaxpr).eqns]
     products = [eqn.primitive.name for eqn in body_of(loop).eqns].count("dot_general")
     assert names[: names.index("scan")].count("dot_general") == products
@@ -90,8 +100,7 @@ def test_the_first_iteration_apart_stands_before_the_loop(unrolled):
 @pytest.mark.cpu_mesh
 def test_what_waits_follows_an_order_too(unrolled):
     program, mesh = unrolled
-    loop = only_loop(program)
-    delayed = delay_reductions(program, mesh, [DelayedReductions(loop.name, tuple(find_terms(loop.eqn))[:4])])
+    delayed = delay_reductions(program, mesh, [DelayedReductions("step", tuple(sums_of(program)[:4]))])
     ordered = reduce_in_order(delayed, 64, in_loops=True)
     assert ordered is not delayed
     assert_same(program, ordered, mesh)
@@ -101,8 +110,36 @@ def test_what_waits_follows_an_order_too(unrolled):
 @pytest.mark.parametrize("sums", [(), None], ids=["of no sums", "of no loop"])
 def test_without_a_decision_the_program_is_what_it_was(unrolled, sums):
     program, mesh = unrolled
-    delayed = [] if sums is None else [DelayedReductions("scan.0", sums)]
-    assert delay_reductions(program, mesh, delayed) is program
+    delayed = [] if sums is None else [DelayedReductions("step", sums)]
+    assert carry_out(program, mesh, delayed) is program
+
+
+@pytest.mark.pure
+def test_sums_are_called_as_the_parameters_they_update(unrolled):
+    program, _ = unrolled
+    assert sorted(sums_of(program)) == sorted(f"{layer}/{name}" for layer, names in UNROLLED.items() for name in names)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        (DelayedReductions("steps", ()), "delays reductions of 'steps', a loop that step does not have; .*: 'step'"),
+        (DelayedReductions("step", ("layer1/u",)), "in 'step' the reduction of 'layer1/u', of which .*: 'layer1/up'"),
+        (DelayedReductions("step", ("layer1/up",) * 2), "delays in 'step' the reduction of 'layer1/up' twice"),
+    ],
+    ids=["unknown loop", "unknown sum", "twice"],
+)
+def test_what_the_program_does_not_have_is_an_error(unrolled, choice, why):
+    with pytest.raises(errors.PlanError, match=why):
+        carry_out(*unrolled, [choice])
+
+
+@pytest.mark.pure
+def test_a_loop_with_loops_in_it_does_not_run_its_first_iteration_apart():
+    program, mesh = accumulating(stack_loss, {"stack": stack_shapes()})
+    with pytest.raises(errors.PlanError, match=r"first iteration of 'step' apart, which has 'stack @forward' in it"):
+        carry_out(program, mesh, [DelayedReductions("step", (), first_apart=True)])
 
 
 RESULTS = ((0, 0, 0, 0), (0, 0, 0, 0))
@@ -144,8 +181,8 @@ def test_loops_of_any_length_and_direction(length, reverse, sums, first_apart):
 
     def delayed(*args):
         closed = jax.make_jaxpr(local)(*args)
-        (loop,) = find_loops(closed)
-        compute = delaying(loop, DelayedReductions(loop.name, tuple(sorted(sums)), first_apart))
+        (path, eqn), *_ = loops_in(closed)
+        compute = delaying(loop := Loop(path, eqn, "local"), sorted(sums), first_apart)
         known = dict(zip(closed.jaxpr.invars, args, strict=True))
         known |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values = retrace.compute(closed.jaxpr.eqns, known, {id(loop.eqn): compute})
@@ -159,7 +196,7 @@ def test_loops_of_any_length_and_direction(length, reverse, sums, first_apart):
 @pytest.mark.pure
 def test_stacks_that_inner_loops_fill_are_reduced_there():
     program, _ = accumulating(stack_loss, {"stack": stack_shapes()})
-    around = next(loop for loop in find_loops(program.jaxpr) if "/" not in loop.name)
+    (around,) = outer_loops(program)
     assert all("scan" not in [eqn.primitive.name for eqn in term.eqns] for term in find_terms(around.eqn).values())
 
 

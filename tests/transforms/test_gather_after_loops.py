@@ -7,8 +7,8 @@ import optax
 import pytest
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.hlo.reader import read
+from jax_deepcompile.transforms.decision import loop_named
 from jax_deepcompile.transforms.gather_after_loops import gather_after_loops
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
 from tests.schedules import gathers
@@ -58,17 +58,10 @@ def test_a_gather_waits_for_the_loop_before_it():
 @pytest.mark.cpu_mesh
 def test_so_does_one_inside_of_another_loop():
     program, mesh = sharded(in_two_iterations(headed_loss), HEADED)
-    outer, waiting = (
-        next(
-            loop
-            for loop in find_loops(each.jaxpr)
-            if any(inner.path[:1] == loop.path for inner in find_loops(each.jaxpr) if len(inner.path) == 2)
-            and len(loop.path) == 1
-        )
-        for each in (program, gather_after_loops(program))
-    )
+    after = gather_after_loops(program)
+    outer, waiting = (loop_named(each, "whole", "looks into") for each in (program, after))
     assert barriers(waiting.eqn.params["jaxpr"]) == barriers(outer.eqn.params["jaxpr"]) + 1
-    assert_same_work(gather_after_loops(program), program, mesh)
+    assert_same_work(after, program, mesh)
 
 
 @pytest.mark.pure

@@ -17,9 +17,8 @@ from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.planner.apply import apply_plan
-from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.transforms.hand_over import HandOver, hand_over, shared_gathers
+from jax_deepcompile.transforms import carry_out
+from jax_deepcompile.transforms.hand_over import HandOver, hand_over, shared_gathers, shared_names
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
 from tests.partition.steps import shapes, training_step
 from tests.schedules import gathers, loop_bodies
@@ -29,6 +28,7 @@ from tests.transforms.programs import (
     WIDTH,
     count,
     in_two_iterations,
+    inner_loops,
     matrices_loss,
     outline,
     run,
@@ -49,13 +49,13 @@ def two_stacks_loss(params, batch):
     return jnp.mean(run_stack(params["b"], run_stack(params["a"], batch)) ** 2)
 
 
-def everything(program) -> HandOver:
+def everything(program, loops=find_loops) -> HandOver:
     """From the last forward loop to the first backward one, all that both gather."""
-    loops = [loop for loop in find_loops(program.jaxpr) if sliced_gathers(loop.eqn)]
-    middle = len(loops) // 2
-    forward, backward = loops[middle - 1], loops[middle]
-    shared = shared_gathers(program, forward, backward)
-    return HandOver(forward.name, backward.name, tuple(range(len(shared.gathers))))
+    gathering = [loop for loop in loops(program) if sliced_gathers(loop.eqn)]
+    middle = len(gathering) // 2
+    forward, backward = gathering[middle - 1], gathering[middle]
+    names = shared_names(program, forward, shared_gathers(program, forward, backward))
+    return HandOver(forward.name, backward.name, tuple(names))
 
 
 @pytest.mark.cpu_mesh
@@ -83,10 +83,7 @@ def test_values_stay_the_same(loss, params, pipelined):
 @pytest.mark.cpu_mesh
 def test_inside_of_another_loop_values_stay_the_same():
     program, mesh = sharded(in_two_iterations(stack_loss), STACK)
-    inner = [loop for loop in find_loops(program.jaxpr) if "/" in loop.name and sliced_gathers(loop.eqn)]
-    shared = shared_gathers(program, inner[0], inner[1])
-    choice = HandOver(inner[0].name, inner[1].name, tuple(range(len(shared.gathers))))
-    handed = hand_over(program, mesh, [choice])
+    handed = hand_over(program, mesh, [everything(program, inner_loops)])
     assert count(handed, "all_gather") < count(program, "all_gather")
     for got, expected in zip(run(handed, mesh), run(program, mesh), strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -100,39 +97,45 @@ def test_before_and_after():
     assert outline(program) == ["scan 4", gather, product, "scan 4", gather, *backward]
     handed = hand_over(program, mesh, [everything(program)])
     assert outline(handed) == ["scan 4", gather, product, "scan 4", *backward]
-    _, reader = find_loops(handed.jaxpr)
+    _, reader = find_loops(handed)
     assert (4, WIDTH, WIDTH) in [var.aval.shape for var in reader.eqn.invars]
 
 
 @pytest.mark.pure
 def test_some_of_them_is_enough():
     program, mesh = sharded(stack_loss, STACK)
-    choice = everything(program)
-    handed = hand_over(program, mesh, [HandOver(choice.forward, choice.backward, (1,))])
+    handed = hand_over(program, mesh, [HandOver("stack @forward", "stack @backward", ("stack/bias",))])
     assert count(handed, "all_gather") == count(program, "all_gather") - LAYERS
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("shared", [(), (7,)])
-def test_nothing_chosen_changes_nothing(shared):
+def test_nothing_chosen_changes_nothing():
     program, mesh = sharded(stack_loss, STACK)
-    choice = everything(program)
-    assert hand_over(program, mesh, [HandOver(choice.forward, choice.backward, shared)]) is program
+    assert hand_over(program, mesh, [HandOver("stack @forward", "stack @backward", ())]) is program
 
 
 @pytest.mark.pure
 def test_loops_over_different_layers_share_nothing():
     program, _ = sharded(two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes()})
-    first, second, *_ = (loop for loop in find_loops(program.jaxpr) if sliced_gathers(loop.eqn))
+    first, second, *_ = (loop for loop in find_loops(program) if sliced_gathers(loop.eqn))
     assert shared_gathers(program, first, second).gathers == ()
 
 
 @pytest.mark.pure
-def test_an_unknown_loop_is_an_error():
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        (HandOver("stack @backward", "stack @forward", ("stack/up",)), "does not follow 'stack @backward' in the same"),
+        (HandOver("stack @forward", "stack @forward", ("stack/up",)), "what becomes of 'stack @forward' twice"),
+        (HandOver("stack @forward", "stack", ()), "leaves gathered parameters for 'stack', a loop that step does not"),
+        (HandOver("stack @forward", "stack @backward", ("stack/u",)), "'stack/u', of which .*: 'stack/up', "),
+    ],
+    ids=["other way round", "of itself", "unknown loop", "unknown gather"],
+)
+def test_what_the_program_does_not_have_is_an_error(choice, why):
     program, mesh = sharded(stack_loss, STACK)
-    plan = Plan("0", handed_over=(HandOver("scan.0", "scan.9", (0,)),))
-    with pytest.raises(errors.PlanError, match=r"it speaks of scan\.9, which the program does not have"):
-        apply_plan(program, mesh, plan)
+    with pytest.raises(errors.PlanError, match=why):
+        carry_out(program, mesh, [choice])
 
 
 @pytest.mark.h100_aot
@@ -159,9 +162,8 @@ def test_backward_gathers_less_for_one_stack_of_memory_and_no_more():
         planned = pipeline_loops(handed, mesh, choose_schedules(handed))
         return lower(planned, mesh, "cuda").compile(compiler_options=options)
 
-    choice = everything(program)
-    one = HandOver(choice.forward, choice.backward, (0,))
-    before, after = compiled([]), compiled([one])
+    loops = [loop.name for loop in find_loops(program)]
+    before, after = compiled([]), compiled([HandOver(*loops, ("up",))])
     bodies = [loop_bodies(read(each.as_text())) for each in (before, after)]
     forward_and_backward = [[gathers(body.instructions) for body in each] for each in bodies]
     assert forward_and_backward == [[4, 4], [4, 2]], "two iterations in a body"

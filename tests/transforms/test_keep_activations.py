@@ -23,9 +23,9 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering, peak_bytes
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.planner.apply import apply_plan
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import Turn, find_turns
+from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.hand_over import HandOver, hand_over
 from jax_deepcompile.transforms.keep_activations import KeptActivations, keep_activations
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
@@ -36,7 +36,9 @@ from tests.transforms.programs import (
     MATRICES,
     count,
     in_two_iterations,
+    inner_loops,
     layer,
+    loop_names,
     matrices_loss,
     outline,
     run,
@@ -47,6 +49,7 @@ from tests.transforms.programs import (
 )
 
 STACK = {"stack": stack_shapes()}
+LOOPS = ("stack @forward", "stack @backward")
 
 
 def backwards_loss(params, batch):
@@ -88,7 +91,7 @@ def turns(program: Program) -> list[Turn]:
 
 def everything(program: Program) -> list[KeptActivations]:
     """All that any backward loop computes again."""
-    return [KeptActivations(*turn.loops, tuple(range(len(turn.activations)))) for turn in turns(program)]
+    return [KeptActivations(*turn.loops, turn.names) for turn in turns(program)]
 
 
 def same_bits(planned: Program, program: Program, mesh) -> None:
@@ -123,7 +126,8 @@ def test_values_stay_the_same(loss, params, products, pipelined):
 @pytest.mark.cpu_mesh
 def test_inside_of_another_loop_values_stay_the_same():
     program, mesh = sharded(in_two_iterations(stack_loss), STACK)
-    nested = [choice for choice in everything(program) if "/" in choice.forward]
+    inner = loop_names(program, inner_loops)
+    nested = [choice for choice in everything(program) if choice.forward in inner]
     assert {turn.times for turn in turns(program)} == {1, 2}
     kept = keep_activations(program, mesh, nested)
     assert count(kept, "dot_general") == count(program, "dot_general") - 2 * LAYERS
@@ -173,7 +177,7 @@ def test_what_xla_merges_by_itself_is_no_matter():
 @pytest.mark.cpu_mesh
 def test_beside_parameters_that_stay_gathered_values_stay_the_same():
     program, mesh = sharded(stack_loss, STACK)
-    handed = hand_over(program, mesh, [HandOver("scan.0", "scan.1", (0, 1))])
+    handed = hand_over(program, mesh, [HandOver(*LOOPS, ("stack/up", "stack/bias"))])
     assert everything(handed) == everything(program)
     same_bits(keep_activations(handed, mesh, everything(handed)), program, mesh)
 
@@ -214,7 +218,7 @@ def test_whatever_is_kept_of_whatever_layers_values_stay_the_same(operations, po
 
     program, mesh = sharded(loss, STACK)
     choices = [
-        KeptActivations(*turn.loops, tuple(sorted(each % len(turn.activations) for each in positions)))
+        KeptActivations(*turn.loops, tuple({turn.names[each % len(turn.names)] for each in positions}))
         for turn in turns(program)
     ]
     kept = keep_activations(program, mesh, choices)
@@ -237,9 +241,7 @@ def test_before_and_after():
 @pytest.mark.pure
 def test_some_of_them_is_enough():
     program, mesh = sharded(stack_loss, STACK)
-    (turn,) = turns(program)
-    sizes = [activation.size_bytes for activation in turn.activations]
-    kept = keep_activations(program, mesh, [KeptActivations(*turn.loops, (sizes.index(max(sizes)),))])
+    kept = keep_activations(program, mesh, [KeptActivations(*LOOPS, ("layer dot_general",))])
     assert count(kept, "dot_general") == count(program, "dot_general") - LAYERS
     assert count(kept, "tanh") == count(program, "tanh")
 
@@ -247,7 +249,7 @@ def test_some_of_them_is_enough():
 @pytest.mark.pure
 def test_nothing_chosen_changes_nothing():
     program, mesh = sharded(stack_loss, STACK)
-    assert keep_activations(program, mesh, [KeptActivations("scan.0", "scan.1", ())]) is program
+    assert keep_activations(program, mesh, [KeptActivations(*LOOPS, ())]) is program
     assert keep_activations(program, mesh, []) is program
 
 
@@ -255,18 +257,20 @@ def test_nothing_chosen_changes_nothing():
 @pytest.mark.parametrize(
     ("choices", "why"),
     [
-        ([KeptActivations("scan.0", "scan.1", (99,))], r"it keeps activation 99 of \d of scan.0 and scan.1"),
-        ([KeptActivations("scan.0", "scan.1", (-1,))], r"it keeps activation -1 of \d of scan.0 and scan.1"),
-        ([KeptActivations("", "", (0,))], "it keeps activation 0 of 0 of code outside of loops"),
-        ([KeptActivations("scan.1", "scan.0", (0,))], "scan.0 does not follow scan.1 in the same place"),
-        ([KeptActivations("", "scan.1", (0,))], "it keeps activations of no loop, which is not in the program"),
-        ([KeptActivations("scan.0", "scan.1", (0,))] * 2, "it keeps activations of scan.0 in two ways"),
+        ([KeptActivations(*LOOPS, ("layer sin",))], "from 'stack @forward' 'layer sin', of which .*'layer tanh'"),
+        ([KeptActivations(*LOOPS, ("layer tanh",) * 2)], "from 'stack @forward' 'layer tanh' twice"),
+        ([KeptActivations("", "", ("layer tanh",))], "from code outside of loops 'layer tanh', of which there is none"),
+        ([KeptActivations(*reversed(LOOPS), ())], "'stack @forward' does not follow 'stack @backward' in the same"),
+        ([KeptActivations("", LOOPS[1], ())], "activations of '', a loop that step does not have"),
+        ([KeptActivations(LOOPS[0], "stack", ())], "of 'stack', a loop .*names: 'stack @forward', 'stack @backward'"),
+        ([KeptActivations(*LOOPS, ())] * 2, r"what becomes of 'stack @forward' twice \(keep_activations\)"),
+        ([KeptActivations("", "", ())] * 2, "what becomes of code outside of loops twice"),
     ],
 )
 def test_what_the_program_does_not_have_is_an_error(choices, why):
     program, mesh = sharded(stack_loss, STACK)
     with pytest.raises(errors.PlanError, match=why):
-        keep_activations(program, mesh, choices)
+        carry_out(program, mesh, choices)
 
 
 @pytest.mark.pure
@@ -285,15 +289,10 @@ def test_layers_that_are_not_checkpointed_compute_nothing_again():
 @pytest.mark.pure
 def test_each_of_two_stacks_turns_by_itself():
     program, _ = sharded(two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes()})
-    assert sorted(turn.loops for turn in turns(program)) == [("scan.0", "scan.3"), ("scan.1", "scan.2")]
-
-
-@pytest.mark.pure
-def test_an_unknown_loop_is_an_error():
-    program, mesh = sharded(stack_loss, STACK)
-    plan = Plan("0", activations=(KeptActivations("scan.0", "scan.9", (0,)),))
-    with pytest.raises(errors.PlanError, match=r"it speaks of scan\.9, which the program does not have"):
-        apply_plan(program, mesh, plan)
+    assert sorted(turn.loops for turn in turns(program)) == [
+        ("a @forward", "a @backward"),
+        ("b @forward", "b @backward"),
+    ]
 
 
 @pytest.mark.h100_aot
@@ -321,7 +320,7 @@ def test_the_backward_loop_computes_less_and_a_stack_of_memory_holds_it():
         planned = pipeline_loops(kept, mesh, choose_schedules(kept))
         return lower(planned, mesh, "cuda").compile(compiler_options=compile_options("cuda") | double_buffering())
 
-    before, after = compiled([]), compiled([KeptActivations(*turn.loops, (up,))])
+    before, after = compiled([]), compiled([KeptActivations(*turn.loops, (turn.names[up],))])
     computed = [product_elements(instructions(read(each.as_text()))) for each in (before, after)]
     assert computed[1] < computed[0]
     more = peak_bytes(after.memory_analysis()) - peak_bytes(before.memory_analysis())
@@ -354,7 +353,7 @@ def test_layers_written_one_by_one_are_planned_to_compute_less():
         )
         return step.trace(state, shapes((8 * rows, width))).plan()
 
-    (choice,) = plan("72GiB").activations
-    (fewer,) = plan("2.7GiB").activations
+    (choice,) = plan("72GiB").of(KeptActivations)
+    (fewer,) = plan("2.7GiB").of(KeptActivations)
     assert (choice.forward, choice.backward) == ("", "")
     assert len(fewer.values) < len(choice.values)

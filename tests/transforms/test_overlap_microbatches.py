@@ -15,19 +15,22 @@ from jax import lax
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.loops import find_loops, reduces_gradients
+from jax_deepcompile.analysis.loops import reduces_gradients
 from jax_deepcompile.hlo.reader import read
-from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.latencies import latency_options
-from jax_deepcompile.planner.apply import apply_kept, apply_plan
+from jax_deepcompile.planner.keep_gathered import keep_gathered
+from jax_deepcompile.planner.layers import pipelined
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.scheduler_latencies import told_latencies
-from jax_deepcompile.planner.strategies.keep_gathered import keep_gathered
+from jax_deepcompile.planner.scheduler_latencies import scheduler_latencies
+from jax_deepcompile.transforms import carry_out
+from jax_deepcompile.transforms.delay_reductions import DelayedReductions
 from jax_deepcompile.transforms.hand_over import HandOver
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.overlap_microbatches import find_halves
-from jax_deepcompile.transforms.pipeline_loops import choose_schedules
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from tests.partition.steps import shapes, training_step
 from tests.schedules import loop_bodies, work_while_under_way
 from tests.transforms.programs import (
@@ -36,8 +39,10 @@ from tests.transforms.programs import (
     MATRICES,
     WIDTH,
     count,
+    inner_loops,
     layer,
     matrices_loss,
+    outer_loops,
     outline,
     run,
     run_stack,
@@ -79,16 +84,21 @@ def in_microbatches(loss, params, microbatches: int = 4, mesh=None):
     return step.trace(state, shapes((microbatches * BATCH, WIDTH))).sharded, step.mesh
 
 
-def pipelined(program, first: int = 0, last: int = 0) -> Plan:
+def pipelining(program, first: int = 0, last: int = 0) -> Plan:
     schedules = [
         dataclasses.replace(each, first_layers=each.first_layers + first, last_layers=each.last_layers + last)
         for each in choose_schedules(program)
     ]
-    return Plan("0").replace(loops=tuple(schedules))
+    return pipelined(Plan("0"), program, schedules)
 
 
 def overlapped(plan: Plan) -> Plan:
-    return plan.replace(overlapped=tuple({schedule.loop.split("/")[0] for schedule in plan.loops}))
+    return plan.having(MicrobatchLoop, [dataclasses.replace(each, overlap=True) for each in plan.of(MicrobatchLoop)])
+
+
+def up_to_microbatches(program, mesh, plan: Plan):
+    """``program`` as ``plan`` makes it, but for how the loops around its layer loops run."""
+    return plan.program(program, mesh, until=DelayedReductions)
 
 
 def assert_same(program, mesh, plan: Plan, microbatches: int = 4) -> None:
@@ -96,9 +106,8 @@ def assert_same(program, mesh, plan: Plan, microbatches: int = 4) -> None:
 
     One forward and one backward pass are outside of its loop, and one of each inside.
     """
-    before, after = apply_plan(program, mesh, plan), apply_plan(program, mesh, overlapped(plan))
-    verify(after)
-    counted = apply_kept(program, mesh, plan)
+    before, after = plan.program(program, mesh), overlapped(plan).program(program, mesh)
+    counted = up_to_microbatches(program, mesh, plan)
     for primitive in ("all_gather", "reduce_scatter"):
         outside_and_one = count(before, primitive)
         one = (count(counted, primitive) - outside_and_one) // (microbatches - 1)
@@ -123,44 +132,43 @@ def assert_same(program, mesh, plan: Plan, microbatches: int = 4) -> None:
 )
 def test_values_stay_the_same(loss, params):
     program, mesh = in_microbatches(loss, params)
-    assert_same(program, mesh, pipelined(program))
+    assert_same(program, mesh, pipelining(program))
 
 
 @pytest.mark.cpu_mesh
 @pytest.mark.parametrize("microbatches", [2, 3])
 def test_few_microbatches(microbatches):
     program, mesh = in_microbatches(with_head, HEAD, microbatches)
-    assert_same(program, mesh, pipelined(program), microbatches)
+    assert_same(program, mesh, pipelining(program), microbatches)
 
 
 @pytest.mark.cpu_mesh
 @pytest.mark.parametrize(("first", "last"), [(1, 0), (0, 1), (1, 1)])
 def test_peeled_iterations(first, last):
     program, mesh = in_microbatches(with_head, HEAD)
-    assert_same(program, mesh, pipelined(program, first, last))
+    assert_same(program, mesh, pipelining(program, first, last))
 
 
 @pytest.mark.cpu_mesh
 def test_on_two_axes():
     program, mesh = in_microbatches(with_head, HEAD, mesh={"data": 2, "fsdp": 4})
-    assert_same(program, mesh, pipelined(program))
+    assert_same(program, mesh, pipelining(program))
 
 
 @pytest.mark.cpu_mesh
 def test_what_microbatches_keep_gathered_is_gathered_once():
     program, mesh = in_microbatches(with_head, HEAD)
-    plan = pipelined(program)
-    kept = keep_gathered(apply_kept(program, mesh, plan), float("inf")).kept
+    plan = pipelining(program)
+    kept = keep_gathered(up_to_microbatches(program, mesh, plan), float("inf"))
     assert kept
-    assert_same(program, mesh, plan.replace(kept=kept))
+    assert_same(program, mesh, plan.having(KeptGathers, kept))
 
 
 @pytest.mark.cpu_mesh
 def test_what_forward_hands_over():
     program, mesh = in_microbatches(stack_loss, STACK)
-    plan = pipelined(program)
-    forward, backward = (schedule.loop for schedule in plan.loops)
-    assert_same(program, mesh, plan.replace(handed_over=(HandOver(forward, backward, (0,)),)))
+    handed = HandOver("stack @forward", "stack @backward", ("stack/up",))
+    assert_same(program, mesh, pipelining(program).having(HandOver, [handed]))
 
 
 @pytest.mark.cpu_mesh
@@ -174,7 +182,7 @@ def test_dropout_masks_are_those_of_the_microbatch():
         return jnp.mean(lax.scan(dropped, batch, (params["stack"], keys))[0] ** 2)
 
     program, mesh = in_microbatches(loss, STACK)
-    assert_same(program, mesh, pipelined(program))
+    assert_same(program, mesh, pipelining(program))
 
 
 @pytest.mark.cpu_mesh
@@ -197,7 +205,7 @@ def test_the_users_own_accumulation_and_its_metrics():
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
     sharded_step = deepcompile.shard(step, {"fsdp": 8})
     program = sharded_step.trace(state, shapes((BATCH * microbatches, WIDTH))).sharded
-    assert_same(program, sharded_step.mesh, pipelined(program), microbatches)
+    assert_same(program, sharded_step.mesh, pipelining(program), microbatches)
 
 
 @pytest.mark.cpu_mesh
@@ -212,17 +220,16 @@ def test_a_step_planned_so_trains_as_on_one_device():
     wanted = jax.jit(step)(state, batch)
 
     plain = deepcompile.shard(step, {"fsdp": 8}, microbatches=4, passes=())
-    plan = overlapped(pipelined(plain.trace(state, batch).sharded))
+    plan = overlapped(pipelining(plain.trace(state, batch).sharded))
     planned = plain.reshard(plan=plan)
-    assert "forward of the next microbatch beside backward" in str(planned.plan(state, batch))
+    assert "forward of the next iteration beside backward" in str(planned.plan(state, batch))
     sent = [deepcompile.simulate(each.trace(state, batch), plain.mesh).sent_bytes for each in (plain, planned)]
     assert sent[0] == sent[1]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), planned(state, batch), wanted)
 
 
 def outer_loop(program, mesh):
-    planned = apply_kept(program, mesh, pipelined(program))
-    (outer,) = (loop for loop in find_loops(planned.jaxpr) if "/" not in loop.name)
+    (outer,) = outer_loops(up_to_microbatches(program, mesh, pipelining(program)))
     return outer
 
 
@@ -230,7 +237,7 @@ def outer_loop(program, mesh):
 def test_before_and_after():
     """The reductions after the loop over layers are those of the layers peeled off its ends."""
     program, mesh = in_microbatches(matrices_loss, MATRICES)
-    plan = pipelined(program)
+    plan = pipelining(program)
 
     def of_loops(program) -> list[str]:
         return [line for line in outline(program) if not line.endswith("dot_general")]
@@ -238,9 +245,9 @@ def test_before_and_after():
     gather, reduce = ["all_gather"], ["reduce_scatter"]
     forward = [*gather, "scan 3", "  all_gather"]
     backward = [*gather * 2, "scan 2", "  all_gather", "  reduce_scatter", *reduce * 2]
-    assert of_loops(apply_kept(program, mesh, plan)) == ["scan 4", *within([*forward, *backward])]
+    assert of_loops(up_to_microbatches(program, mesh, plan)) == ["scan 4", *within([*forward, *backward])]
     both = [*gather * 4, "scan 2", *["  all_gather"] * 2, "  reduce_scatter", *reduce * 2]
-    assert of_loops(apply_plan(program, mesh, overlapped(plan))) == [*forward, "while", *within(both), *backward]
+    assert of_loops(overlapped(plan).program(program, mesh)) == [*forward, "while", *within(both), *backward]
 
 
 def within(lines: list[str]) -> list[str]:
@@ -285,8 +292,8 @@ def test_a_forward_pass_that_waits_for_the_last_microbatch_is_left_where_it_is()
     sharded_step = deepcompile.shard(step, {"fsdp": 8})
     program = sharded_step.trace(shapes(STACK), shapes((BATCH * 4, WIDTH))).sharded
     assert find_halves(outer_loop(program, sharded_step.mesh).eqn) is None
-    with pytest.raises(errors.PlanError, match=r"overlaps the iterations of scan\.0, which has no two layer loops"):
-        apply_plan(program, sharded_step.mesh, overlapped(pipelined(program)))
+    with pytest.raises(errors.PlanError, match="overlaps the iterations of step, which has no two layer loops"):
+        overlapped(pipelining(program)).program(program, sharded_step.mesh)
 
 
 def twice_loss(params, batch):
@@ -297,7 +304,7 @@ def twice_loss(params, batch):
 @pytest.mark.pure
 def test_loops_none_of_which_reduces_gradients_are_left_alone():
     program, mesh = in_microbatches(twice_loss, STACK)
-    loops = [loop for loop in find_loops(program.jaxpr) if "/" in loop.name]
+    loops = inner_loops(program)
     assert len(loops) == 4
     assert not any(reduces_gradients(loop.eqn) for loop in loops)
     assert find_halves(outer_loop(program, mesh).eqn) is None
@@ -321,31 +328,47 @@ def test_what_is_alike_for_all_microbatches_communicates_as_often_as_before():
     params = STACK | {"early": stack_shapes(6), "start": (WIDTH, WIDTH)}
     sharded_step = deepcompile.shard(step, {"fsdp": 8})
     program = sharded_step.trace(shapes(params), shapes((BATCH * 4, WIDTH))).sharded
-    assert_same(program, sharded_step.mesh, pipelined(program))
+    assert_same(program, sharded_step.mesh, pipelining(program))
 
 
 @pytest.mark.pure
 def test_loops_of_very_different_lengths_are_left_alone():
     program, mesh = in_microbatches(stack_loss, {"stack": stack_shapes(9)})
-    forward, backward = pipelined(program).loops
-    plan = Plan("0").replace(loops=(forward, dataclasses.replace(backward, first_layers=5)))
-    (outer,) = (loop for loop in find_loops(apply_kept(program, mesh, plan).jaxpr) if "/" not in loop.name)
+    plan = pipelining(program)
+    forward, backward = plan.of(LoopSchedule)
+    plan = plan.having(LoopSchedule, [forward, dataclasses.replace(backward, first_layers=5)])
+    (outer,) = outer_loops(up_to_microbatches(program, mesh, plan))
     assert find_halves(outer.eqn) is None
 
 
 @pytest.mark.pure
 def test_layer_loops_that_are_not_pipelined_are_left_alone():
-    program, _ = in_microbatches(stack_loss, STACK)
-    (outer,) = (loop for loop in find_loops(program.jaxpr) if "/" not in loop.name)
+    program, mesh = in_microbatches(stack_loss, STACK)
+    (outer,) = outer_loops(program)
     assert find_halves(outer.eqn) is None
+    with pytest.raises(errors.PlanError, match="iterations of microbatches, which has no two layer loops"):
+        carry_out(program, mesh, [MicrobatchLoop("microbatches", overlap=True)])
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("name", ["scan.7", "scan.0/scan.0"])
-def test_only_loops_around_pipelined_ones(name):
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["batches"], "how to run 'batches', a loop that step does not have; the nearest names: 'microbatches'"),
+        (["stack @forward"], "how to run 'stack @forward', which has no loops in it"),
+        (["microbatches"] * 2, "what becomes of 'microbatches' twice"),
+    ],
+    ids=["unknown", "innermost", "twice"],
+)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_only_loops_around_others(names, why, overlap):
     program, mesh = in_microbatches(stack_loss, STACK)
-    with pytest.raises(errors.PlanError, match=f"overlaps the iterations of {name}, which has no pipelined loops"):
-        apply_plan(program, mesh, pipelined(program).replace(overlapped=(name,)))
+    decisions = [
+        *pipelining(program).without(MicrobatchLoop).decisions,
+        *(MicrobatchLoop(name, overlap) for name in names),
+    ]
+    with pytest.raises(errors.PlanError, match=why):
+        carry_out(program, mesh, decisions)
 
 
 @pytest.mark.h100_aot
@@ -368,11 +391,11 @@ def test_both_passes_communicate_beside_compute_in_one_loop():
     options = compile_options("cuda") | double_buffering()
 
     def compiled(plan: Plan):
-        lowered = lower(apply_plan(program, mesh, plan), mesh, "cuda")
-        latencies = told_latencies(deepcompile.simulate(lowered.compile(compiler_options=options), mesh))
+        lowered = lower(plan.program(program, mesh), mesh, "cuda")
+        latencies = scheduler_latencies(deepcompile.simulate(lowered.compile(compiler_options=options), mesh))
         return lowered.compile(compiler_options=options | latency_options(latencies))
 
-    plan = pipelined(program)
+    plan = pipelining(program)
     apart, together = compiled(plan), compiled(overlapped(plan))
     simulated = deepcompile.simulate(together, mesh)
     (both,) = (loop for loop in simulated.loops if loop.is_innermost and loop.executions > 1)

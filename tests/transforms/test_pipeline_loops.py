@@ -12,10 +12,12 @@ from jax import lax
 from jax.experimental.ode import odeint
 from jax.extend.core import Var
 
+from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules, pipeline_loops
 from tests.transforms.programs import (
     LAYERS,
@@ -72,7 +74,7 @@ def test_arrays_written_into_the_program_tell_equations_apart():
         return jnp.mean(odeint(rate, batch, np.linspace(0, 1, 3, dtype=np.float32), params)[-1] ** 2)
 
     program, _ = sharded(integrated, {"w": (WIDTH, WIDTH)})
-    for loop in find_loops(program.jaxpr):
+    for loop in find_loops(program):
         assert split_body(loop.eqn).main.outputs
 
 
@@ -157,7 +159,7 @@ def indented(loop: str, *body: str) -> list[str]:
 @pytest.mark.pure
 def test_a_body_is_split_into_what_comes_early_and_what_comes_late():
     program, _ = sharded(stack_loss, STACK)
-    forward, backward = (split_body(loop.eqn) for loop in find_loops(program.jaxpr))
+    forward, backward = (split_body(loop.eqn) for loop in find_loops(program))
     names = [eqn.primitive.name for eqn in forward.early.jaxpr.eqns]
     assert names.count("all_gather") == 3
     assert not forward.late_outputs
@@ -170,7 +172,7 @@ def test_a_body_is_split_into_what_comes_early_and_what_comes_late():
 def test_in_the_loop_a_gradient_waits_for_the_stack_it_will_be_reduced_for():
     program, mesh = sharded(stack_loss, STACK)
     planned = pipeline_loops(program, mesh, choose_schedules(program))
-    *_, backward = find_loops(planned.jaxpr)
+    *_, backward = find_loops(planned)
     body = open_jaxpr(backward.eqn.params["jaxpr"])
     made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
     barriers = [eqn for eqn in body.eqns if eqn.primitive.name == "optimization_barrier"]
@@ -193,7 +195,7 @@ def test_in_the_loop_a_gradient_waits_for_the_stack_it_will_be_reduced_for():
 def test_gradients_are_carried_in_a_row_unless_xla_divides_them(mesh):
     program, mesh = sharded(stack_loss, STACK, mesh=mesh)
     planned = pipeline_loops(program, mesh, choose_schedules(program))
-    *_, backward = find_loops(planned.jaxpr)
+    *_, backward = find_loops(planned)
     carried = [var.aval.shape for var in open_jaxpr(backward.eqn.params["jaxpr"]).outvars]
     in_a_row = (2 * WIDTH * WIDTH,) in carried
     assert in_a_row == (mesh.axis_names == ("fsdp",))
@@ -238,12 +240,33 @@ def test_what_depends_on_the_carry_is_not_done_ahead():
 
 
 @pytest.mark.pure
-def test_a_schedule_reads_in_words():
-    schedule = LoopSchedule("scan.0", 1, 0, 0, 1)
-    assert dataclasses.asdict(schedule) == {
-        "loop": "scan.0",
-        "prefetch_layers": 1,
-        "delay_layers": 0,
-        "first_layers": 0,
-        "last_layers": 1,
-    }
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (LoopSchedule("layers", 1, 0, 0, 1), "layers: gathers a layer ahead, runs its last layer apart"),
+        (LoopSchedule("layers", 0, 2, 2, 0), "layers: reduces 2 layers behind, runs its first 2 layers apart"),
+        (LoopSchedule("layers", 0, 0), "layers: runs as it is, stacks by index"),
+    ],
+)
+def test_a_schedule_reads_in_words(schedule, words):
+    assert schedule.describe() == words
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("schedules", "why"),
+    [
+        (
+            [LoopSchedule("stack @backwards")],
+            "pipelines 'stack @backwards', a loop .* names: 'stack @backward', 'stack @",
+        ),
+        ([LoopSchedule("stack @forward", -1)], "pipelines 'stack @forward' by -1 layers"),
+        ([LoopSchedule("stack @forward", last_layers=65)], "pipelines 'stack @forward' by 65 layers"),
+        ([LoopSchedule("stack @forward"), LoopSchedule("stack @forward", 2)], "becomes of 'stack @forward' twice"),
+    ],
+    ids=["unknown loop", "before its own", "beyond all use", "twice"],
+)
+def test_schedules_that_are_not_possible_are_errors(schedules, why):
+    program, mesh = sharded(stack_loss, STACK)
+    with pytest.raises(errors.PlanError, match=why):
+        carry_out(program, mesh, schedules)

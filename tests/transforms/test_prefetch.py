@@ -10,12 +10,14 @@ import optax
 import pytest
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.names import gather_names, value_names
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.planner.apply import apply_plan
-from jax_deepcompile.planner.candidate import Environment, attempt
+from jax_deepcompile.planner.candidate import Environment, evaluate
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.strategies.straight_line import room_bytes
+from jax_deepcompile.planner.straight_line import room_bytes
+from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.prefetch import Prefetch, choose_prefetches, parameter_gathers, prefetch
 from tests.partition.steps import lines, shapes, training_step
 from tests.transforms.programs import WIDTH, assert_same_work, layer, sharded, stack_loss, stack_shapes
@@ -64,6 +66,12 @@ def products(program) -> list[int]:
     return [index for index, eqn in enumerate(open_jaxpr(program.jaxpr).eqns) if eqn.primitive.name == "dot_general"]
 
 
+def waiting(waits_for: dict[int, int]) -> tuple[Prefetch, ...]:
+    """That the gathers of these layers wait for the products of those."""
+    names = ["chain_loss dot_general", *(f"chain_loss dot_general #{place}" for place in range(2, LAYERS + 1))]
+    return tuple(Prefetch(f"layer{layer}", names[product]) for layer, product in waits_for.items())
+
+
 def order(program) -> list[str]:
     return [line.split()[0] for line in lines(program, ("all_gather", "dot_general", "optimization_barrier"))]
 
@@ -84,9 +92,7 @@ def order(program) -> list[str]:
 )
 def test_the_latest_start_that_hides(gather_s, slack, waits_for):
     program, _ = forward()
-    dots = products(program)
-    expected = tuple(Prefetch(gather, dots[dot]) for gather, dot in waits_for.items())
-    assert choose_prefetches(program, Clock(gather_s=gather_s), slack) == expected
+    assert choose_prefetches(program, Clock(gather_s=gather_s), slack) == waiting(waits_for)
 
 
 @pytest.mark.pure
@@ -115,8 +121,7 @@ def test_the_earliest_start_that_memory_has_room_for(room, waits_for):
     program, _ = forward()
     dots = products(program)
     room_bytes = [room(place, dots) for place in range(len(open_jaxpr(program.jaxpr).eqns))]
-    expected = tuple(Prefetch(gather, dots[dot]) for gather, dot in waits_for.items())
-    assert choose_prefetches(program, Clock(gather_s=2.0), 1.0, room_bytes) == expected
+    assert choose_prefetches(program, Clock(gather_s=2.0), 1.0, room_bytes) == waiting(waits_for)
 
 
 @pytest.mark.pure
@@ -146,11 +151,13 @@ def test_a_gather_waits_for_what_its_use_needs_only():
     program = step.trace(shapes(dict.fromkeys("abcd", (WIDTH, WIDTH))), shapes((16, WIDTH))).sharded
     eqns = open_jaxpr(program.jaxpr).eqns
     gathers = parameter_gathers(program)
+    results = dict(zip(gather_names(program, (), gathers), (gather.result for gather in gathers), strict=True))
+    values = {name: value for value, name in value_names(program.jaxpr, phased=True).items()}
     chosen = choose_prefetches(program, Clock(gather_s=0.0))
     assert chosen
     for decision in chosen:
-        (use,) = (eqn for eqn in eqns if gathers[decision.gather].result in eqn.invars)
-        assert eqns[decision.after].outvars[0] in use.invars
+        (use,) = (eqn for eqn in eqns if results[decision.gather] in eqn.invars)
+        assert values[decision.after] in use.invars
 
 
 @pytest.mark.pure
@@ -166,7 +173,25 @@ def test_before_and_after():
 def test_nothing_chosen_changes_nothing():
     program, mesh = forward()
     assert prefetch(program, ()) is program
-    assert apply_plan(program, mesh, Plan("0")) is program
+    assert Plan("0").program(program, mesh) is program
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("decisions", "why"),
+    [
+        ([("layer9", "chain_loss tanh")], "starts the gather of 'layer9', of which .* names: 'layer"),
+        ([("layer1", "chain_loss sin")], "the gather of 'layer1' after 'chain_loss sin', of which .*'chain_loss tanh'"),
+        ([("layer1", "chain_loss tanh #4")], "'layer1' after 'chain_loss tanh #4', which it cannot wait for"),
+        ([("layer1", "chain_loss all_gather #2")], "'layer1' after 'chain_loss all_gather #2', which it cannot wait"),
+        ([("layer1", "chain_loss tanh")] * 2, "what becomes of 'layer1' twice"),
+    ],
+    ids=["unknown gather", "unknown value", "made later", "its own result", "twice"],
+)
+def test_what_the_program_does_not_have_is_an_error(decisions, why):
+    program, mesh = forward()
+    with pytest.raises(errors.PlanError, match=why):
+        carry_out(program, mesh, [Prefetch(*names) for names in decisions])
 
 
 @pytest.mark.cpu_mesh
@@ -203,14 +228,14 @@ def wide():
     x = jax.ShapeDtypeStruct((8 * rows, width), jnp.bfloat16)
     program = deepcompile.shard(training_step(loss, optimizer), mesh, passes=()).trace(state, x).sharded
     environment = Environment(mesh, "cuda", CostModel(), None)
-    return program, environment, attempt(program, Plan("0"), environment)
+    return program, environment, evaluate(program, Plan("0"), environment)
 
 
 @pytest.mark.h100_aot
 def test_pinned_gathers_are_waited_for_less(wide):
     program, environment, base = wide
     decisions = choose_prefetches(program, environment.costs)
-    pinned = attempt(program, Plan("0", prefetches=decisions), environment)
+    pinned = evaluate(program, Plan("0", decisions), environment)
     assert len(decisions) > 16
     assert pinned.prediction.exposed_s < base.prediction.exposed_s
     assert pinned.prediction.step_s < 1.01 * base.prediction.step_s
@@ -226,6 +251,6 @@ def test_gathers_start_as_early_as_the_limit_allows(wide):
     def peak_bytes(environment) -> int:
         room = room_bytes(program, base, environment)
         decisions = choose_prefetches(program, environment.costs, slack=4.0, room_bytes=room)
-        return attempt(program, Plan("0", prefetches=decisions), environment).prediction.peak_bytes
+        return evaluate(program, Plan("0", decisions), environment).prediction.peak_bytes
 
     assert peak_bytes(limited) <= 1.03 * limited.limit_bytes < peak_bytes(environment)

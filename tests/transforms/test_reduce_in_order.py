@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 import jax_deepcompile as deepcompile
 from experiments.bench.steps import UnrolledLlama
+from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.lowering.compile import combiner_options
-from jax_deepcompile.planner.candidate import Environment, attempt
+from jax_deepcompile.planner.candidate import Environment, evaluate
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.transforms.reduce_in_order import reduce_in_order, reduction_buckets
-from jax_deepcompile.transforms.unshard import regathers
+from jax_deepcompile.transforms import carry_out
+from jax_deepcompile.transforms.reduce_in_order import OrderedReductions, reduce_in_order, reduction_buckets
+from jax_deepcompile.transforms.unshard import ReusedGathers, repeated_gathers
 from models import llama
 from tests.partition.steps import lines, shapes, training_step
 from tests.transforms.programs import WIDTH, assert_same_work, sharded, stack_loss, stack_shapes
@@ -86,6 +88,14 @@ def test_one_bucket_changes_nothing(chain):
 
 
 @pytest.mark.pure
+@pytest.mark.parametrize(("size", "why"), [(0, "buckets of reductions have 0 bytes"), (-1, "have -1 bytes")])
+def test_a_bucket_of_nothing_is_an_error(size, why):
+    program, mesh = sharded(chain_loss, CHAIN)
+    with pytest.raises(errors.PlanError, match=why):
+        carry_out(program, mesh, [OrderedReductions(size)])
+
+
+@pytest.mark.pure
 def test_one_reduction_waits_for_nobody():
     program, _ = sharded(lambda params, x: jnp.mean((x @ params["w"]) ** 2), {"w": (WIDTH, WIDTH)})
     assert len(reductions(program)) == 1
@@ -117,7 +127,7 @@ def test_microbatches_reduce_in_order_where_they_are_asked_to():
     assert reduce_in_order(program, MATRIX_BYTES) is program
     assert reduce_in_order(program, 100 * MATRIX_BYTES, in_loops=True) is program
     planned = reduce_in_order(program, MATRIX_BYTES, in_loops=True)
-    (before,), (after,) = (find_loops(each.jaxpr) for each in (program, planned))
+    (before,), (after,) = (find_loops(each) for each in (program, planned))
     waits = [
         sum(eqn.primitive.name == "optimization_barrier" for eqn in open_jaxpr(loop.eqn.params["jaxpr"]).eqns)
         for loop in (before, after)
@@ -141,11 +151,10 @@ def unrolled():
     tokens = jax.ShapeDtypeStruct((32, 1024), jnp.int32)
     program = deepcompile.shard(training_step(loss, optimizer), mesh, passes=()).trace(state, tokens).sharded
     environment = Environment(mesh, "cuda", CostModel(), None)
-    jaxpr = open_jaxpr(program.jaxpr)
-    repeated = tuple(range(len(regathers(jaxpr, jaxpr.invars))))
-    plain = Plan("0", unsharded=repeated).replace(options=combiner_options(512 << 20, 16 << 20))
-    both = (plain, plain.replace(reduction_bucket_bytes=128 << 20))
-    return [attempt(program, each, environment) for each in both]
+    kept = ReusedGathers(tuple(repeated_gathers(program)))
+    plain = Plan("0", (kept,)).replace(options=combiner_options(512 << 20, 16 << 20))
+    both = (plain, plain.having(OrderedReductions, [OrderedReductions(128 << 20)]))
+    return [evaluate(program, each, environment) for each in both]
 
 
 @pytest.mark.h100_aot

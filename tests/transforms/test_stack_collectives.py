@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,21 +12,28 @@ import pytest
 from jax import lax
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile import errors
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.hlo.types import leaves
 from jax_deepcompile.ir.verifier import verify
-from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
+from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
-from jax_deepcompile.transforms.stack_collectives import StackCollectives, stack_collectives
-from jax_deepcompile.transforms.unshard import keep_over_microbatches
+from jax_deepcompile.transforms.stack_collectives import (
+    StackCollectives,
+    slice_names,
+    stack_collectives,
+    stacked_names,
+)
 from tests.partition.steps import GATHER, SCATTER, lines, shapes, training_step
 from tests.transforms.programs import (
     LAYERS,
     MATRICES,
     WIDTH,
     count,
+    keeping_gathered,
+    loop_names,
     matrices_loss,
     run,
     run_stack,
@@ -35,6 +44,7 @@ from tests.transforms.programs import (
 
 STACK = {"stack": stack_shapes()}
 WHOLE, BY_LAYER = 1 << 30, 0
+BACKWARD = "stack @backward"
 
 
 def two_stacks_loss(params, batch):
@@ -62,10 +72,8 @@ def unshared_loss(params, batch):
 
 def everything(program) -> list[StackCollectives]:
     return [
-        StackCollectives(
-            loop.name, tuple(range(len(sliced_gathers(loop.eqn)))), tuple(range(len(stacked_reductions(loop.eqn))))
-        )
-        for loop in find_loops(program.jaxpr)
+        StackCollectives(loop.name, tuple(slice_names(program, loop)), tuple(stacked_names(program, loop)))
+        for loop in find_loops(program)
     ]
 
 
@@ -119,18 +127,17 @@ def test_one_collective_a_stack():
     assert (count(program, "all_gather"), count(program, "reduce_scatter")) == (2 * 3 * LAYERS, 3 * LAYERS)
     outside = stack_collectives(program, mesh, everything(program))
     assert (count(outside, "all_gather"), count(outside, "reduce_scatter")) == (2 * 3, 3)
-    inside = [inner.primitive.name for loop in find_loops(outside.jaxpr) for inner in loop.eqn.params["jaxpr"].eqns]
+    inside = [inner.primitive.name for loop in find_loops(outside) for inner in loop.eqn.params["jaxpr"].eqns]
     assert not {"all_gather", "reduce_scatter"} & set(inside)
 
 
 @pytest.mark.pure
 def test_large_stacks_are_gathered_layer_by_layer_before_the_loop():
     program, mesh = sharded(stack_loss, STACK)
-    loops = [loop.name for loop in find_loops(program.jaxpr)]
     outside = stack_collectives(program, mesh, everything(program), BY_LAYER)
     assert count(outside, "all_gather") == count(program, "all_gather")
-    assert [loop.name for loop in find_loops(outside.jaxpr)] == loops
-    assert not any(sliced_gathers(loop.eqn) for loop in find_loops(outside.jaxpr))
+    assert loop_names(outside) == loop_names(program)
+    assert not any(sliced_gathers(loop.eqn) for loop in find_loops(outside))
 
 
 @pytest.mark.pure
@@ -138,8 +145,7 @@ def test_large_stacks_are_gathered_layer_by_layer_before_the_loop():
 def test_whole_stacks_are_gathered_once_for_all_runs_of_their_loop(at_once_bytes):
     program, mesh = sharded(nested_loss, STACK)
     outside = stack_collectives(program, mesh, everything(program), at_once_bytes)
-    around = [loop.name for loop in find_loops(outside.jaxpr) if "/" not in loop.name]
-    once = keep_over_microbatches(outside, mesh, {name: range(9) for name in around})
+    once = keeping_gathered(outside, mesh)
     trips = 1 if at_once_bytes else LAYERS
     assert count(outside, "all_gather") == 2 * 2 * 3 * trips
     assert count(once, "all_gather") == 2 * 3 * trips
@@ -149,11 +155,12 @@ def test_whole_stacks_are_gathered_once_for_all_runs_of_their_loop(at_once_bytes
 @pytest.mark.parametrize("at_once_bytes", [WHOLE, BY_LAYER])
 def test_the_rest_of_the_loop_can_still_be_pipelined(at_once_bytes):
     program, mesh = sharded(nested_loss, STACK)
-    some = [StackCollectives(loop.name, (0,), (0,)) for loop in find_loops(program.jaxpr) if "/" in loop.name]
+    some = [
+        dataclasses.replace(each, gathers=each.gathers[:1], reductions=each.reductions[:1])
+        for each in everything(program)
+    ]
     outside = stack_collectives(program, mesh, some, at_once_bytes)
-    around = [loop.name for loop in find_loops(outside.jaxpr) if "/" not in loop.name]
-    planned = pipeline_loops(outside, mesh, choose_schedules(outside))
-    planned = keep_over_microbatches(planned, mesh, {name: range(9) for name in around})
+    planned = keeping_gathered(pipeline_loops(outside, mesh, choose_schedules(outside)), mesh)
     verify(planned)
     assert count(planned, "all_gather") < count(program, "all_gather")
     for got, expected in zip(run(planned, mesh), run(program, mesh), strict=True):
@@ -161,14 +168,40 @@ def test_the_rest_of_the_loop_can_still_be_pipelined(at_once_bytes):
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize(
-    "choice",
-    [StackCollectives("scan.0"), StackCollectives("scan.7", (0,), (0,)), StackCollectives("scan.0", (9,), (9,))],
-)
-def test_nothing_chosen_changes_nothing(choice):
+def test_nothing_chosen_changes_nothing():
     program, mesh = sharded(stack_loss, STACK)
-    assert stack_collectives(program, mesh, ()) is program
-    assert stack_collectives(program, mesh, (choice,)) is program
+    assert carry_out(program, mesh, ()) is program
+    assert carry_out(program, mesh, [StackCollectives("stack @forward")]) is program
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("choices", "why"),
+    [
+        ([StackCollectives("stack")], "out of 'stack', a loop .* names: 'stack @forward', 'stack @backward'"),
+        ([StackCollectives(BACKWARD, ("stack/u",))], "the gather of 'stack/u', of which .* names: 'stack/up'"),
+        ([StackCollectives(BACKWARD, ("stack/up",) * 2)], "out of 'stack @backward' the gather of 'stack/up' twice"),
+        (
+            [StackCollectives("stack @forward", (), ("stack/up",))],
+            "of 'stack @forward' the reduction of 'stack/up', of",
+        ),
+        ([StackCollectives(BACKWARD, (), ("stack/up",) * 2)], "the reduction of 'stack/up' twice"),
+        ([StackCollectives(BACKWARD)] * 2, r"what becomes of 'stack @backward' twice \(stack_collectives\)"),
+    ],
+    ids=["unknown loop", "unknown gather", "gather twice", "unknown reduction", "reduction twice", "loop twice"],
+)
+def test_what_the_program_does_not_have_is_an_error(choices, why):
+    program, mesh = sharded(stack_loss, STACK)
+    with pytest.raises(errors.PlanError, match=why):
+        carry_out(program, mesh, choices)
+
+
+@pytest.mark.pure
+def test_a_gradient_is_called_as_the_parameter_that_it_updates():
+    program, _ = sharded(two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes(3)})
+    for loop in find_loops(program):
+        assert set(stacked_names(program, loop)) in (set(), set(slice_names(program, loop)))
+    assert [len(stacked_names(program, loop)) for loop in find_loops(program)] == [0, 0, 3, 3]
 
 
 @pytest.mark.pure
@@ -181,7 +214,7 @@ def test_gathers_of_the_carry_and_of_constants_stay_in_the_loop():
         return jnp.mean(lax.scan(layer, (batch, params["w"]), None, length=3)[0][0] ** 2)
 
     program, _ = sharded(loss, {"w": (WIDTH, WIDTH), "v": (WIDTH, WIDTH)})
-    forward = next(loop for loop in find_loops(program.jaxpr) if not loop.reverse)
+    forward = next(loop for loop in find_loops(program) if not loop.reverse)
     assert sliced_gathers(forward.eqn) == ()
 
 
@@ -197,7 +230,7 @@ def test_a_reduction_that_something_else_reads_stays_in_the_loop():
         return jnp.mean(x**2) + jnp.sum(means)
 
     program, _ = sharded(loss, {"w": (LAYERS, WIDTH, WIDTH)})
-    forward = next(loop for loop in find_loops(program.jaxpr) if not loop.reverse)
+    forward = next(loop for loop in find_loops(program) if not loop.reverse)
     assert stacked_reductions(forward.eqn) == ()
 
 
@@ -215,7 +248,7 @@ def test_small_parameters_have_no_collective_in_the_loop():
 
     params, optimizer = shapes({"w": (6, width, width), "b": (6, width)}), optax.sgd(0.1)
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=(PipelineLoops(),))
+    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=(deepcompile.PipelineLoops(),))
     module = read(step.lower(state, shapes((64, width))).compile().as_text() or "")
     loops = [each for body in module.computations.values() for each in body.instructions if each.opcode == "while"]
     inside = [each for loop in loops for each in module.body(loop).instructions]

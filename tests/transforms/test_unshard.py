@@ -12,16 +12,18 @@ import pytest
 from jax import lax
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile import errors
 from jax_deepcompile.analysis.gathers import hoistable_gathers
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import peak_bytes
+from jax_deepcompile.transforms import carry_out
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
 from jax_deepcompile.transforms.replace_loops import replace_loops
 from jax_deepcompile.transforms.uncounted_loops import uncounted
-from jax_deepcompile.transforms.unshard import keep_over_microbatches, keep_until_backward, regathers
+from jax_deepcompile.transforms.unshard import ReusedGathers, repeated_gathers
 from tests.partition.steps import shapes
 from tests.schedules import gathers, loop_bodies
 from tests.transforms.programs import (
@@ -31,6 +33,7 @@ from tests.transforms.programs import (
     compiled_for_h100s,
     count,
     h100s,
+    keeping_gathered,
     layer,
     matrices_under_a_head_loss,
     outline,
@@ -80,12 +83,9 @@ def chain_loss(params, x):
     return jnp.mean(x**2)
 
 
-def until_backward(program, again):
-    """``program`` with what ``again`` chooses of its pairs of gathers gathered once."""
-    jaxpr = open_jaxpr(program.jaxpr)
-    positions = {later.position for _, later in regathers(jaxpr, jaxpr.invars)[again]}
-    kept = keep_until_backward(jaxpr, jaxpr.invars, positions)
-    return program.replace(jaxpr=type(program.jaxpr)(kept, closed_consts(program.jaxpr)))
+def until_backward(program, mesh, again):
+    """``program`` with what ``again`` chooses of its repeated gathers gathered once."""
+    return carry_out(program, mesh, [ReusedGathers(tuple(repeated_gathers(program))[again])])
 
 
 ALL, FIRST = slice(None), slice(1)
@@ -101,39 +101,46 @@ def assert_same(program, planned, mesh):
 @pytest.mark.cpu_mesh
 def test_straight_line_parameters_stay_gathered_until_the_backward():
     program, mesh = sharded(unrolled_loss, UNROLLED)
-    jaxpr = open_jaxpr(program.jaxpr)
-    pairs = regathers(jaxpr, jaxpr.invars)
-    assert pairs
-    planned = until_backward(program, ALL)
-    assert count(planned, "all_gather") == count(program, "all_gather") - len(pairs)
+    repeated = repeated_gathers(program)
+    assert repeated
+    planned = until_backward(program, mesh, ALL)
+    assert count(planned, "all_gather") == count(program, "all_gather") - len(repeated)
     assert_same(program, planned, mesh)
 
 
 @pytest.mark.cpu_mesh
 def test_only_the_chosen_stay():
     program, mesh = sharded(unrolled_loss, UNROLLED)
-    planned = until_backward(program, FIRST)
+    planned = until_backward(program, mesh, FIRST)
     assert count(planned, "all_gather") == count(program, "all_gather") - 1
     assert_same(program, planned, mesh)
 
 
 @pytest.mark.pure
 def test_a_straight_line_before_and_after():
-    program, _ = sharded(chain_loss, CHAIN)
+    program, mesh = sharded(chain_loss, CHAIN)
     forward = ["all_gather", "dot_general"] * 2
     last, first = ["dot_general", "dot_general", "reduce_scatter", "dot_general"], ["dot_general", "dot_general"]
     gather, reduce = ["all_gather"], ["reduce_scatter"]
     assert outline(program) == [*forward, *gather, *last, *gather, *first, *reduce]
-    assert outline(until_backward(program, FIRST)) == [*forward, *last, *gather, *first, *reduce]
-    assert outline(until_backward(program, ALL)) == [*forward, *last, *first, *reduce]
+    assert outline(until_backward(program, mesh, FIRST)) == [*forward, *last, *gather, *first, *reduce]
+    assert outline(until_backward(program, mesh, ALL)) == [*forward, *last, *first, *reduce]
+    assert list(repeated_gathers(program)) == ["w1 @backward", "w0 @backward"]
 
 
 @pytest.mark.pure
-def test_gathers_that_are_not_repeated_stay():
-    program, _ = sharded(chain_loss, CHAIN)
-    jaxpr = open_jaxpr(program.jaxpr)
-    firsts = {first.position for first, _ in regathers(jaxpr, jaxpr.invars)}
-    assert str(keep_until_backward(jaxpr, jaxpr.invars, firsts)) == str(jaxpr)
+@pytest.mark.parametrize(
+    ("gathers", "why"),
+    [
+        (("w0 @forward",), "'w0 @forward', of which there is none there; the nearest names: 'w0 @backward'"),
+        (("w0 @backward", "w0 @backward"), "keeps gathered until used again 'w0 @backward' twice"),
+    ],
+    ids=["not repeated", "twice"],
+)
+def test_only_repeated_gathers_stay_gathered(gathers, why):
+    program, mesh = sharded(chain_loss, CHAIN)
+    with pytest.raises(errors.PlanError, match=why):
+        carry_out(program, mesh, [ReusedGathers(gathers)])
 
 
 @pytest.mark.pure
@@ -143,7 +150,7 @@ def test_a_loop_over_microbatches_before_and_after():
     head = ["  dot_general", "  dot_general", "  reduce_scatter", "  dot_general"]
     backward = [*layers, "    dot_general", "    reduce_scatter", "    dot_general"]
     assert outline(program) == ["scan 4", *layers, "  all_gather", *head, *backward]
-    kept = keep_over_microbatches(program, mesh, {"scan.0": (0,)})
+    kept = carry_out(program, mesh, [KeptGathers("microbatches", ("head @forward",))])
     assert outline(kept) == ["all_gather", "scan 4", *layers, *head, *backward]
 
 
@@ -160,9 +167,7 @@ def test_layers_stay_gathered_over_all_microbatches(layers):
         for schedule in choose_schedules(program)
     ]
     pipelined = pipeline_loops(program, mesh, schedules)
-    (outer,) = (loop for loop in find_loops(pipelined.jaxpr) if "/" not in loop.name)
-    candidates = hoistable_gathers(outer.eqn)
-    planned = keep_over_microbatches(pipelined, mesh, {outer.name: range(len(candidates))})
+    planned = keeping_gathered(pipelined, mesh)
     before, after = count(program, "all_gather"), count(planned, "all_gather")
     kept_leaves = 3 * layers
     assert before - after >= kept_leaves * (2 * MICROBATCHES - 1)
@@ -173,9 +178,27 @@ def test_layers_stay_gathered_over_all_microbatches(layers):
 @pytest.mark.pure
 def test_nothing_chosen_changes_nothing():
     program, mesh = accumulating(stack_loss, {"stack": stack_shapes()})
-    assert keep_over_microbatches(program, mesh, {}) is program
-    assert keep_over_microbatches(program, mesh, {"scan.0": ()}) is program
-    assert keep_over_microbatches(program, mesh, {"scan.0": (99,)}) is program
+    assert carry_out(program, mesh, []) is program
+    assert carry_out(program, mesh, [KeptGathers("step", ()), ReusedGathers(())]) is program
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        (KeptGathers("batches", ()), "over 'batches', a loop that step does not have; .* names: 'microbatches'"),
+        (KeptGathers("microbatches", ("heads",)), "the gather of 'heads', of which .* names: 'head @forward'"),
+        (
+            KeptGathers("microbatches", ("head @forward",) * 2),
+            "over 'microbatches' the gather of 'head @forward' twice",
+        ),
+    ],
+    ids=["unknown loop", "unknown gather", "twice"],
+)
+def test_what_the_program_does_not_have_is_an_error(choice, why):
+    program, mesh = sharded(matrices_under_a_head_loss, UNDER_A_HEAD, (4 * BATCH, WIDTH), microbatches=4)
+    with pytest.raises(errors.PlanError, match=why):
+        carry_out(program, mesh, [choice])
 
 
 @pytest.mark.pure
@@ -188,14 +211,13 @@ def test_what_a_loop_changes_is_gathered_in_it():
 
     program, _ = accumulating(lambda params, batch: moving(params, batch[None]), {"w": (WIDTH, WIDTH)})
     assert count(program, "all_gather")
-    assert [hoistable_gathers(loop.eqn) for loop in find_loops(program.jaxpr)] == [()] * 3
+    assert [hoistable_gathers(loop.eqn) for loop in find_loops(program)] == [()] * 3
 
 
 @pytest.mark.pure
 def test_gathers_of_different_parameters_are_not_the_same():
     program, _ = sharded(chain_loss, CHAIN)
-    jaxpr = open_jaxpr(program.jaxpr)
-    pairs = regathers(jaxpr, jaxpr.invars)
+    pairs = repeated_gathers(program).values()
     assert all(first.source is again.source for first, again in pairs)
     assert len({first.source for first, _ in pairs}) == len(pairs) == len(CHAIN)
 
@@ -205,7 +227,7 @@ def test_a_straight_line_gathers_less_and_takes_no_more_than_what_is_kept():
     layers, width = 4, 2048
     params = {f"w{index}": (width, width) for index in range(layers)}
     program, mesh = sharded(chain_loss, params, (64, width), h100s(), optax.sgd(0.1))
-    before, after = (compiled_for_h100s(each, mesh) for each in (program, until_backward(program, ALL)))
+    before, after = (compiled_for_h100s(each, mesh) for each in (program, until_backward(program, mesh, ALL)))
     assert [gathers(read(each.as_text()).entry.instructions) for each in (before, after)] == [2 * layers, layers]
     more = peak_bytes(after.memory_analysis()) - peak_bytes(before.memory_analysis())
     assert more <= 1.01 * layers * 4 * width * width
@@ -218,10 +240,10 @@ def test_microbatches_gather_less_and_take_no_more_than_what_is_kept():
     program, mesh = sharded(matrices_under_a_head_loss, params, batch, h100s(), optax.sgd(0.1), microbatches)
 
     def compiled(kept):
-        planned = keep_over_microbatches(program, mesh, {"scan.0": kept})
-        return compiled_for_h100s(replace_loops(planned, mesh, {"scan.0": uncounted}), mesh)
+        planned = carry_out(program, mesh, [KeptGathers("microbatches", kept)])
+        return compiled_for_h100s(replace_loops(planned, mesh, {"microbatches": uncounted}), mesh)
 
-    before, after = compiled(()), compiled((0,))
+    before, after = compiled(()), compiled(("head @forward",))
     modules = [read(each.as_text()) for each in (before, after)]
     assert [gathers(module.entry.instructions) for module in modules] == [0, 1]
     inside = [sum(gathers(body.instructions) for body in loop_bodies(module)) for module in modules]

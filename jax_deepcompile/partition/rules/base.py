@@ -81,9 +81,6 @@ class LocalEquation:
     def result_shape(self, index: int = 0) -> tuple[int, ...]:
         return tuple(self.dim_size(factors) for factors in self.rule.results[index])
 
-    def operand_shape(self, index: int) -> tuple[int, ...]:
-        return tuple(self.dim_size(factors) for factors in self.rule.operands[index])
-
     def start(self, factors: Sequence[int]) -> jax.Array | int:
         """Global index at which this device's block of a dimension made of ``factors`` starts."""
         axes = [name for factor in factors for name in self.splits[factor]]

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile._jax_compat import closed_consts
 from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
+from jax_deepcompile.ir.primitives import Cond, While
+from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.partition.layout import Decision, Nested, Propagate, RegionRule, Request, Run, Step
 from jax_deepcompile.partition.rules.registry import REGISTRY
 
@@ -21,7 +23,7 @@ def batch_through(jaxpr: jex.Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Which outputs depend on inputs that depend on the batch; regions inside count as one equation."""
     known = dict(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
-        depends = any(known.get(atom, False) for atom in eqn.invars if not isinstance(atom, jex.Literal))
+        depends = any(known.get(atom, False) for atom in variables(eqn.invars))
         known.update(dict.fromkeys(eqn.outvars, depends))
     return [not isinstance(atom, jex.Literal) and known.get(atom, False) for atom in jaxpr.outvars]
 
@@ -118,31 +120,30 @@ class WhileRule(RegionRule):
         return 1
 
     def batch(self, eqn, operands):
-        _, body_consts, carry = _split_while(eqn, operands)
-        return settled_batch(open_jaxpr(eqn.params["body_jaxpr"]), body_consts, carry, [])[0]
+        _, body_consts, carry = While(eqn).split(operands)
+        return settled_batch(While(eqn).body, body_consts, carry, [])[0]
 
     def hints(self, eqn, results, through):
-        inputs = through(open_jaxpr(eqn.params["body_jaxpr"]), results)
-        return [*[()] * eqn.params["cond_nconsts"], *inputs]
+        return [*[()] * While(eqn).num_cond_consts, *through(While(eqn).body, results)]
 
     def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
-        cond_consts, body_consts, carry = _split_while(eqn, request.operands)
-        cond_batch, body_batch, carry_batch = _split_while(eqn, request.batch)
+        loop = While(eqn)
+        cond_consts, body_consts, carry = loop.split(request.operands)
+        cond_batch, body_batch, carry_batch = loop.split(request.batch)
         cond_consts = [placement.without_partial() for placement in cond_consts]
         body_consts = [placement.without_partial() for placement in body_consts]
-        tested = _read_by_condition(eqn)
+        tested = _read_by_condition(loop)
         carry = [
             _after_the_loop(placement, request.mesh) if read else placement
             for placement, read in zip(carry, tested, strict=True)
         ]
-        jaxpr = open_jaxpr(eqn.params["body_jaxpr"])
-        carry_batch, _ = settled_batch(jaxpr, body_batch, carry_batch, [])
+        carry_batch, _ = settled_batch(loop.body, body_batch, carry_batch, [])
         carry, body = settle_carry(
-            jaxpr, body_consts, carry, [], [*body_batch, *carry_batch], [], request.demands, propagate,
+            loop.body, body_consts, carry, [], [*body_batch, *carry_batch], [], request.demands, propagate,
             [not any(demand.is_split for demand in wanted) for wanted in request.demands],
         )  # fmt: skip
         condition = propagate(
-            open_jaxpr(eqn.params["cond_jaxpr"]),
+            loop.condition,
             [*cond_consts, *carry],
             [*cond_batch, *carry_batch],
             [(request.mesh.replicated(),)],
@@ -152,32 +153,25 @@ class WhileRule(RegionRule):
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
         condition, body = step.layouts
-        cond_consts, body_consts, carry = _split_while(step.eqn, operands)
-        params = step.eqn.params
+        loop = While(step.eqn)
+        cond_consts, body_consts, carry = loop.split(operands)
         return lax.while_loop(
-            lambda carry: run(condition, [*cond_consts, *carry], closed_consts(params["cond_jaxpr"]))[0],
-            lambda carry: run(body, [*body_consts, *carry], closed_consts(params["body_jaxpr"])),
+            lambda carry: run(condition, [*cond_consts, *carry], closed_consts(loop.closed_condition))[0],
+            lambda carry: run(body, [*body_consts, *carry], closed_consts(loop.closed_body)),
             carry,
         )
 
 
-def _read_by_condition(eqn) -> list[bool]:
+def _read_by_condition(loop: While) -> list[bool]:
     """For each carried value whether the condition depends on it."""
-    condition = open_jaxpr(eqn.params["cond_jaxpr"])
-    read = {atom for inner in condition.eqns for atom in inner.invars if not isinstance(atom, jex.Literal)}
-    return [var in read for var in condition.invars[eqn.params["cond_nconsts"] :]]
+    read = {atom for inner in loop.condition.eqns for atom in variables(inner.invars)}
+    return [var in read for var in loop.condition.invars[loop.num_cond_consts :]]
 
 
 def _after_the_loop(placement: Placement, mesh: MeshAxes) -> Placement:
     """``placement`` with sums over virtual axes done: what only the end of a loop tells cannot steer one inside it."""
     states = enumerate(placement.axes)
     return Placement(tuple(REPLICATE if (mesh.is_virtual(i), s) == (True, PARTIAL) else s for i, s in states))
-
-
-def _split_while(eqn, values):
-    conds, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    values = list(values)
-    return values[:conds], values[conds : conds + bodies], values[conds + bodies :]
 
 
 @dataclass(frozen=True)
@@ -188,15 +182,15 @@ class CondRule(RegionRule):
         return 1
 
     def batch(self, eqn, operands):
-        by_branch = [batch_through(open_jaxpr(branch), operands[1:]) for branch in eqn.params["branches"]]
+        by_branch = [batch_through(branch, operands[1:]) for branch in Cond(eqn).branches]
         return [any(outs) for outs in zip(*by_branch, strict=True)]
 
     def hints(self, eqn, results, through):
-        by_branch = [through(open_jaxpr(branch), results) for branch in eqn.params["branches"]]
+        by_branch = [through(branch, results) for branch in Cond(eqn).branches]
         return [(), *(tuple(dict.fromkeys(sum(wanted, ()))) for wanted in zip(*by_branch, strict=True))]
 
     def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
-        branches = [open_jaxpr(branch) for branch in eqn.params["branches"]]
+        branches = Cond(eqn).branches
         operands, batch = request.operands[1:], request.batch[1:]
         layouts = [propagate(branch, operands, batch, request.demands) for branch in branches]
         operands = tuple(
@@ -219,7 +213,7 @@ class CondRule(RegionRule):
         index, *rest = operands
         calls = [
             lambda *blocks, layout=layout, branch=branch: run(layout, blocks, closed_consts(branch))
-            for layout, branch in zip(step.layouts, step.eqn.params["branches"], strict=True)
+            for layout, branch in zip(step.layouts, Cond(step.eqn).closed_branches, strict=True)
         ]
         return lax.switch(index, calls, *rest)
 

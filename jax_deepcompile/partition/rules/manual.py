@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jax_deepcompile import _jax_compat, errors
 from jax_deepcompile.ir.placement import MeshAxes, Placement
+from jax_deepcompile.ir.primitives import ShardMap
 from jax_deepcompile.ir.retrace import run_automatic
 from jax_deepcompile.partition.layout import Decision, Nested, Propagate, Request, Run, Step
 from jax_deepcompile.partition.rules.regions import SingleTrip
@@ -31,22 +32,23 @@ class ManualRule(SingleTrip):
 
     def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
         axes = _axis_map(eqn, request.mesh)
-        operands = tuple(_placement(spec, axes, request.mesh, eqn) for spec in eqn.params["in_specs"])
-        results = tuple(_placement(spec, axes, request.mesh, eqn) for spec in eqn.params["out_specs"])
+        operands = tuple(_placement(spec, axes, request.mesh, eqn) for spec in ShardMap(eqn).in_specs)
+        results = tuple(_placement(spec, axes, request.mesh, eqn) for spec in ShardMap(eqn).out_specs)
         return Decision(Nested(self), operands, results)
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
         axes, around = _axis_map(step.eqn, mesh), jax.sharding.get_abstract_mesh().shape
-        for name in sorted(step.eqn.params["newly_manual_axes"]):
-            if name not in axes and around.get(name) != step.eqn.params["mesh"].shape[name]:
+        region = ShardMap(step.eqn)
+        for name in sorted(region.axes - axes.keys()):
+            if around.get(name) != region.sizes[name]:
                 raise _refused(step.eqn, name, mesh)
         return run_automatic(step.eqn, operands, axes)
 
 
 def _axis_map(eqn, mesh: MeshAxes) -> AxisMap:
     """Axes of the user's that axes of ours stand for; those of the same name and size first."""
-    ours, theirs = mesh.devices, eqn.params["mesh"].shape
-    wanted = [name for name in theirs if name in eqn.params["newly_manual_axes"]]
+    ours, theirs = mesh.devices, ShardMap(eqn).sizes
+    wanted = [name for name in theirs if name in ShardMap(eqn).axes]
     same = {name: (name,) for name in wanted if name in ours.names and ours.size_of((name,)) == theirs[name]}
     free = [name for name in ours.names if name not in same]
     found: dict[str, tuple[str, ...]] = dict(same)
@@ -77,8 +79,8 @@ def _placement(spec: PartitionSpec, axes: AxisMap, mesh: MeshAxes, eqn) -> Place
 
 
 def _refused(eqn, name: str, mesh: MeshAxes) -> errors.ManualAxisError:
-    theirs, ours = eqn.params["mesh"].shape, dict(zip(mesh.devices.names, mesh.devices.sizes, strict=True))
-    return errors.ManualAxisError(name, dict(theirs), ours, _jax_compat.user_line(eqn))
+    ours = dict(zip(mesh.devices.names, mesh.devices.sizes, strict=True))
+    return errors.ManualAxisError(name, ShardMap(eqn).sizes, ours, _jax_compat.user_line(eqn))
 
 
 REGISTRY.register_region("shard_map", ManualRule())

@@ -38,9 +38,6 @@ class RuleRegistry:
             return self._rules[name](eqn)
         return replicated_rule(eqn, reported=f"no rule for primitive '{name}'")
 
-    def names(self) -> frozenset[str]:
-        return frozenset(self._rules) | frozenset(self._regions)
-
 
 REGISTRY = RuleRegistry()
 rule = REGISTRY.register

@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import lax
-from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import closed_consts
 from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
+from jax_deepcompile.ir.primitives import ADDITIONS, Scan
+from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.partition.layout import (
     Decision,
     Layout,
@@ -49,17 +50,16 @@ class ScanRule(RegionRule):
     shared_by: int = 1
 
     def trip_count(self, eqn) -> int:
-        return eqn.params["length"] // self.shared_by
+        return Scan(eqn).length // self.shared_by
 
     def batch(self, eqn, operands):
-        consts, carry, xs = _split(eqn, operands)
-        carry, ys = settled_batch(open_jaxpr(eqn.params["jaxpr"]), consts, carry, xs)
+        carry, ys = settled_batch(Scan(eqn).body, *Scan(eqn).split(operands))
         return [*carry, *ys]
 
     def hints(self, eqn, results, through):
-        _, num_carry = scan_counts(eqn)
-        inner = [*results[:num_carry], *(_body_demands(wanted) for wanted in results[num_carry:])]
-        consts, carry, xs = _split(eqn, through(open_jaxpr(eqn.params["jaxpr"]), inner))
+        scan = Scan(eqn)
+        carry, ys = scan.split_results(results)
+        consts, carry, xs = scan.split(through(scan.body, [*carry, *map(_body_demands, ys)]))
         return [*consts, *carry, *([placement.shifted(1) for placement in wanted] for wanted in xs)]
 
     def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
@@ -73,13 +73,12 @@ class ScanRule(RegionRule):
 
     def _decide_whole(self, eqn, request: Request, propagate: Propagate) -> tuple[Decision, Layout]:
         """Every device runs every iteration."""
-        consts, carry, xs = _split(eqn, request.operands)
-        _, _, stacked = _split(eqn, eqn.invars)
-        _, _, stacked_batch = _split(eqn, request.batch)
+        scan = Scan(eqn)
+        consts, carry, xs = scan.split(request.operands)
         consts = [placement.without_partial() for placement in consts]
         xs = [
             _off_the_loop(placement.without_partial(), var.aval.shape, depends, request.mesh)
-            for placement, var, depends in zip(xs, stacked, stacked_batch, strict=True)
+            for placement, var, depends in zip(xs, scan.operands.xs, scan.split(request.batch).xs, strict=True)
         ]
         consts, carry, layout = _settle(eqn, request, propagate, consts, carry, xs)
         ys = [placement.shifted(1) for placement in layout.output_placements[len(carry) :]]
@@ -88,31 +87,25 @@ class ScanRule(RegionRule):
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
         (layout,) = step.layouts
-        params = step.eqn.params
-        consts, carry, xs = _split(step.eqn, operands)
+        scan, params = Scan(step.eqn), step.eqn.params
+        consts, carry, xs = scan.split(operands)
 
         def body(carry, xs):
-            outs = run(layout, [*consts, *carry, *xs], closed_consts(params["jaxpr"]))
-            return outs[: len(carry)], outs[len(carry) :]
+            carry, ys = scan.split_results(run(layout, [*consts, *carry, *xs], closed_consts(scan.closed)))
+            return carry, ys
 
         options = {name: params[name] for name in ("reverse", "unroll", "_split_transpose") if name in params}
         carry, ys = lax.scan(body, carry, list(xs), length=self.trip_count(step.eqn), **options)
         return [*carry, *ys]
 
 
-def _split(eqn, values):
-    consts, carry = scan_counts(eqn)
-    values = list(values)
-    return values[:consts], values[consts : consts + carry], values[consts + carry :]
-
-
 def _settle(eqn, request: Request, propagate: Propagate, consts, carry, xs):
     """Decides the body for stacked inputs placed as ``xs``: ``(consts, carry, layout)``."""
-    jaxpr = open_jaxpr(eqn.params["jaxpr"])
-    num_carry = len(carry)
-    final_demands = request.demands[:num_carry]
-    ys_demands = [sums_later(_body_demands(wanted), request.mesh) for wanted in request.demands[num_carry:]]
-    const_batch, carry_batch, xs_batch = _split(eqn, request.batch)
+    scan = Scan(eqn)
+    jaxpr, num_carry = scan.body, len(carry)
+    final_demands, ys_demands = scan.split_results(request.demands)
+    ys_demands = [sums_later(_body_demands(wanted), request.mesh) for wanted in ys_demands]
+    const_batch, carry_batch, xs_batch = scan.split(request.batch)
     carry_batch, _ = settled_batch(jaxpr, const_batch, carry_batch, xs_batch)
     batch = [*const_batch, *carry_batch, *xs_batch]
     inner_xs = [placement.shifted(-1) for placement in xs]
@@ -145,16 +138,15 @@ def _behind_the_loop(eqn, request: Request) -> tuple[Placement, ...]:
 
     Cutting a batch into fewer pieces than there are devices leaves every piece whole; cutting the pieces costs nothing.
     """
-    consts, carry, xs = _split(eqn, request.operands)
-    _, _, batch = _split(eqn, request.batch)
-    _, _, variables = _split(eqn, eqn.invars)
+    scan = Scan(eqn)
+    consts, carry, xs = scan.split(request.operands)
     for axis, size in enumerate(request.mesh.sizes):
         depending = [
             placement.axes[axis] for placement, depends in zip(request.operands, request.batch, strict=True) if depends
         ]
         if any(state != REPLICATE for state in depending):
             continue
-        for index, (var, depends) in enumerate(zip(variables, batch, strict=True)):
+        for index, (var, depends) in enumerate(zip(scan.operands.xs, scan.split(request.batch).xs, strict=True)):
             asked = xs[index].replace(axis, 1)
             if depends and size > 1 and asked.fits(var.aval.shape, request.mesh):
                 xs[index] = asked
@@ -195,8 +187,7 @@ def _sliced_outside(placement: Placement, wanted) -> Placement:
 
 def _splittable_axes(eqn, request: Request) -> tuple[int, ...]:
     """Axes over which examples are split along the loop, if only sums pass from one iteration to the next."""
-    _, _, xs = _split(eqn, request.operands)
-    _, _, batch = _split(eqn, request.batch)
+    xs, batch = Scan(eqn).split(request.operands).xs, Scan(eqn).split(request.batch).xs
     axes = tuple(
         axis
         for axis in range(len(request.mesh.names))
@@ -207,16 +198,14 @@ def _splittable_axes(eqn, request: Request) -> tuple[int, ...]:
 
 def _sums(eqn) -> list[bool]:
     """For every carried value whether it is only ever added to, or passed on, and never seen by anything else."""
-    jaxpr = open_jaxpr(eqn.params["jaxpr"])
-    _, carried, _ = _split(eqn, jaxpr.invars)
+    scan = Scan(eqn)
     readers: dict[Any, list] = {}
-    for inner in jaxpr.eqns:
-        for atom in inner.invars:
-            if not isinstance(atom, jex.Literal):
-                readers.setdefault(atom, []).append(inner)
+    for inner in scan.body.eqns:
+        for atom in variables(inner.invars):
+            readers.setdefault(atom, []).append(inner)
     return [
-        _only_added_to(before, after, readers, jaxpr.outvars)
-        for before, after in zip(carried, jaxpr.outvars[: len(carried)], strict=True)
+        _only_added_to(before, after, readers, scan.body.outvars)
+        for before, after in zip(scan.inputs.carry, scan.outputs.carry, strict=True)
     ]
 
 
@@ -226,7 +215,7 @@ def _only_added_to(value: Any, final: Any, readers: dict[Any, list], outvars: li
         if len(readers.get(value, ())) != 1 or any(atom is value for atom in outvars):
             return False
         (reader,) = readers[value]
-        if reader.primitive.name not in ("add", "add_any") or reader.outvars[0].aval.shape != value.aval.shape:
+        if reader.primitive.name not in ADDITIONS or reader.outvars[0].aval.shape != value.aval.shape:
             return False
         (value,) = reader.outvars
     return value not in readers and sum(atom is value for atom in outvars) == 1
@@ -234,11 +223,8 @@ def _only_added_to(value: Any, final: Any, readers: dict[Any, list], outvars: li
 
 def _still_split(eqn, request: Request, decision: Decision, axes: tuple[int, ...]) -> bool:
     """Whether splitting behind the loop kept every batch input split over ``axes``."""
-    _, _, before = _split(eqn, request.operands)
-    _, _, after = _split(eqn, decision.operands)
-    return all(
-        new.axes[axis] >= 0 for old, new in zip(before, after, strict=True) for axis in axes if old.axes[axis] == 0
-    )
+    pairs = zip(Scan(eqn).split(request.operands).xs, Scan(eqn).split(decision.operands).xs, strict=True)
+    return all(after.axes[axis] >= 0 for before, after in pairs for axis in axes if before.axes[axis] == 0)
 
 
 def _sums_over_features(layout: Layout) -> bool:
@@ -265,7 +251,7 @@ def _decide_shared(eqn, request: Request, propagate: Propagate, axes: tuple[int,
         tuple(tuple(inside(placement) for placement in wanted) for wanted in request.demands),
         mesh,
     )
-    consts, carry, xs = _split(eqn, inner.operands)
+    consts, carry, xs = Scan(eqn).split(inner.operands)
     consts = [placement.without_partial() for placement in consts]
     xs = [
         Placement(tuple(REPLICATE if axis == 0 else axis for axis in placement.without_partial().axes))

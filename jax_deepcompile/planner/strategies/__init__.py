@@ -1,1 +1,36 @@
-"""What planning proposes; one strategy a file."""
+"""What planning proposes, one strategy a file; here is the order in which strategies are asked."""
+
+from __future__ import annotations
+
+from jax_deepcompile.planner.strategies.bucket_collectives import BucketCollectives
+from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
+from jax_deepcompile.planner.strategies.delay_reductions import DelayReductions
+from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
+from jax_deepcompile.planner.strategies.overlap_microbatches import OverlapMicrobatches
+from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
+from jax_deepcompile.planner.strategies.prefetch import PrefetchGathers
+from jax_deepcompile.planner.strategies.reduce_in_order import ReduceInOrder
+from jax_deepcompile.planner.strategies.unshard import Unshard
+from jax_deepcompile.planner.strategies.unshard_microbatches import UnshardMicrobatches
+from jax_deepcompile.planner.strategies.unshard_straight_line import UnshardStraightLine
+from jax_deepcompile.planner.strategy import Strategy
+
+STRATEGIES: tuple[Strategy, ...] = (
+    PipelineLoops(),
+    KeepActivations(),
+    BucketCollectives(),
+    Unshard(),
+    KeepActivations(),
+    OverlapMicrobatches(),
+    UnshardMicrobatches(),
+    DelayReductions(),
+    PrefetchGathers(),
+    UnshardStraightLine(),
+    ReduceInOrder(),
+    DeepenLoops(),
+)
+"""The list: hide communication in loops, join what is small, spend the memory that is left on computing and
+communicating less."""
+
+ONE_DEVICE: tuple[Strategy, ...] = (KeepActivations(),)
+"""Where there is nothing to communicate."""

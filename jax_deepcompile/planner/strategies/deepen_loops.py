@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planner.apply import apply_loops
-from jax_deepcompile.planner.candidate import WORTH_TRYING, Environment, Trial
+from jax_deepcompile.planner import budget
+from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
+from jax_deepcompile.planner.layers import AS_READ, gathered_bytes, not_pipelined
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.search import Proposal
-from jax_deepcompile.planner.strategies.straight_line import chosen_anew
-from jax_deepcompile.planner.strategies.unshard import gathered_bytes
+from jax_deepcompile.planner.straight_line import chosen_anew
+from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.transforms.delay_reductions import DelayedReductions
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 
 
@@ -27,26 +28,29 @@ class DeepenLoops:
 
     most_layers: int = 2
     name: str = "deepen_loops"
+    stage: Stage = Stage.CLOSING
 
-    def close(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        if not now.waits:
+    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        if not best.waits:
             return
-        ahead, size = self._deeper(now.plan, _gather_earlier), _gathered_bytes(base, now.plan, environment)
-        if ahead is not None and _has_room(now, environment, size):
-            plan = chosen_anew(base, ahead, now, _with_less(environment, size))
+        ahead, size = self._deeper(best.plan, _gather_earlier), _gathered_bytes(base, best.plan, environment)
+        if ahead is not None and _has_room(best, environment, size):
+            plan = chosen_anew(base, ahead, best, budget.with_less(environment, size))
             yield Proposal(plan, f"backward loops gather another layer ahead, {size / 2**30:.2f} GiB")
-        behind = self._deeper(now.plan, _reduce_later)
-        if behind is not None and _waits_in_loops_s(now) > WORTH_TRYING * now.prediction.step_s:
-            plan = chosen_anew(base, behind, now, environment)
+        behind = self._deeper(best.plan, _reduce_later)
+        if behind is not None and _waits_in_loops_s(best) > WORTH_TRYING * best.prediction.step_s:
+            plan = chosen_anew(base, behind, best, environment)
             yield Proposal(plan, "backward loops reduce another layer behind")
 
     def _deeper(self, plan: Plan, deeper: Callable[[LoopSchedule], LoopSchedule]) -> Plan | None:
         """``plan`` with its backward loops, those that reduce, made ``deeper``; None if that changes nothing."""
-        loops = tuple(deeper(each) if each.delay_layers else each for each in plan.loops)
+        before = plan.of(LoopSchedule)
+        loops = tuple(deeper(each) if each.delay_layers else each for each in before)
         layers = [max(each.prefetch_layers, each.delay_layers) for each in loops]
-        if loops == plan.loops or max(layers) > self.most_layers:
+        if loops == before or max(layers) > self.most_layers:
             return None
-        return plan.replace(loops=loops, delayed=plan.delayed)  # sums are carried as before
+        sums = plan.of(DelayedReductions)  # carried as before
+        return plan.having(LoopSchedule, loops).having(DelayedReductions, sums)
 
 
 def _gather_earlier(schedule: LoopSchedule) -> LoopSchedule:
@@ -61,22 +65,16 @@ def _reduce_later(schedule: LoopSchedule) -> LoopSchedule:
 
 def _gathered_bytes(base: Program, plan: Plan, environment: Environment) -> int:
     """What one more layer of the backward loops takes gathered."""
-    backward = {schedule.loop for schedule in plan.loops if schedule.delay_layers}
-    program = apply_loops(base, environment.mesh, plan.replace(loops=()))
-    return sum(gathered_bytes(loop) for loop in find_loops(program.jaxpr) if loop.name in backward)
+    backward = {schedule.loop for schedule in plan.of(LoopSchedule) if schedule.delay_layers}
+    program = not_pipelined(plan).program(base, environment.mesh, until=AS_READ)
+    return sum(gathered_bytes(loop) for loop in find_loops(program) if loop.name in backward)
 
 
-def _with_less(environment: Environment, taken_bytes: int) -> Environment:
-    """``environment`` without memory that something else takes."""
+def _has_room(best: Candidate, environment: Environment, needed_bytes: int) -> bool:
     limit = environment.limit_bytes
-    return environment if limit is None else replace(environment, limit_bytes=limit - taken_bytes)
+    return limit is None or best.prediction.peak_bytes + needed_bytes <= limit
 
 
-def _has_room(now: Trial, environment: Environment, needed_bytes: int) -> bool:
-    limit = environment.limit_bytes
-    return limit is None or now.prediction.peak_bytes + needed_bytes <= limit
-
-
-def _waits_in_loops_s(now: Trial) -> float:
-    loops = (loop for loop in now.simulation.loops if loop.is_innermost and loop.trip.reduced_bytes)
+def _waits_in_loops_s(best: Candidate) -> float:
+    loops = (loop for loop in best.simulation.loops if loop.is_innermost and loop.trip.reduced_bytes)
     return sum(loop.executions * loop.trip_count * loop.hideable_s for loop in loops)

@@ -9,16 +9,17 @@ from itertools import accumulate
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import needs
 from jax_deepcompile.analysis.gathers import first_uses
-from jax_deepcompile.analysis.loops import Loop, find_loops
+from jax_deepcompile.analysis.loops import Loop, find_loops, loops_in
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planner.apply import apply_kept
-from jax_deepcompile.planner.candidate import WORTH_TRYING, Environment, Trial
-from jax_deepcompile.planner.search import Proposal
-from jax_deepcompile.transforms.delay_reductions import DelayedReductions, find_terms
+from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
+from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.transforms.delay_reductions import DelayedReductions, find_terms, sum_names
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.prefetch import parameter_gathers
 
 
@@ -35,21 +36,27 @@ class DelayReductions:
 
     margins: tuple[float, ...] = (0.05, 0.25)
     name: str = "delay_reductions"
+    stage: Stage = Stage.MAIN
 
-    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        if now.plan.delayed or now.plan.overlapped or not now.waits:
+    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        overlapped = any(each.overlap for each in best.plan.of(MicrobatchLoop))
+        if best.plan.of(DelayedReductions) or overlapped or not best.waits:
             return
-        program = apply_kept(base, environment.mesh, now.plan)
-        loops = [loop for loop in find_loops(program.jaxpr) if loop.length > 1]
-        reductions = [(loop.name, reductions_of(loop, program.mesh, environment.costs)) for loop in loops]
+        program = best.plan.program(base, environment.mesh, until=DelayedReductions)
+        loops = [loop for loop in find_loops(program) if loop.length > 1]
+        reductions = [(loop, reductions_of(loop, program.mesh, environment.costs)) for loop in loops]
         choices = [
-            tuple(DelayedReductions(name, sums) for name, found in reductions if (sums := choose_sums(found, margin)))
+            tuple(
+                DelayedReductions(loop.name, _names(program, loop, sums))
+                for loop, found in reductions
+                if (sums := choose_sums(found, margin))
+            )
             for margin in self.margins
         ]
         for chosen in dict.fromkeys(choices):
             if chosen:
-                yield Proposal(now.plan.replace(delayed=chosen), _in_words(chosen))
-        kept, least_s = {choice.loop for choice in now.plan.kept}, WORTH_TRYING * now.prediction.step_s
+                yield Proposal(best.plan.having(DelayedReductions, chosen), _in_words(chosen))
+        kept, least_s = {choice.loop for choice in best.plan.of(KeptGathers)}, WORTH_TRYING * best.prediction.step_s
         apart = [
             loop.name
             for loop in loops
@@ -57,7 +64,14 @@ class DelayReductions:
         ]
         if apart:
             chosen = with_first_apart(choices[-1] if choices else (), apart)
-            yield Proposal(now.plan.replace(delayed=chosen), _in_words(chosen))
+            yield Proposal(best.plan.having(DelayedReductions, chosen), _in_words(chosen))
+
+
+def _names(program: Program, loop: Loop, sums: Sequence[int]) -> tuple[str, ...]:
+    """What ``sums``, positions in the carry of ``loop``, are called."""
+    found = list(find_terms(loop.eqn))
+    names = dict(zip(found, sum_names(program, loop, found), strict=True))
+    return tuple(names[position] for position in sums)
 
 
 def with_first_apart(choices: Sequence[DelayedReductions], loops: Sequence[str]) -> tuple[DelayedReductions, ...]:
@@ -79,7 +93,7 @@ def _gathered_before_s(program: Program, loop: Loop, costs: CostModel) -> float:
     For loops outside of others, without any in them: their code is there twice then.
     """
     body = open_jaxpr(loop.eqn.params["jaxpr"])
-    if len(loop.path) > 1 or any(find_loops(body)):
+    if len(loop.path) > 1 or any(loops_in(body)):
         return 0.0
     jaxpr, gathers = open_jaxpr(program.jaxpr), parameter_gathers(program)
     place = next(index for index, eqn in enumerate(jaxpr.eqns) if eqn is loop.eqn)

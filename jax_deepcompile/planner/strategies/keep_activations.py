@@ -9,13 +9,17 @@ from dataclasses import dataclass
 
 from jax_deepcompile.costs.simulation import Totals
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planner.apply import apply_gathers
-from jax_deepcompile.planner.candidate import WORTH_TRYING, Environment, Trial
+from jax_deepcompile.planner import budget
+from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
+from jax_deepcompile.planner.layers import keep_over_loops, layer_stacks
 from jax_deepcompile.planner.recomputation import Demand, Turn, find_turns
-from jax_deepcompile.planner.search import Proposal
-from jax_deepcompile.planner.stacks import Stack, handing_over, turning_stacks
-from jax_deepcompile.planner.strategies.unshard import every_layer, keep_over_loops, layer_stacks
+from jax_deepcompile.planner.stacks import Stack, every_layer, handing_over, turning_stacks
+from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_activations import KeptActivations
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.prefetch import Prefetch
+from jax_deepcompile.transforms.unshard import ReusedGathers
 
 
 @dataclass(frozen=True)
@@ -27,28 +31,28 @@ class KeepActivations:
     """
 
     name: str = "keep_activations"
+    stage: Stage = Stage.MAIN
 
-    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        if environment.limit_bytes is None or now.plan.prefetches or now.plan.unsharded:
+    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        if environment.limit_bytes is None or best.plan.of(Prefetch) or best.plan.of(ReusedGathers):
             return
-        free_bytes = environment.limit_bytes - now.prediction.peak_bytes
-        gathers = apply_gathers(base, environment.mesh, now.plan)
+        free_bytes = budget.free_bytes(best, environment)
+        gathers = best.plan.program(base, environment.mesh, until=HandOver)
         turns = find_turns(gathers, environment.costs)
-        stacks = turning_stacks(base, environment, now.plan, layer_stacks(gathers, now.plan)) if turns else []
-        already = {(each.forward, each.backward): each.values for each in now.plan.activations}
-        proposal = None
+        stacks = turning_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if turns else []
+        already = positions_of(best.plan.of(KeptActivations), turns)
+        proposals = []
         for share in _SHARES:
-            choice = choose(turns, stacks, already, share * free_bytes, Backward.of(now))
-            plan = now.plan.replace(activations=as_planned(choice.activations))
-            if choice.saved_s < WORTH_TRYING * now.prediction.step_s:
+            choice = choose(turns, stacks, already, share * free_bytes, Backward.of(best))
+            plan = best.plan.having(KeptActivations, as_planned(choice.activations, turns))
+            if choice.saved_s < WORTH_TRYING * best.prediction.step_s:
                 continue
             if choice.stacks:
-                plan = plan.replace(handed_over=handing_over(choice.stacks))
-            if plan.kept:
+                plan = plan.having(HandOver, handing_over(choice.stacks))
+            if plan.of(KeptGathers):
                 plan = keep_over_loops(base, plan, environment)
-            if proposal is None or plan != proposal.plan:
-                proposal = Proposal(plan, _decision(choice, turns), otherwise=proposal)
-        if proposal is not None:
+            proposals.append(Proposal(plan, _decision(choice, turns)))
+        if proposal := budget.ladder(proposals):
             yield proposal
 
 
@@ -69,9 +73,22 @@ Kept = dict[tuple[str, str], tuple[int, ...]]
 """For the names of two loops the positions of the activations that the second need not compute again."""
 
 
-def as_planned(chosen: Kept) -> tuple[KeptActivations, ...]:
+def as_planned(chosen: Kept, turns: Sequence[Turn]) -> tuple[KeptActivations, ...]:
     """``chosen`` as a plan has it."""
-    return tuple(KeptActivations(*loops, positions) for loops, positions in chosen.items())
+    names = {turn.loops: turn.names for turn in turns}
+    return tuple(
+        KeptActivations(*loops, tuple(names[loops][position] for position in positions))
+        for loops, positions in chosen.items()
+    )
+
+
+def positions_of(kept: Sequence[KeptActivations], turns: Sequence[Turn]) -> Kept:
+    """What a plan says is ``kept``, by position."""
+    names = {turn.loops: turn.names for turn in turns}
+    loops = {(each.forward, each.backward): each.values for each in kept}
+    return {
+        each: tuple(names[each].index(value) for value in values) for each, values in loops.items() if each in names
+    }
 
 
 @dataclass(frozen=True)
@@ -89,8 +106,8 @@ class Backward:
     bytes_per_s: float
 
     @classmethod
-    def of(cls, now: Trial) -> Backward:
-        loops = [loop for loop in now.simulation.loops if loop.is_innermost and loop.trip.reduced_bytes]
+    def of(cls, best: Candidate) -> Backward:
+        loops = [loop for loop in best.simulation.loops if loop.is_innermost and loop.trip.reduced_bytes]
         trips = Totals()
         for loop in loops:
             trips = trips.plus(loop.trip, loop.executions * loop.trip_count)

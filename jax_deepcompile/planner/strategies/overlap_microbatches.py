@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planner.apply import apply_kept
-from jax_deepcompile.planner.candidate import WORTH_TRYING, Environment, Trial
-from jax_deepcompile.planner.contracts import loops_around
+from jax_deepcompile.planner import budget
+from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
+from jax_deepcompile.planner.layers import keep_over_loops
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.search import Proposal
-from jax_deepcompile.planner.stacks import (
-    SMALL_STACK_BYTES,
-    enough_bytes,
-    repeated_stacks,
-    total_bytes,
-    without_gathers,
-)
-from jax_deepcompile.planner.strategies.unshard import keep_over_loops
+from jax_deepcompile.planner.stacks import SMALL_STACK_BYTES, repeated_stacks, without_gathers
+from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.transforms.delay_reductions import DelayedReductions
+from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.overlap_microbatches import Halves, find_halves, overlapped
 from jax_deepcompile.transforms.replace_loops import replace_loops
+from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.uncounted_loops import uncounted
 
 
@@ -36,48 +32,52 @@ class OverlapMicrobatches:
     """
 
     name: str = "overlap_microbatches"
+    stage: Stage = Stage.MAIN
 
-    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        around = loops_around(now.plan)
-        if now.plan.overlapped or not around or _network_bound(now):
+    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        loops = best.plan.of(MicrobatchLoop)
+        if any(each.overlap for each in loops) or not loops or _network_bound(best):
             return
-        if _waits_s(now, environment) < WORTH_TRYING * now.prediction.step_s:
+        if _waits_s(best, environment) < WORTH_TRYING * best.prediction.step_s:
             return
-        halves = _all_halves(apply_kept(base, environment.mesh, now.plan), environment.mesh, around)
+        program = best.plan.program(base, environment.mesh, until=DelayedReductions)
+        halves = _all_halves(program, environment.mesh, {each.loop for each in loops})
         if not halves:
             return
         needed_bytes = sum(map(_more_bytes, halves.values()))
-        plan: Plan | None = now.plan
+        plan: Plan | None = best.plan
         if environment.limit_bytes is not None:
-            free_bytes = environment.limit_bytes - now.prediction.peak_bytes
-            plan = _keeping_less(base, now.plan, environment, needed_bytes - free_bytes)
+            free_bytes = budget.free_bytes(best, environment)
+            plan = _keeping_less(base, best.plan, environment, needed_bytes - free_bytes)
         if plan is not None:
             decision = f"in {', '.join(halves)} the next forward pass beside backward, {needed_bytes / 2**30:.2f} GiB"
-            yield Proposal(plan.replace(overlapped=tuple(halves)), decision)
+            running = [replace(each, overlap=each.loop in halves) for each in loops]
+            yield Proposal(plan.having(MicrobatchLoop, running), decision)
 
 
 def _all_halves(program: Program, mesh: AnyMesh, around: Collection[str]) -> dict[str, Halves]:
     """The halves of the loops ``around`` pipelined ones, as they are when the loops inside of them run as planned."""
     found: dict[str, Halves] = {}
-    for name in sorted(around, key=lambda name: -name.count("/")):
-        inside = [other for other in around if other.startswith(f"{name}/")]
+    outer = [loop for loop in find_loops(program) if loop.name in around]
+    for each in sorted(outer, key=lambda loop: -len(loop.path)):
+        inside = [other.name for other in outer if other.is_inside(each)]
         ways = {other: overlapped if other in found else uncounted for other in inside}
-        loops = find_loops(replace_loops(program, mesh, ways).jaxpr)
-        halves = find_halves(next(loop.eqn for loop in loops if loop.name == name))
+        loops = find_loops(replace_loops(program, mesh, ways))
+        halves = find_halves(next(loop.eqn for loop in loops if loop.name == each.name))
         if halves is not None:
-            found[name] = halves
+            found[each.name] = halves
     return found
 
 
-def _network_bound(now: Trial) -> bool:
+def _network_bound(best: Candidate) -> bool:
     """Whether every layer takes the network longer than it computes."""
-    trips = [loop.trip for loop in now.simulation.loops if loop.is_innermost and loop.trip.gathered_bytes]
+    trips = [loop.trip for loop in best.simulation.loops if loop.is_innermost and loop.trip.gathered_bytes]
     return all(trip.communication_s > trip.compute_s for trip in trips)
 
 
-def _waits_s(now: Trial, environment: Environment) -> float:
+def _waits_s(best: Candidate, environment: Environment) -> float:
     """What neither compute nor the network is needed for: the most that can be gained."""
-    return environment.expected_s(now) - max(now.prediction.compute_s, now.prediction.communication_s)
+    return environment.expected_s(best) - max(best.prediction.compute_s, best.prediction.communication_s)
 
 
 def _more_bytes(halves: Halves) -> int:
@@ -90,9 +90,10 @@ def _keeping_less(base: Program, plan: Plan, environment: Environment, missing_b
     """``plan`` with so much less kept gathered over microbatches; None if it does not keep as much."""
     if missing_bytes <= 0:
         return plan
-    kept = {(choice.loop, index) for choice in plan.stacks for index in choice.gathers}
+    stacked = plan.of(StackCollectives)
+    kept = {(choice.loop, name) for choice in stacked for name in choice.gathers}
     stacks = [stack for stack in repeated_stacks(base, ()) if kept.issuperset(stack.gathers)]
-    dropped = enough_bytes([stack for stack in stacks if stack.size_bytes > SMALL_STACK_BYTES], missing_bytes)
-    if total_bytes(dropped) < missing_bytes:
+    dropped = budget.enough_bytes([stack for stack in stacks if stack.size_bytes > SMALL_STACK_BYTES], missing_bytes)
+    if budget.total_bytes(dropped) < missing_bytes:
         return None
-    return keep_over_loops(base, plan.replace(stacks=without_gathers(plan.stacks, dropped)), environment)
+    return keep_over_loops(base, plan.having(StackCollectives, without_gathers(stacked, dropped)), environment)

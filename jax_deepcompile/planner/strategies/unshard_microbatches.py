@@ -10,13 +10,13 @@ from jax_deepcompile.analysis.gathers import first_uses, hoistable_gathers
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
-from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planner.apply import apply_loops
-from jax_deepcompile.planner.candidate import Environment, Trial
-from jax_deepcompile.planner.plan import KeptGathers
-from jax_deepcompile.planner.search import Proposal
-from jax_deepcompile.planner.strategies.straight_line import exposed_seconds
+from jax_deepcompile.planner import budget
+from jax_deepcompile.planner.candidate import Candidate, Environment
+from jax_deepcompile.planner.layers import AS_READ
+from jax_deepcompile.planner.straight_line import exposed_seconds
+from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 
 
 @dataclass(frozen=True)
@@ -24,24 +24,28 @@ class UnshardMicrobatches:
     """Gathers that loops repeat are done once before them, those first that are waited for longest for their bytes."""
 
     name: str = "unshard_microbatches"
+    stage: Stage = Stage.MAIN
 
-    def propose(self, base: Program, now: Trial, environment: Environment) -> Iterator[Proposal]:
-        if environment.limit_bytes is None or now.plan.kept or not now.waits:
+    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        if environment.limit_bytes is None or best.plan.of(KeptGathers) or not best.waits:
             return
-        program = apply_loops(base, environment.mesh, now.plan)
-        repeats = [
-            each for loop in find_loops(program.jaxpr) for each in repeats_of(loop, program.mesh, environment.costs)
-        ]
-        free_bytes = environment.limit_bytes - now.prediction.peak_bytes
-        proposal = None
-        for chosen in dict.fromkeys(choose_kept(repeats, share * free_bytes) for share in (_SURELY, 1.0)):
-            if chosen:
-                size = sum(repeat.size_bytes for repeat in chosen)
-                decision = f"{len(chosen)} of {len(repeats)} values are gathered once for all microbatches"
-                plan = now.plan.replace(kept=as_planned(chosen))
-                proposal = Proposal(plan, f"{decision}, {size / 2**30:.2f} GiB", otherwise=proposal)
-        if proposal is not None:
+        program = best.plan.program(base, environment.mesh, until=AS_READ)
+        repeats = [each for loop in find_loops(program) for each in repeats_of(program, loop, environment.costs)]
+        free = budget.free_bytes(best, environment)
+        choices = [budget.most_worth(repeats, _worth, share * free) for share in (_SURELY, 1.0)]
+        proposals = []
+        for chosen in filter(None, choices):
+            size = budget.total_bytes(chosen)
+            decision = f"{len(chosen)} of {len(repeats)} values are gathered once for all microbatches"
+            plan = best.plan.having(KeptGathers, as_planned(chosen))
+            proposals.append(Proposal(plan, f"{decision}, {size / 2**30:.2f} GiB"))
+        if proposal := budget.ladder(proposals):
             yield proposal
+
+
+def _worth(repeat: Repeat) -> float:
+    """Seconds saved for each byte."""
+    return repeat.saved_s / repeat.size_bytes
 
 
 _SURELY = 0.8
@@ -54,13 +58,13 @@ class Repeat:
 
     Attributes:
       loop: its name.
-      positions: of these gathers, among all in it that are the same every iteration.
+      gathers: of it, by name.
       saved_s: what gathering it once saves a step.
       size_bytes: of the whole value.
     """
 
     loop: str
-    positions: tuple[int, ...]
+    gathers: tuple[str, ...]
     saved_s: float
     size_bytes: int
 
@@ -69,10 +73,10 @@ _HIDDEN = 0.1
 """What a second of communication is worth that nothing waits for: with less of it, more of the rest is hidden."""
 
 
-def repeats_of(loop: Loop, mesh: MeshAxes, costs: CostModel) -> list[Repeat]:
+def repeats_of(program: Program, loop: Loop, costs: CostModel) -> list[Repeat]:
     """What ``loop`` gathers alike in every iteration."""
     body, gathers = open_jaxpr(loop.eqn.params["jaxpr"]), hoistable_gathers(loop.eqn)
-    times = equation_times(body, mesh, costs)
+    times, names = equation_times(body, program.mesh, costs), hoistable_names(program, loop)
     places = [gather.position for gather in gathers]
     waits_s = exposed_seconds(
         times, list(zip(places, first_uses(body, [gather.result for gather in gathers]), strict=True))
@@ -87,7 +91,7 @@ def repeats_of(loop: Loop, mesh: MeshAxes, costs: CostModel) -> list[Repeat]:
     return [
         Repeat(
             loop.name,
-            tuple(alike),
+            tuple(names[position] for position in alike),
             (loop.length - 1) * sum(map(saved_s, alike)),
             gathers[alike[0]].size_bytes,
         )
@@ -95,19 +99,9 @@ def repeats_of(loop: Loop, mesh: MeshAxes, costs: CostModel) -> list[Repeat]:
     ]
 
 
-def choose_kept(repeats: Sequence[Repeat], free_bytes: float) -> tuple[Repeat, ...]:
-    """Those that save most for their bytes, as many as ``free_bytes`` holds together."""
-    chosen = []
-    for repeat in sorted(repeats, key=lambda repeat: -repeat.saved_s / repeat.size_bytes):
-        if repeat.saved_s > 0 and repeat.size_bytes <= free_bytes:
-            free_bytes -= repeat.size_bytes
-            chosen.append(repeat)
-    return tuple(chosen)
-
-
 def as_planned(chosen: Sequence[Repeat]) -> tuple[KeptGathers, ...]:
     """What a plan says of ``chosen``."""
-    positions: dict[str, list[int]] = {}
+    names: dict[str, list[str]] = {}
     for repeat in chosen:
-        positions.setdefault(repeat.loop, []).extend(repeat.positions)
-    return tuple(KeptGathers(loop, tuple(sorted(kept))) for loop, kept in sorted(positions.items()))
+        names.setdefault(repeat.loop, []).extend(repeat.gathers)
+    return tuple(KeptGathers(loop, tuple(kept)) for loop, kept in sorted(names.items()))

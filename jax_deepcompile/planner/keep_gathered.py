@@ -1,7 +1,7 @@
-"""The plan where collectives stop compute: what a loop gathers alike in every iteration is gathered once, before it.
+"""What loops gather alike in every iteration, gathered once before them.
 
-There is nothing to hide communication under, so no schedule to try and nothing to compile before deciding. What
-straight-line code gathers twice XLA:CPU merges by itself.
+Where collectives stop compute that is all there is to plan: there is nothing to hide communication under, so no
+schedule to try and nothing to compile before deciding. What straight-line code gathers twice XLA:CPU merges by itself.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from collections.abc import Iterable
 from jax_deepcompile.analysis.gathers import Gather, hoistable_gathers
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planner.plan import KeptGathers, Plan
+from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 
 
-def keep_gathered(program: Program, free_bytes: float) -> Plan:
+def keep_gathered(program: Program, free_bytes: float) -> tuple[KeptGathers, ...]:
     """As many gathers as ``free_bytes`` of a device holds, loop by loop; ``program`` is fully sharded."""
     kept = []
-    for loop in find_loops(program.jaxpr):
+    for loop in find_loops(program):
         positions, free_bytes = _as_many_as_fit(hoistable_gathers(loop.eqn), free_bytes)
         if positions:
-            kept.append(KeptGathers(loop.name, positions))
-    return Plan("").replace(kept=tuple(kept))
+            names = hoistable_names(program, loop)
+            kept.append(KeptGathers(loop.name, tuple(names[position] for position in positions)))
+    return tuple(kept)
 
 
 def _as_many_as_fit(gathers: Iterable[Gather], free_bytes: float) -> tuple[tuple[int, ...], float]:

@@ -9,14 +9,12 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.lowering.compile import combiner_options
-from jax_deepcompile.planner.candidate import Environment, attempt
-from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.strategies.pipeline_loops import BucketCollectives, bandwidth_bound_bytes
+from jax_deepcompile.planner.candidate import Environment, evaluate
+from jax_deepcompile.planner.strategies.bucket_collectives import BucketCollectives, bandwidth_bound_bytes
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
-from tests.planner.test_straight_line import situation
+from tests.planner.situations import START, UNROLLED, situation, unrolled_loss
 from tests.schedules import gathers, instructions
 from tests.transforms.programs import count, sharded
-from tests.transforms.test_prefetch import UNROLLED, unrolled_loss
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,18 @@ def test_the_size_where_latency_no_longer_counts(latency_s: float, share: float,
 
 @pytest.mark.pure
 def test_gathered_buckets_have_that_size_and_reduced_ones_a_part_of_it():
-    program, now, environment = situation(unrolled_loss, UNROLLED, Line())
-    (proposal,) = BucketCollectives().propose(program, now, environment)
+    program, best, environment = situation(unrolled_loss, UNROLLED, Line())
+    (proposal,) = BucketCollectives().propose(program, best, environment)
     assert dict(proposal.plan.options) == combiner_options(32 << 20, (32 << 20) // program.mesh.size)
     assert proposal.decision == "buckets of 32 MiB"
-    assert proposal.plan.replace(options=()) == now.plan
+    assert proposal.plan.replace(options=()) == best.plan
 
 
 @pytest.mark.pure
 def test_loops_have_buckets_of_their_own():
-    plan = Plan("0", loops=(LoopSchedule("scan.0", 1, 0),))
-    program, now, environment = situation(unrolled_loss, UNROLLED, Line(), plan=plan)
-    assert list(BucketCollectives().propose(program, now, environment)) == []
+    plan = START.having(LoopSchedule, [LoopSchedule("layers @forward", 1, 0)])
+    program, best, environment = situation(unrolled_loss, UNROLLED, Line(), plan=plan)
+    assert list(BucketCollectives().propose(program, best, environment)) == []
 
 
 @pytest.mark.h100_aot
@@ -68,10 +66,10 @@ def test_one_collective_a_bucket():
     mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
     program, _ = sharded(unrolled_loss, UNROLLED, mesh=mesh)
     environment = Environment(mesh, "cuda", CostModel(), None)
-    alone = Plan("0").replace(options=combiner_options(0, 0))
-    (proposal,) = BucketCollectives().propose(program, attempt(program, alone, environment), environment)
-    apart, joined = (attempt(program, plan, environment) for plan in (alone, proposal.plan))
-    launched = [gathers(instructions(trial.module)) for trial in (apart, joined)]
+    alone = START.replace(options=combiner_options(0, 0))
+    (proposal,) = BucketCollectives().propose(program, evaluate(program, alone, environment), environment)
+    apart, joined = (evaluate(program, plan, environment) for plan in (alone, proposal.plan))
+    launched = [gathers(instructions(each.evaluated.module)) for each in (apart, joined)]
     assert launched[0] == count(program, "all_gather")
     assert launched[1] <= launched[0] // 3
     assert joined.prediction.communication_s < 0.5 * apart.prediction.communication_s

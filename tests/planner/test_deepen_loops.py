@@ -13,36 +13,35 @@ from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.simulation import Loop, Totals
 from jax_deepcompile.lowering.compile import double_buffering
-from jax_deepcompile.planner.apply import apply_plan
-from jax_deepcompile.planner.candidate import Environment, Trial, attempt
+from jax_deepcompile.planner.candidate import Candidate, Environment, evaluate
+from jax_deepcompile.planner.layers import gathered_bytes, pipelined
 from jax_deepcompile.planner.plan import Plan, Prediction
-from jax_deepcompile.planner.search import Proposal
 from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
-from jax_deepcompile.planner.strategies.unshard import gathered_bytes
+from jax_deepcompile.planner.strategy import Proposal
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
+from tests.planner.situations import START, candidate
 from tests.schedules import loop_bodies, work_while_under_way
 from tests.transforms.programs import assert_same_work, sharded, stack_loss, stack_shapes
 
-FORWARD, BACKWARD = LoopSchedule("scan.0", 1, 0, 0, 1), LoopSchedule("scan.1", 1, 1, 1, 1)
-PLAN = Plan("0", loops=(FORWARD, BACKWARD))
 PROGRAM, MESH = sharded(stack_loss, {"stack": stack_shapes()})
-LAYER_BYTES = gathered_bytes(next(find_loops(PROGRAM.jaxpr)))
+FORWARD, BACKWARD = SCHEDULES = choose_schedules(PROGRAM)
+PLAN = pipelined(START, PROGRAM, SCHEDULES)
+LAYER_BYTES = gathered_bytes(next(find_loops(PROGRAM)))
 LIMIT = 1 << 30
 EARLIER, LATER = replace(BACKWARD, prefetch_layers=2, last_layers=2), replace(BACKWARD, delay_layers=2, first_layers=2)
 
 
 def proposals(plan: Plan = PLAN, free_bytes: int = LIMIT, exposed_s: float = 1.0, trip_s: float = 1.0, layers: int = 2):
-    nothing: Any = None
     loop = Loop("while", "", 5, True, trip_s, Totals(compute_s=1.0, communication_s=1.0, reduced_bytes=1))
     run: Any = SimpleNamespace(loops=(loop,))
     prediction = Prediction(10.0, 5.0, 9.0, exposed_s, LIMIT - free_bytes)
-    now = Trial(plan, PROGRAM, nothing, nothing, run, prediction, 0)
-    return list(DeepenLoops(layers).close(PROGRAM, now, Environment(MESH, "cuda", CostModel(), LIMIT)))
+    best = candidate(PROGRAM, plan, prediction, run)
+    return list(DeepenLoops(layers).propose(PROGRAM, best, Environment(MESH, "cuda", CostModel(), LIMIT)))
 
 
 def loops(found: list[Proposal]) -> list[tuple[LoopSchedule, ...]]:
-    return [proposal.plan.loops for proposal in found]
+    return [proposal.plan.of(LoopSchedule) for proposal in found]
 
 
 @pytest.mark.pure
@@ -63,8 +62,8 @@ def test_reducing_later_is_tried_where_layers_are_waited_for():
         {"exposed_s": 0.01},
         {"free_bytes": LAYER_BYTES - 1},
         {"layers": 1, "trip_s": 2.0},
-        {"plan": Plan("0"), "trip_s": 2.0},
-        {"plan": PLAN.replace(loops=(replace(FORWARD, prefetch_layers=2), EARLIER))},
+        {"plan": START, "trip_s": 2.0},
+        {"plan": PLAN.having(LoopSchedule, (replace(FORWARD, prefetch_layers=2), EARLIER))},
     ],
     ids=["nothing waits", "no room", "one layer is enough", "no loops", "deep already"],
 )
@@ -74,24 +73,25 @@ def test_nothing_is_proposed_for_nothing(situation):
 
 @pytest.mark.pure
 def test_loops_that_gather_nothing_ahead_are_left():
-    plan = PLAN.replace(loops=(LoopSchedule("scan.0", 0, 1, 1, 0),))
+    plan = PLAN.having(LoopSchedule, [replace(BACKWARD, prefetch_layers=0, last_layers=0)])
     assert proposals(plan) == []
 
 
 @pytest.mark.pure
 def test_what_microbatches_reduce_later_stays_so():
-    delayed = (DelayedReductions("scan.2", (0,)),)
-    assert [proposal.plan.delayed for proposal in proposals(PLAN.replace(delayed=delayed), trip_s=1.2)] == [delayed] * 2
+    delayed = (DelayedReductions("microbatches", ("head",)),)
+    found = proposals(PLAN.having(DelayedReductions, delayed), trip_s=1.2)
+    assert [proposal.plan.of(DelayedReductions) for proposal in found] == [delayed] * 2
 
 
 @pytest.mark.cpu_mesh
 @pytest.mark.parametrize("schedules", [(FORWARD, EARLIER), (FORWARD, LATER)], ids=["earlier", "later"])
 def test_deeper_loops_compute_the_same_bits(schedules):
-    assert_same_work(apply_plan(PROGRAM, MESH, PLAN.replace(loops=schedules)), PROGRAM, MESH)
+    assert_same_work(PLAN.having(LoopSchedule, schedules).program(PROGRAM, MESH), PROGRAM, MESH)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[Trial]:
+def compiled() -> list[Candidate]:
     """Wide layers on 8 H100s, their loops one layer deep and two."""
     width, layers = 1024, 8
     params = {
@@ -99,16 +99,16 @@ def compiled() -> list[Trial]:
     }
     mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
     program, _ = sharded(stack_loss, params, batch=(64 * 1024, width), mesh=mesh)
-    start = Plan("0").replace(options=double_buffering())
+    start = START.replace(options=double_buffering())
     environment = Environment(mesh, "cuda", CostModel(), None)
-    plans = [start.replace(loops=choose_schedules(program, ahead, behind)) for ahead, behind in ((1, 1), (2, 2))]
-    return [attempt(program, plan, environment) for plan in plans]
+    deep = [choose_schedules(program, layers, layers) for layers in (1, 2)]
+    return [evaluate(program, pipelined(start, program, each), environment) for each in deep]
 
 
 @pytest.mark.h100_aot
 def test_deeper_loops_hide_as_much_and_take_little_more(compiled):
     one, two = compiled
-    work = [found for body in loop_bodies(two.module) for found in work_while_under_way(body)]
+    work = [found for body in loop_bodies(two.evaluated.module) for found in work_while_under_way(body)]
     assert {opcode for opcode, _ in work} == {"all-gather-start", "reduce-scatter-start"}
     assert all(number for _, number in work), work
     assert one.prediction.peak_bytes < two.prediction.peak_bytes < 1.35 * one.prediction.peak_bytes

@@ -10,16 +10,14 @@ from jax.sharding import PartitionSpec as P
 
 from jax_deepcompile import targets
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.operation import Stream
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation, Totals
 from jax_deepcompile.costs.simulator import simulate
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.lowering.compile import combiner_options, compile_options, double_buffering
 from jax_deepcompile.lowering.latencies import Latency, latency_options
-from jax_deepcompile.planner.scheduler_latencies import told_latencies
-
-NOTHING = MemoryUse(0, 0, 0, 0, (), (), ())
+from jax_deepcompile.planner.scheduler_latencies import scheduler_latencies
+from tests.planner.situations import NO_MEMORY
 
 
 def simulated(compute_s: float, communication_s: float, innermost: bool = True) -> Simulation:
@@ -32,11 +30,11 @@ def simulated(compute_s: float, communication_s: float, innermost: bool = True) 
         Event(Stream.ALL_GATHER, "gather", 0.0, each_s, loop="while"),
         Event(Stream.REDUCE_SCATTER, "outside", 1.0, 1.0 + each_s),
     )
-    return Simulation(10.0, Totals(), (loop,), events, NOTHING)
+    return Simulation(10.0, Totals(), (loop,), events, NO_MEMORY)
 
 
 def told(simulation: Simulation, at_a_time: int = 1) -> dict[str, float]:
-    return {each.name: each.microseconds / 1e6 for each in told_latencies(simulation, at_a_time)}
+    return {each.name: each.microseconds / 1e6 for each in scheduler_latencies(simulation, at_a_time)}
 
 
 @pytest.mark.pure
@@ -56,7 +54,7 @@ def test_a_loop_around_other_loops_is_told_as_it_is():
 
 @pytest.mark.pure
 def test_a_little_less_is_said_of_collectives_only():
-    latencies = told_latencies(simulated(3.0, 2.0), scale=0.95)
+    latencies = scheduler_latencies(simulated(3.0, 2.0), scale=0.95)
     assert {each.name: each.microseconds for each in latencies} == {"fusion": 3e6, "gather": 0.95e6, "outside": 0.95e6}
 
 
@@ -111,4 +109,4 @@ def test_the_network_is_never_idle_in_a_loop_that_waits_for_it():
 
     untold = played()
     true = tuple(Latency(each.name, 1e6 * (each.end_s - each.start_s)) for each in untold.timeline)
-    assert idle(played(told_latencies(untold))) < 0.001 < idle(played(true)) < idle(untold)
+    assert idle(played(scheduler_latencies(untold))) < 0.001 < idle(played(true)) < idle(untold)

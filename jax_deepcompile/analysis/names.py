@@ -1,0 +1,269 @@
+"""What plans call the parts of a program: by parameter path, the user's scopes and functions, and phase.
+
+``layers/mlp/up/kernel`` is a parameter, and what gathers it or reduces its gradient; ``layers @backward`` a loop over
+the layers whose parameters it reads; ``layers/mlp dot_general`` a value, by the scope that computes it. Where several
+would have one name, those after the first are numbered: ``layers/mlp dot_general #2``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import open_jaxpr, scan_counts, user_function
+from jax_deepcompile.analysis.dataflow import variables
+from jax_deepcompile.analysis.gathers import CHEAP, Gather, is_gather_loop
+from jax_deepcompile.analysis.loops import Loop, Path, computing_scans, loops_in, reduces_gradients
+from jax_deepcompile.ir.program import Port, Program, Role
+
+_PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|\.?(\w+)")
+_ARGUMENTS = re.compile(r"^\(([\w, ]+)\)\[(\d+)\]")
+_TRANSFORMED = re.compile(r"^\w+\((.*)\)$")
+_NOT_SCOPES = frozenset({"", "rematted_computation", "checkpoint", "while", "body", "cond", "closed_call"})
+
+
+def with_loop_names(program: Program) -> Program:
+    """``program`` with names for its loops, which they keep whatever becomes of their bodies."""
+    loops = list(loops_in(program.jaxpr))
+    names = numbered([_loop_name(program, path, eqn) for path, eqn in loops])
+    return program.replace(loop_names=dict(zip((path for path, _ in loops), names, strict=True)))
+
+
+def keeping_loop_names(program: Program, before: Program) -> Program:
+    """``program``, rewritten from ``before``, with the names that its loops had there, wherever they are now.
+
+    Where iterations run apart, copies of the loops inside stand beside their loop: those have no names.
+    """
+    names = {
+        new: before.loop_names[old] for old, new in _same_loops(before.jaxpr, program.jaxpr) if old in before.loop_names
+    }
+    return program if names == program.loop_names else program.replace(loop_names=names)
+
+
+def _same_loops(before: Any, after: Any) -> Iterator[tuple[Path, Path]]:
+    """Where loops of ``before`` were and are: those that one call made, in order; of the same scopes, if there are."""
+    old, new = dict(enumerate(computing_scans(before))), dict(enumerate(computing_scans(after)))
+    for scoped in (True, False):
+        waiting: dict[Any, list[int]] = {}
+        for position, eqn in new.items():
+            waiting.setdefault(_origin(eqn, scoped), []).append(position)
+        for position, eqn in list(old.items()):
+            if found := waiting.get(_origin(eqn, scoped)):
+                same = found.pop(0)
+                yield (position,), (same,)
+                inside = _same_loops(old.pop(position).params["jaxpr"], new.pop(same).params["jaxpr"])
+                yield from (((position, *was), (same, *now)) for was, now in inside)
+
+
+def _origin(eqn: Any, scoped: bool) -> tuple:
+    """The call that made an equation, which rewriting leaves, and its scopes, which a replaced one is without."""
+    source = eqn.source_info
+    return id(source.traceback), str(source.name_stack) if scoped else None
+
+
+def parameter_names(program: Program) -> list[str]:
+    """What each input is called: parameters of one tree by their paths in it, whatever modules there are beside."""
+    paths = [_parts(port.path) for port in program.inputs]
+    arrays = [path for path, port in zip(paths, program.inputs, strict=True) if _is_parameter(port)]
+    argument, *rest = _shared(arrays) or [""]
+    tree = [argument, *itertools.takewhile("params".__eq__, rest)] if argument else []
+    shared = min(len(tree), min(map(len, arrays), default=1) - 1)
+    named = [
+        path[shared:] if port.role is Role.PARAM and path[:shared] == arrays[0][:shared] else path
+        for path, port in zip(paths, program.inputs, strict=True)
+    ]
+    return ["/".join(path) for path in (named if len(set(map(tuple, named))) == len(named) else paths)]
+
+
+def gather_names(program: Program, path: Path, gathers: Sequence[Gather]) -> list[str]:
+    """What each of ``gathers`` in the loop at ``path`` is called; with its phase where the loop has none."""
+    body = _jaxpr_at(program, path)
+    known = _inputs_at(program, path)
+    names = [known.get(gather.source, "value") for gather in gathers]
+    if " @" not in program.loop_names.get(path, ""):
+        names = [f"{name}{_phase(body.eqns[each.position])}" for name, each in zip(names, gathers, strict=True)]
+    return numbered(names)
+
+
+def reduction_names(program: Program, loop: Loop, outputs: Sequence[int]) -> list[str]:
+    """What is reduced for each of ``outputs``, positions among the results of ``loop``: by the parameter it updates."""
+    known = gradient_names(program, loop.path[:-1])
+    return numbered([known.get(loop.eqn.outvars[output], "value") for output in outputs])
+
+
+def gradient_names(program: Program, path: Path) -> dict[Any, str]:
+    """For variables in the body of the loop at ``path`` the parameter that they update, elementwise; () is outside."""
+    names = dict(zip((port.path for port in program.inputs), parameter_names(program), strict=True))
+    jaxpr = open_jaxpr(program.jaxpr)
+    known = {
+        atom: names[port.path]
+        for port, atom in zip(program.outputs, jaxpr.outvars, strict=True)
+        if port.role is Role.PARAM and port.path in names and isinstance(atom, jex.Var)
+    }
+    for position in path:
+        _spread(jaxpr, known)
+        eqn = computing_scans(jaxpr)[position]
+        jaxpr = open_jaxpr(eqn.params["jaxpr"])
+        known = dict(_pairs(jaxpr.outvars, eqn.outvars, known))
+    _spread(jaxpr, known)
+    return known
+
+
+def value_names(jaxpr: Any, phased: bool = False) -> dict[Any, str]:
+    """What the variables that equations of ``jaxpr`` define are called; with their phase if ``phased``."""
+    made = [(var, index, eqn) for eqn in open_jaxpr(jaxpr).eqns for index, var in enumerate(eqn.outvars)]
+    names = [
+        f"{_scope_name(eqn)} {eqn.primitive.name}{f'.{index}' if index else ''}{_phase(eqn) if phased else ''}"
+        for _, index, eqn in made
+    ]
+    return dict(zip((var for var, *_ in made), numbered(names), strict=True))
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """``names`` made different: those that were there before get a number, in front of the phase."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        base, at, phase = name.partition(" @")
+        found.append(name if seen[name] == 1 else f"{base} #{seen[name]}{at}{phase}")
+    return found
+
+
+def _loop_name(program: Program, path: Path, eqn: Any) -> str:
+    """By the parameters whose slices it reads, else the function that the user wrote it in; with its phase."""
+    around = _inputs_at(program, path[:-1])
+    read = [around[atom] for atom in variables(eqn.invars[sum(scan_counts(eqn)) :]) if atom in around]
+    roles = zip(parameter_names(program), program.inputs, strict=True)
+    parameters = {name for name, port in roles if port.role is Role.PARAM}
+    paths = [name.split("/") for name in dict.fromkeys(read) if name in parameters]
+    if paths:
+        module = _shared(paths) if len(paths) > 1 else paths[0][:-1]
+        return "/".join(module or paths[0]) + (" @backward" if _is_backward(eqn) else " @forward")
+    function = _function(eqn)
+    return function or ("microbatches" if any(loops_in(eqn.params["jaxpr"])) or _is_backward(eqn) else "loop")
+
+
+def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
+    """What all of ``paths`` begin with."""
+    levels = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*paths, strict=False))
+    return [level[0] for level in levels]
+
+
+def _is_backward(eqn: Any) -> bool:
+    return reduces_gradients(eqn) or _phase(eqn) == " @backward"
+
+
+def _inputs_at(program: Program, path: Path) -> dict[Any, str]:
+    """For variables in the body of the loop at ``path`` the input of the program that each is cheaply made of."""
+    jaxpr = open_jaxpr(program.jaxpr)
+    known = _derived(jaxpr, zip(jaxpr.invars, parameter_names(program), strict=True))
+    for position in path:
+        eqn = computing_scans(jaxpr)[position]
+        jaxpr = open_jaxpr(eqn.params["jaxpr"])
+        known = _derived(jaxpr, _pairs(jaxpr.invars, eqn.invars, known))
+    return known
+
+
+def _pairs(these: Sequence, those: Sequence, known: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
+    """Variables among ``these`` with the names that their counterparts among ``those`` have."""
+    for this, that in zip(these, those, strict=True):
+        if isinstance(this, jex.Var) and isinstance(that, jex.Var) and that in known:
+            yield this, known[that]
+
+
+def _jaxpr_at(program: Program, path: Path) -> jex.Jaxpr:
+    jaxpr = open_jaxpr(program.jaxpr)
+    for position in path:
+        jaxpr = open_jaxpr(computing_scans(jaxpr)[position].params["jaxpr"])
+    return jaxpr
+
+
+def _derived(jaxpr: jex.Jaxpr, given: Iterable[tuple[Any, str]]) -> dict[Any, str]:
+    """``given`` names, and those of what is made of one of them alone by cheap work."""
+    known = dict(given)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            known.update(_pairs(eqn.outvars, eqn.invars, known))
+        elif eqn.primitive.name in CHEAP or is_gather_loop(eqn):
+            operands = variables(eqn.invars)
+            if len(operands) == 1 and operands[0] in known:
+                known[eqn.outvars[0]] = known[operands[0]]
+    return known
+
+
+def _spread(jaxpr: jex.Jaxpr, known: dict[Any, str]) -> None:
+    """Adds to ``known`` what its values are made of element by element, cast, reshaped or summed over devices."""
+    for eqn in reversed(jaxpr.eqns):
+        for operand, name in _made_of(eqn, known):
+            known.setdefault(operand, name)
+
+
+def _made_of(eqn: Any, known: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
+    name, made = eqn.primitive.name, [var for var in eqn.outvars if var in known]
+    if not made:
+        return
+    if name == "optimization_barrier":
+        yield from _pairs(eqn.invars, eqn.outvars, known)
+    elif name == "cond":
+        for branch in eqn.params["branches"]:
+            inner = open_jaxpr(branch)
+            inside = dict(_pairs(inner.outvars, eqn.outvars, known))
+            _spread(inner, inside)
+            yield from _pairs(eqn.invars[1:], inner.invars, inside)
+    elif name == "scan":
+        num_consts, num_carry = scan_counts(eqn)
+        yield from _pairs(eqn.invars[num_consts : num_consts + num_carry], eqn.outvars[:num_carry], known)
+    elif len(eqn.outvars) == 1 and name not in _MIXING:
+        for atom in variables(eqn.invars):
+            if _elements(atom) == _elements(made[0]) or name in ("reduce_scatter", "psum"):
+                yield atom, known[made[0]]
+
+
+def _elements(var: Any) -> int:
+    return math.prod(var.aval.shape)
+
+
+_MIXING = frozenset({"dot_general", "conv_general_dilated", "gather", "sort", "cumsum", "rev", "while"})
+
+
+def _is_parameter(port: Port) -> bool:
+    return port.role is Role.PARAM and bool(port.shape)
+
+
+def _parts(path: str) -> list[str]:
+    """``state.params['embed']['kernel'].value`` in pieces; the attribute that NNX keeps values in is left out.
+
+    Of arguments that are one to the compiler, as NNX objects are, ``(model, optimizer)[1]`` is ``optimizer``.
+    """
+    if several := _ARGUMENTS.match(path):
+        path = several[1].split(", ")[int(several[2])] + path[several.end() :]
+    found = [next(filter(None, each.groups())) for each in _PART.finditer(path)]
+    return found[:-1] if len(found) > 1 and found[-1] == "value" else found
+
+
+def _phase(eqn: Any) -> str:
+    text = str(eqn.source_info.name_stack)
+    if "transpose(" in text or "rematted_computation" in text:
+        return " @backward"
+    return " @forward" if "jvp(" in text else ""
+
+
+def _scope_name(eqn: Any) -> str:
+    parts = []
+    for part in re.split(r"/(?![^()]*\))", str(eqn.source_info.name_stack)):
+        while transformed := _TRANSFORMED.match(part):
+            part = transformed[1]
+        parts += [part] if part not in _NOT_SCOPES else []
+    return "/".join(parts) or _function(eqn) or "step"
+
+
+def _function(eqn: Any) -> str:
+    """The user's function that ``eqn`` is of; empty where no line of the user's is known."""
+    return user_function(eqn).rpartition("<locals>.")[2]

@@ -1,0 +1,86 @@
+"""Loops over layers in pairs, what they gather, and the loops around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.analysis.loops import Loop, find_loops
+from jax_deepcompile.analysis.parts import split_body
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.planner.candidate import Environment
+from jax_deepcompile.planner.keep_gathered import keep_gathered
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
+from jax_deepcompile.transforms.compute_once import ComputeOnce
+from jax_deepcompile.transforms.decision import Decision
+from jax_deepcompile.transforms.gather_after_loops import GatherAfterLoops
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
+from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from jax_deepcompile.transforms.reduce_before_loops import ReduceBeforeLoops
+
+AROUND_PIPELINED: tuple[Decision, ...] = (
+    AccumulateInLoops(),
+    NarrowStacks(),
+    ComputeOnce(),
+    ReduceBeforeLoops(),
+    GatherAfterLoops(),
+)
+"""What goes with pipelined loops, whichever they are."""
+
+AS_READ = ReduceBeforeLoops
+"""The last kind of decision that says how layer loops run."""
+
+
+def pipelined(plan: Plan, program: Program, schedules: Sequence[LoopSchedule]) -> Plan:
+    """``plan`` with ``schedules`` for its loops in ``program``, and all that goes with them."""
+    plan = plan.having(LoopSchedule, schedules)
+    for each in AROUND_PIPELINED:
+        plan = plan.having(type(each), [each] if schedules else [])
+    return plan.having(MicrobatchLoop, [MicrobatchLoop(name) for name in loops_around(program, schedules)])
+
+
+def not_pipelined(plan: Plan) -> Plan:
+    """``plan`` without ``pipelined``."""
+    return plan.without(LoopSchedule, MicrobatchLoop, *map(type, AROUND_PIPELINED))
+
+
+def loops_around(program: Program, schedules: Sequence[LoopSchedule]) -> list[str]:
+    """The names of the loops around those that ``schedules`` pipeline."""
+    loops, wanted = list(find_loops(program)), {schedule.loop for schedule in schedules}
+    inside = [loop for loop in loops if loop.name in wanted]
+    return [loop.name for loop in loops if any(inner.is_inside(loop) for inner in inside)]
+
+
+def gathered_bytes(loop: Loop) -> int:
+    """What one iteration gathers."""
+    return sum(map(size_bytes, split_body(loop.eqn).early.outputs))
+
+
+def layer_stacks(program: Program, plan: Plan) -> list[tuple[Loop, Loop]]:
+    """Pairs of loops, forward and backward, over the same layers: same scope, same length, opposite ways.
+
+    Only those that gather ahead, if the plan pipelines any.
+    """
+    schedules = plan.of(LoopSchedule)
+    wanted = {schedule.loop for schedule in schedules if schedule.prefetch_layers}
+    loops = [loop for loop in find_loops(program) if loop.name in wanted or not schedules]
+    pairs, taken = [], set()
+    for forward in loops:
+        for backward in loops:
+            opposite = backward.reverse != forward.reverse and backward.path[:-1] == forward.path[:-1]
+            later = backward.path[-1] > forward.path[-1]
+            same = backward.length == forward.length and gathered_bytes(backward) == gathered_bytes(forward)
+            if opposite and later and same and forward.name not in taken and backward.name not in taken:
+                pairs.append((forward, backward))
+                taken |= {forward.name, backward.name}
+    return pairs
+
+
+def keep_over_loops(base: Program, plan: Plan, environment: Environment) -> Plan:
+    """Everything that the loops around the layer loops gather alike in every iteration is gathered once."""
+    program = plan.program(base, environment.mesh, until=AS_READ)
+    return plan.having(KeptGathers, keep_gathered(program, math.inf))

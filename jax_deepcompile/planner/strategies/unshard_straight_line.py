@@ -1,0 +1,36 @@
+"""Gathers outside of loops that stay for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.planner.candidate import Candidate, Environment
+from jax_deepcompile.planner.straight_line import choose_unsharded, free_bytes, repeats_of, starting, waits
+from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.transforms.prefetch import Prefetch
+from jax_deepcompile.transforms.unshard import ReusedGathers
+
+
+@dataclass(frozen=True)
+class UnshardStraightLine:
+    """Gathers that the backward pass would repeat, and wait for, stay from the forward where memory holds them."""
+
+    slack: float = 1.25
+    name: str = "unshard_straight_line"
+    stage: Stage = Stage.MAIN
+
+    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        if environment.limit_bytes is None or not waits(base, best):
+            return
+        repeats = repeats_of(base, best.plan, environment)
+        chosen = choose_unsharded(repeats, free_bytes(repeats, best, environment))
+        plan = best.plan.having(ReusedGathers, chosen)
+        if not chosen:
+            return
+        if best.plan.of(Prefetch):
+            plan = starting(base, plan, best, environment, self.slack)
+        stay = {name for each in chosen for name in each.gathers}
+        size = sum(repeat.size_bytes for repeat in repeats if repeat.name in stay)
+        yield Proposal(plan, f"{len(stay)} of {len(repeats)} repeated gathers stay, {size / 2**30:.2f} GiB")
