@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,29 +13,26 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import is_tracing
-from jax_deepcompile.compiler import Launch, OtherShapes, Prepared, Programs
+from jax_deepcompile.compiler import Compilation, Context, OtherTypes, compile_init
 from jax_deepcompile.costs.devices import as_if_here, machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.frontend.arguments import are_plain, join_rows, place, refuse_deleted, shapes_only
-from jax_deepcompile.frontend.call import Creation, PureCall, bind
-from jax_deepcompile.frontend.meshes import AxisNames, MeshUse, resolve_mesh
+from jax_deepcompile.frontend.arguments import are_plain, move, refuse_deleted, shapes_only
+from jax_deepcompile.frontend.call import PureCall, bind, function_name
+from jax_deepcompile.frontend.meshes import AxisNames, resolve_mesh
+from jax_deepcompile.frontend.objects import Creation, holds_objects
 from jax_deepcompile.frontend.roles import Roles
-from jax_deepcompile.frontend.trace import function_name, trace_init
+from jax_deepcompile.frontend.rows import join_rows
 from jax_deepcompile.ir.placement import attached
 from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
-from jax_deepcompile.methods import BoundStep
-from jax_deepcompile.options import check_options
-from jax_deepcompile.partition.partition import partition_init
+from jax_deepcompile.options import StepOptions
 from jax_deepcompile.planner.limits import MemoryLimit
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.selection import Passes
-from jax_deepcompile.planner.session import PlanOptions
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.summary import summary_of_step
-from jax_deepcompile.report.text import explain
 from jax_deepcompile.runtime.processes import ALONE, Alone, processes_of
-from jax_deepcompile.stages import LoweredStep, TracedStep
+from jax_deepcompile.stages import LoweredStep, TracedStep, explain_compilation
 from jax_deepcompile.summary import Summarized, Summary, Text
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
@@ -99,8 +95,9 @@ def shard(
       profile: measured times to plan by; by default tables for the device.
       plan: decisions to carry out as they are, such as another run's ``step.plan(...)``.
       cache_dir: a folder that keeps plans between runs, and executables if nobody else can write them.
-      donate: reuse the memory of the state passed in for the one returned. Without an optimizer's state only of what
-        ``state_argnums`` names or cannot be mistaken: gradients look like new parameters.
+      donate: reuse the memory of the state passed in for the one returned. Gradients look like new parameters; without
+        an optax optimizer's state it is done for what ``state_argnums`` names, and for what has leaves that no gradient
+        has, such as counts, or moments and averages kept by hand. ``explain()`` says what is donated, and why.
 
     Returns:
       A ``ShardedStep``, or a decorator that makes one.
@@ -113,37 +110,31 @@ def shard(
         if mesh is not None:
             raise errors.OptionTypeError("mesh", "one mesh, or the function first: shard(step, mesh)", mesh)
         fun, mesh = None, fun
-    asked = {
-        "mesh": mesh,
-        "state_argnums": state_argnums,
-        "batch_argnums": batch_argnums,
-        "fsdp_axes": fsdp_axes,
-        "data_axes": data_axes,
-        "microbatches": microbatches,
-        "memory_limit": memory_limit,
-        "passes": passes,
-        "profile": profile,
-        "plan": plan,
-        "cache_dir": cache_dir,
-        "donate": donate,
-    }
-    make = functools.partial(_make_step, asked=asked)
-    return make if fun is None else make(fun)
+    options = StepOptions(
+        mesh,
+        state_argnums,
+        batch_argnums,
+        fsdp_axes,
+        data_axes,
+        microbatches,
+        memory_limit,
+        passes,
+        profile,
+        plan,
+        cache_dir,
+        donate,
+    )
+    return functools.partial(_make_step, options=options) if fun is None else _make_step(fun, options)
 
 
-def _make_step(fun: Callable, asked: Mapping[str, Any]) -> ShardedStep:
-    check_options(fun, asked)
+def _make_step(fun: Callable, options: StepOptions) -> ShardedStep:
+    if not callable(fun):
+        raise errors.OptionTypeError("fun", "a function (state, batch, ...) -> (state, ...)", fun)
     if _is_pmapped(fun):
         raise errors.PmappedStepError(function_name(fun))
-    passes, cache_dir = asked["passes"], asked["cache_dir"]
-    wishes = PlanOptions(
-        asked["memory_limit"],
-        passes if passes is None or isinstance(passes, str) else tuple(passes),
-        asked["profile"],
-        asked["plan"],
-        None if cache_dir is None else Path(cache_dir),
-    )
-    return ShardedStep(fun, resolve_mesh(asked["mesh"], asked["fsdp_axes"], asked["data_axes"]), wishes, asked)
+    use = resolve_mesh(options.mesh, options.fsdp_axes, options.data_axes)
+    roles = Roles.of(options.state_argnums, options.batch_argnums)
+    return ShardedStep(fun, Context(function_name(fun), use, roles, options))
 
 
 def _is_pmapped(fun: Callable) -> bool:
@@ -156,21 +147,12 @@ def _is_pmapped(fun: Callable) -> bool:
 class ShardedStep(Summarized):
     """A train step that runs fully sharded; made by ``shard``."""
 
-    def __init__(
-        self,
-        fun: Callable,
-        use: MeshUse,
-        wishes: PlanOptions,
-        asked: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, fun: Callable, context: Context) -> None:
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._name = function_name(fun)
-        self._use = use
-        self._asked = asked
-        self._roles = Roles.of(asked["state_argnums"], asked["batch_argnums"])
-        self._programs = Programs(self._name, use, self._roles, asked["microbatches"], wishes, asked["donate"])
-        self._last: Prepared | None = None
+        self._context = context
+        self._compilations: dict[Hashable, Compilation] = {}
+        self._last: Compilation | None = None
         self._fast: Callable | None = None
 
     def __get__(self, instance: Any, owner: type | None = None) -> ShardedStep | BoundStep:
@@ -180,7 +162,7 @@ class ShardedStep(Summarized):
     @property
     def mesh(self) -> Mesh | AbstractMesh:
         """The mesh the step runs on."""
-        return self._use.mesh
+        return self._context.use.mesh
 
     def reshard(self, mesh: MeshLike | None = None, **options: Any) -> ShardedStep:
         """The same step, sharded anew.
@@ -189,10 +171,8 @@ class ShardedStep(Summarized):
           mesh: other devices; by default the same.
           **options: of ``shard``, in place of those it was made with.
         """
-        asked: dict[str, Any] = {**self._asked, **options}
-        if mesh is not None:
-            asked["mesh"] = mesh
-        return shard(self._fun, **asked)
+        changes = options if mesh is None else {**options, "mesh": mesh}
+        return shard(self._fun, **{**self._context.options.arguments(), **changes})
 
     def __call__(self, *args, **kwargs):
         """Runs one step; state is donated, batches may be numpy arrays or arrays anywhere.
@@ -208,7 +188,7 @@ class ShardedStep(Summarized):
         if self._fast is not None and not kwargs and are_plain(args):
             try:
                 return self._fast(*args, {})
-            except (TypeError, ValueError, OtherShapes):
+            except (TypeError, ValueError, OtherTypes):
                 self._fast = None
         self._require_devices()
         processes = self._processes()
@@ -226,38 +206,28 @@ class ShardedStep(Summarized):
           What ``create_state`` returns, its leaves sharded as the step wants them; where the devices are not attached
           the leaves are ``jax.ShapeDtypeStruct``s, to trace, plan and compile the step for.
         """
-        creation, mesh, processes = Creation(create_state), self._use.mesh, self._processes()
+        creation, mesh, processes = Creation(create_state), self.mesh, self._processes()
         with processes.together():
-            with as_if_here(mesh):
-                traced = trace_init(creation, args, kwargs, self._use.axes)
-            program = partition_init(traced.program, mesh, self._use.state).program
-            outputs = [sharding_of(port, program, mesh) for port in program.outputs]
+            program = compile_init(creation, args, kwargs, self._context.use)
+            shardings = [sharding_of(port, program, mesh) for port in program.outputs]
             if not attached(mesh):
-                leaves = abstract_outputs(program, outputs)
-                return creation.finish(jax.tree.unflatten(traced.program.out_tree, leaves))
-            run, inputs = jax.jit(emit(program, mesh), out_shardings=outputs), jax.tree.leaves((args, kwargs))
+                return creation.finish(jax.tree.unflatten(program.out_tree, abstract_outputs(program, shardings)))
+            run, inputs = jax.jit(emit(program, mesh), out_shardings=shardings), jax.tree.leaves((args, kwargs))
             if not processes.is_alone:
                 digest = fingerprint(program_text(program), machine_of(mesh))[:16]
                 what = f"{program.name}, which creates the state (program {digest})"
                 processes.agree(f"compile {what}")
                 run.lower(*inputs).compile()
                 processes.agree(f"run {what}")
-            return creation.finish(jax.tree.unflatten(traced.program.out_tree, run(*inputs)))
+            return creation.finish(jax.tree.unflatten(program.out_tree, run(*inputs)))
 
     def trace(self, *args, **kwargs) -> TracedStep:
         """Traces and partitions the step; leaves may be ``jax.ShapeDtypeStruct``s."""
         call = self._bind(args, kwargs)
-        prepared, programs = self._prepared(call), self._programs
-        shapes = shapes_only((*call.args, call.kwargs), prepared.targets, prepared.roles)
-        traced, partitioned = programs.partition(call.step, shapes[:-1], call.kwargs)
-        return TracedStep(
-            traced.program,
-            partitioned,
-            lambda: programs.planned(partitioned),
-            lambda: programs.planned_already(partitioned),
-            lambda: programs.run(prepared).trace(*shapes),
-            self._use.platform,
-        )
+        made = self._compilation(call)
+        shapes = shapes_only(call.inputs, made.shardings.inputs, made.program.inputs)
+        self._last = made
+        return TracedStep(made, shapes)
 
     def lower(self, *args, **kwargs) -> LoweredStep:
         """Lowers the step; leaves may be ``jax.ShapeDtypeStruct``s."""
@@ -269,17 +239,17 @@ class ShardedStep(Summarized):
         For comparison; leaves may be ``jax.ShapeDtypeStruct``s.
         """
         call = self._bind(args, kwargs)
-        prepared = self._prepared(call)
+        made = self._compilation(call)
         plain = jax.jit(
             lambda *args: call.step.fun(*args[:-1], **args[-1]),
-            in_shardings=prepared.in_shardings,
-            out_shardings=prepared.out_shardings,
-            donate_argnums=prepared.donated,
+            in_shardings=made.shardings.in_shardings,
+            out_shardings=made.shardings.out_shardings,
+            donate_argnums=made.traced.donated,
         )
-        shapes = shapes_only((*call.args, call.kwargs), prepared.targets, prepared.roles)
-        with as_if_here(self._use.mesh):
+        shapes = shapes_only(call.inputs, made.shardings.inputs, made.program.inputs)
+        with as_if_here(self.mesh):
             traced = plain.trace(*shapes)
-        return traced.lower(lowering_platforms=(self._use.platform,))
+        return traced.lower(lowering_platforms=(self._context.use.platform,))
 
     def plan(self, *args, **kwargs) -> Plan:
         """The decisions of every pass for these arguments; leaves may be ``jax.ShapeDtypeStruct``s."""
@@ -301,7 +271,7 @@ class ShardedStep(Summarized):
         self._require_devices()
         processes = self._processes()
         with processes.together():
-            processes.agree(f"profile {self._name}")
+            processes.agree(f"profile {self._context.name}")
             traced = self.trace(*args)
             taken = take_profile(
                 self,
@@ -314,73 +284,118 @@ class ShardedStep(Summarized):
                 known=known,
                 compiler_options=traced.plan().compiler_options(),
             )
-        self._programs.measured(traced.partitioned, taken.profile.step)
+        traced.compilation.runs.measured = taken.profile.step
         return taken
 
     def explain(self) -> Text:
         """What was decided for the last shapes traced, and why, in a screen."""
         if self._last is None:
-            raise errors.NotTracedError(self._name)
-        last = self._last
-        return explain(last.traced.program, last.partitioned, self._programs.planned_already(last.partitioned))
+            raise errors.NotTracedError(self._context.name)
+        return explain_compilation(self._last)
 
     def _summary(self) -> Summary:
-        partitioned = None if self._last is None else self._last.partitioned
-        planned = None if partitioned is None else self._programs.planned_already(partitioned)
-        return summary_of_step(self._name, self.mesh, partitioned, planned)
+        last = None if self._last is None else TracedStep(self._last, ())._summary()
+        return summary_of_step(self._context.name, self.mesh, last)
 
     def _call(self, args: tuple, kwargs: dict, processes: Alone):
         call = self._bind(args, kwargs)
-        prepared = self._prepared(call)
-        run = self._programs.run(prepared)
-        args_of_run = (*call.args, call.kwargs)
-        refuse_deleted(args_of_run, prepared.traced.program.inputs, self._name)
-        launch = Launch("", is_compiled=True) if processes.is_alone else self._programs.launch(prepared, call)
-        processes.agree(f"{'run' if launch.is_compiled else 'compile'} {launch.what}")
-        placed, moved_inputs = place(args_of_run, prepared.targets, prepared.returned, prepared.taken, self._use.mesh)
-        try:
-            self._programs.require_fit(prepared, placed)
-            if not launch.is_compiled:
-                self._programs.compiled(prepared, placed)
-                processes.agree(f"run {launch.what}")
-                launch.is_compiled = True
-            out = run(*placed)
-        except (TypeError, ValueError):
-            self._programs.partition(call.step, call.args, call.kwargs)
-            raise
-        if not call.objects:
-            if not moved_inputs and not kwargs and jax.process_count() == 1:
-                self._fast = run
-            return out
-        return call.finish(*out)
+        made = self._compilation(call)
+        shardings, self._last = made.shardings.inputs, made
+        run, is_first = made.jitted, not (made.runs.is_compiled or is_tracing())
+        refuse_deleted(call.inputs, made.program.inputs, self._context.name)
+        if not processes.is_alone:
+            processes.agree(f"{'compile' if is_first else 'run'} {made.title}")
+        returned, donated = made.traced.returned_leaves, made.traced.donated_leaves
+        there, is_moved = move(call.inputs, shardings, returned, donated, self.mesh)
+        if is_first:
+            made.compile(there, processes)
+        out = run(*there)
+        if call.objects:
+            return call.finish(*out)
+        if not is_moved and not kwargs and jax.process_count() == 1:
+            self._fast = run
+        return out
 
     def _bind(self, args: tuple, kwargs: dict) -> PureCall:
         """A call as a pure one, on arrays of all processes where each passed its own rows."""
-        call = bind(self._fun, self._name, args, kwargs)
-        if jax.process_count() == 1 or not attached(self._use.mesh):
+        context = self._context
+        call = bind(self._fun, context.name, args, kwargs)
+        if jax.process_count() == 1 or not attached(self.mesh):
             return call
-        signature = self._programs.signature(call.step, call.args, call.kwargs)
-        rows = NamedSharding(self._use.mesh, PartitionSpec(self._use.batch))
-        self._roles.refuse_ambiguous(call, signature, rows)
+        signature = self._compilation(call).signature
+        rows = NamedSharding(self.mesh, PartitionSpec(context.use.batch))
+        context.roles.refuse_ambiguous(call, signature, rows)
         joined = [
-            join_rows(arg, signature.name_of(place), rows) if place in signature.batch else arg
-            for place, arg in enumerate(call.args)
+            join_rows(arg, signature.name_of(index), rows) if index in signature.batch else arg
+            for index, arg in enumerate(call.args)
         ]
         named = {
             name: join_rows(arg, name, rows) if name in signature.keywords else arg for name, arg in call.kwargs.items()
         }
         return replace(call, args=tuple(joined), kwargs=named)
 
-    def _prepared(self, call: PureCall) -> Prepared:
-        self._last = self._programs.prepare(call)
-        return self._last
+    def _compilation(self, call: PureCall) -> Compilation:
+        """The step for calls of this form, as far as it has been compiled."""
+        form = call.form
+        if form not in self._compilations:
+            self._compilations[form] = Compilation(self._context, call.without_values())
+        return self._compilations[form]
 
     def _processes(self) -> Alone:
         """Who has to agree on what runs here and now; where a function around the step is traced, nothing does."""
-        return ALONE if is_tracing() else processes_of(self._use.mesh)
+        return ALONE if is_tracing() else processes_of(self.mesh)
 
     def _require_devices(self) -> None:
-        if not attached(self._use.mesh):
-            mesh = self._use.mesh
-            kind = "abstract mesh" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind
-            raise errors.DevicesNotAttachedError(kind, mesh.size)
+        if not attached(self.mesh):
+            kind = "abstract mesh" if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0].device_kind
+            raise errors.DevicesNotAttachedError(kind, self.mesh.size)
+
+
+class BoundStep(Summarized):
+    """A ``ShardedStep`` that is a method, bound to its object: the first argument of every call."""
+
+    def __init__(self, step: ShardedStep, instance: Any) -> None:
+        self._step = step
+        self._instance = instance
+
+    def __call__(self, *args, **kwargs):
+        return self._step(self._self(), *args, **kwargs)
+
+    def init(self, create_state: Callable, *args, **kwargs) -> Any:
+        """As ``ShardedStep.init``: the object has no part in it."""
+        return self._step.init(create_state, *args, **kwargs)
+
+    def reshard(self, mesh: Any = None, **options: Any) -> BoundStep:
+        return BoundStep(self._step.reshard(mesh, **options), self._instance)
+
+    def trace(self, *args, **kwargs) -> TracedStep:
+        return self._step.trace(self._self(), *args, **kwargs)
+
+    def lower(self, *args, **kwargs) -> LoweredStep:
+        return self._step.lower(self._self(), *args, **kwargs)
+
+    def lower_gspmd(self, *args, **kwargs) -> jax.stages.Lowered:
+        return self._step.lower_gspmd(self._self(), *args, **kwargs)
+
+    def plan(self, *args, **kwargs) -> Plan:
+        return self._step.plan(self._self(), *args, **kwargs)
+
+    def profile(self, *args, runs: int = 5, known: Profile | None = None) -> Taken:
+        return self._step.profile(self._self(), *args, runs=runs, known=known)
+
+    def _summary(self) -> Summary:
+        bound = f", bound to a {type(self._instance).__name__}"
+        summary = self._step._summary()
+        return Summary(summary.title + bound, summary.rows)
+
+    def explain(self) -> Text:
+        return self._step.explain()
+
+    @property
+    def mesh(self) -> Mesh | AbstractMesh:
+        return self._step.mesh
+
+    def _self(self) -> Any:
+        if not holds_objects(self._instance) and jax.tree_util.all_leaves([self._instance]):
+            raise errors.PlainSelfError(self._step._context.name, self._instance)
+        return self._instance

@@ -1,288 +1,281 @@
-"""The programs of a step: traced, partitioned, planned and jitted, each once for the arguments it is for."""
+"""The compiler, a list: what becomes of a step for calls of one form, each stage from what the one before made."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import compiles_on_gpus_only, is_tracing, user_line
+from jax_deepcompile._jax_compat import compiles_on_gpus_only, user_line
 from jax_deepcompile.analysis.names import with_loop_names
 from jax_deepcompile.costs.devices import as_if_here, is_described, latency_bytes_of, machine_of
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
-from jax_deepcompile.frontend.call import PureCall, PureStep
+from jax_deepcompile.frontend.call import PureCall, leaf_type
+from jax_deepcompile.frontend.canonicalize import canonicalize
 from jax_deepcompile.frontend.meshes import MeshUse
 from jax_deepcompile.frontend.roles import Roles
 from jax_deepcompile.frontend.signature import Signature
-from jax_deepcompile.frontend.state_matching import Returned
-from jax_deepcompile.frontend.trace import Function, Traced, abstract_key, trace_function, trace_step
-from jax_deepcompile.ir.program import Role
+from jax_deepcompile.frontend.trace import Function, Traced, trace_function, trace_init, trace_step
+from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.ir.traversal import located_equations
+from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
-from jax_deepcompile.partition.partition import Partitioned, partition_step
+from jax_deepcompile.options import StepOptions
+from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.planner.limits import require_fit
-from jax_deepcompile.planner.session import Planned, PlanOptions, plan_program
+from jax_deepcompile.planner.session import Planned, plan_program
+from jax_deepcompile.runtime.processes import Alone
 from jax_deepcompile.transforms.microbatch import accumulate
 from jax_deepcompile.transforms.stop_alone import stop_alone
 
-Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
-
-class OtherShapes(Exception):
-    """What was planned and compiled for the shapes of one call was called with others."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything known of arguments of one structure and of these shapes.
-
-    Attributes:
-      step: the pure step.
-      shapes: of the leaves of ``(*args, kwargs)``.
-      traced, partitioned: for these.
-      targets: where every leaf of ``(*args, kwargs)`` goes; None where it may stay.
-      outputs: and every leaf of the result.
-      roles: the role of every leaf.
-      returned: positions of the leaves that the step returns anew.
-      taken: and of those whose memory it takes.
-      donated: positions of the arguments that such leaves are in.
-    """
-
-    step: PureStep
-    shapes: Shapes
-    traced: Traced
-    partitioned: Partitioned
-    targets: tuple[NamedSharding | None, ...]
-    outputs: tuple[NamedSharding | None, ...]
-    roles: tuple[Role, ...]
-    returned: frozenset[int]
-    taken: frozenset[int]
-    donated: tuple[int, ...]
-
-    @property
-    def in_shardings(self) -> tuple:
-        """For ``jax.jit`` of a function of ``(*args, kwargs)``."""
-        positional, keywords = self.traced.in_tree.children()
-        shardings, start = [], 0
-        for tree in (*positional.children(), keywords):
-            shardings.append(shardings_of(tree, self.targets[start : start + tree.num_leaves]))
-            start += tree.num_leaves
-        return tuple(shardings)
-
-    @property
-    def out_shardings(self) -> Any:
-        return shardings_of(self.traced.program.out_tree, self.outputs)
-
-
-@dataclass
-class Launch:
-    """What calls with arguments of one structure and type run, where several processes run it.
-
-    Attributes:
-      what: in words, and with a digest, that are equal in all processes that run the same.
-      is_compiled: in all of them.
-    """
-
-    what: str
-    is_compiled: bool = False
+class OtherTypes(Exception):
+    """What was compiled for arguments of some types was called with others."""
 
 
 @dataclass(frozen=True)
-class Programs:
-    """What a step's calls have made so far.
+class Context:
+    """What all calls of a step have in common.
 
     Attributes:
       name: the step's.
       use: the mesh and what its axes are for.
-      roles: which arguments are what.
-      microbatches: see ``shard``.
-      wishes: what is planned for.
-      donate: whether state's memory is taken.
+      roles: what the user said of the arguments.
+      options: and of all else.
     """
 
     name: str
     use: MeshUse
     roles: Roles
-    microbatches: int
-    wishes: PlanOptions
-    donate: bool
-    _signatures: dict[Any, Signature] = field(default_factory=dict)
-    _prepared: dict[Any, Prepared] = field(default_factory=dict)
-    _partitions: dict[Any, tuple[Traced, Partitioned]] = field(default_factory=dict)
-    _plans: dict[int, Planned] = field(default_factory=dict)
-    _runs: dict[int, Any] = field(default_factory=dict)
-    _fitting: set[int] = field(default_factory=set)
-    _launches: dict[Any, Launch] = field(default_factory=dict)
+    options: StepOptions
 
-    def signature(self, step: PureStep, args: tuple, kwargs: dict) -> Signature:
+
+@dataclass
+class Runs:
+    """What running a compiled step has shown so far.
+
+    Attributes:
+      is_compiled: all processes have compiled it, and it keeps the memory limit.
+      measured: what it takes.
+    """
+
+    is_compiled: bool = False
+    measured: StepTime | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Compilation:
+    """A step compiled for all calls of one form. Every stage runs once, when what it makes is first asked for.
+
+    Attributes:
+      context: of the step.
+      call: one of the calls, without values.
+      runs: what is known from running it.
+    """
+
+    context: Context
+    call: PureCall
+    runs: Runs = field(default_factory=Runs)
+
+    @cached_property
+    def signature(self) -> Signature:
         """What each argument is."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        kinds = tuple((getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves)
-        key = (tree, step.structure, step.arguments, kinds)
-        if key not in self._signatures:
+        context, call = self.context, self.call
+        return context.roles.signature(context.name, call, lambda known: _function(context, call, known).returned)
 
-            def returned(signature: Signature) -> Returned:
-                return self._function(step, args, kwargs, signature).returned
+    @cached_property
+    def traced(self) -> Traced:
+        """The step on whole arrays, as the user wrote it."""
+        return stage("trace", trace, self.call, self.signature, self.context)
 
-            self._signatures[key] = self.roles.signature(self.name, step, args, kwargs, returned)
-        return self._signatures[key]
+    @cached_property
+    def program(self) -> Program:
+        """The same as partitioning rules expect it."""
+        return stage("canonicalize", canonicalize, self.traced.program)
 
-    def partition(self, step: PureStep, args: tuple, kwargs: dict) -> tuple[Traced, Partitioned]:
-        """The step for arguments of these shapes, and what each device does of it."""
-        signature = self.signature(step, args, kwargs)
-        key = (step.structure, signature, abstract_key(args, kwargs, signature))
-        if key not in self._partitions:
-            if self.microbatches > 1 and not (signature.batch or signature.keywords):
-                raise errors.NoBatchError(self.name, self.microbatches)
-            function = self._function(step, args, kwargs, signature)
-            traced = trace_step(function, args, kwargs, signature, self.use.axes)
-            mesh = self.use.mesh
-            partitioned = partition_step(
-                traced.program, mesh, self.use.state, self.use.batch, self.microbatches, latency_bytes_of(mesh)
-            )
-            program = with_loop_names(accumulate(stop_alone(partitioned.program, self.use.mesh), self.use.mesh))
-            taken = self._taken(traced)
-            program = program.replace(state_outputs=tuple(pair for pair in program.state_outputs if pair[0] in taken))
-            self._partitions[key] = (traced, replace(partitioned, program=program))
-        return self._partitions[key]
+    @cached_property
+    def partitioned(self) -> Partitioned:
+        """How each value is divided, and the step on one device's blocks."""
+        return stage("partition", partition, self.program, self.context)
 
-    def prepare(self, call: PureCall) -> Prepared:
-        """What calls with arguments of this structure and these shapes have in common."""
-        signature, shapes = self.signature(call.step, call.args, call.kwargs), _shapes((*call.args, call.kwargs))
-        key = (
-            jax.tree.structure((call.args, call.kwargs)),
-            call.step.structure,
-            call.step.arguments,
-            signature,
-            shapes,
-        )
-        if key not in self._prepared:
-            traced, partitioned = self.partition(call.step, call.args, call.kwargs)
-            program = partitioned.program
-            self._prepared[key] = Prepared(
-                call.step,
-                shapes,
-                traced,
-                partitioned,
-                targets=tuple(self._sharding(port, program) for port in program.inputs),
-                outputs=tuple(self._sharding(port, program) for port in program.outputs),
-                roles=tuple(port.role for port in program.inputs),
-                returned=frozenset(source for source, _ in traced.program.state_outputs),
-                taken=self._taken(traced),
-                donated=traced.taken if self.donate else (),
-            )
-        return self._prepared[key]
+    @cached_property
+    def sharded(self) -> Program:
+        """The latter with loops that end on each device alone, microbatches one after the other, and donated state."""
+        local = stage("stop alone", stop_alone, self.partitioned.program, self.context.use.mesh)
+        accumulated = stage("accumulate", accumulate, local, self.context.use.mesh)
+        named = stage("name loops", with_loop_names, accumulated)
+        return stage("donate", donate, named, self.traced)
 
-    def planned(self, partitioned: Partitioned) -> Planned:
-        """The partitioned program, planned."""
-        if id(partitioned) not in self._plans:
-            program = partitioned.program
-            self._plans[id(partitioned)] = plan_program(program, self.use.mesh, self.use.platform, self.wishes)
-        return self._plans[id(partitioned)]
+    @cached_property
+    def planned(self) -> Planned:
+        """The same rewritten by a plan's decisions."""
+        return stage("plan", plan, self.sharded, self.context)
 
-    def planned_already(self, partitioned: Partitioned) -> Planned | None:
-        """The same, if anybody asked for it before."""
-        return self._plans.get(id(partitioned))
+    @cached_property
+    def jitted(self) -> Any:
+        """``jax.jit`` of ``(*args, kwargs) -> out``; it raises OtherTypes for arguments of other types."""
+        return jit(self.planned, self.traced, self.shardings, self.call, self.context)
 
-    def measured(self, partitioned: Partitioned, step: StepTime | None) -> None:
-        """Keeps what the planned program took when it was run."""
-        self._plans[id(partitioned)] = replace(self.planned(partitioned), measured=step)
+    @cached_property
+    def shardings(self) -> Shardings:
+        """Where ``jitted`` has its arguments and results."""
+        return Shardings.of(self.sharded, self.traced, self.context.use)
 
-    def run(self, prepared: Prepared) -> Any:
-        """``jax.jit`` of ``(*args, kwargs) -> out``, planned; it raises OtherShapes for arguments of other shapes."""
-        if id(prepared) not in self._runs:
-            self._runs[id(prepared)] = self._make_run(prepared)
-        return self._runs[id(prepared)]
+    @property
+    def planned_already(self) -> Planned | None:
+        """``planned``, if anybody asked for it before, with what was measured since."""
+        planned = vars(self).get("planned")
+        return planned and replace(planned, measured=self.runs.measured)
 
-    def require_fit(self, prepared: Prepared, args: tuple) -> None:
-        """Makes sure, before its first run, that what is compiled for ``args`` keeps the memory limit.
+    def compile(self, args: tuple, processes: Alone) -> None:
+        """Compiles what runs for ``args`` before its first run, where it may not fit or not run in all processes.
+
+        JAX keeps what is compiled for the run itself.
 
         Raises:
-          MemoryExceededError: it does not.
+          MemoryExceededError: it exceeds the memory limit.
         """
-        limit_bytes = self.planned(prepared.partitioned).limit_bytes
-        if limit_bytes is None or id(prepared) in self._fitting or is_tracing():
-            return
-        require_fit(self.name, self.compiled(prepared, args), limit_bytes)
-        self._fitting.add(id(prepared))
+        limit_bytes = self.planned.limit_bytes
+        if limit_bytes is not None or not processes.is_alone:
+            compiled = self.jitted.lower(*args).compile()
+            require_fit(self.context.name, compiled, limit_bytes)
+        if not processes.is_alone:
+            processes.agree(f"run {self.title}")
+        self.runs.is_compiled = True
 
-    def compiled(self, prepared: Prepared, args: tuple) -> jax.stages.Compiled:
-        """What runs for ``args``. JAX keeps it for the run itself."""
-        return self.run(prepared).lower(*args).compile()
+    @cached_property
+    def title(self) -> str:
+        """What runs, in words and with a digest that are equal in all processes that run the same."""
+        options, machine = self.planned.plan.compiler_options(), machine_of(self.context.use.mesh)
+        digest = fingerprint(program_text(self.planned.program), machine, options)[:16]
+        given = [port for port in self.program.inputs if not port.role.is_state]
+        shapes = [f"{port.path} {port.dtype}[{','.join(map(str, port.shape))}]" for port in given[:_SHOWN]]
+        more = [f"{len(given) - _SHOWN} more"] * (len(given) > _SHOWN)
+        on = f" on {', '.join(shapes + more)}" if given else ""
+        return f"{self.context.name}{on} (program {digest})"
 
-    def launch(self, prepared: Prepared, call: PureCall) -> Launch:
-        """What ``call`` runs, to agree on with other processes."""
-        key = (id(prepared), _types((*call.args, call.kwargs)))
-        if key not in self._launches:
-            traced, partitioned = self.partition(call.step, call.args, call.kwargs)
-            planned = self.planned(partitioned)
-            text, options = program_text(planned.program), planned.plan.compiler_options()
-            digest = fingerprint(text, machine_of(self.use.mesh), options)[:16]
-            given = [port for port in traced.program.inputs if not port.role.is_state]
-            shapes = [f"{port.path} {port.dtype}[{','.join(map(str, port.shape))}]" for port in given[:_SHOWN]]
-            more = [f"{len(given) - _SHOWN} more"] * (len(given) > _SHOWN)
-            on = f" on {', '.join(shapes + more)}" if given else ""
-            self._launches[key] = Launch(f"{self.name}{on} (program {digest})")
-        return self._launches[key]
 
-    def _make_run(self, prepared: Prepared) -> Any:
-        traced, step = prepared.traced, prepared.step
-        planned = self.planned(prepared.partitioned)
+Made = TypeVar("Made", Program, Traced, Partitioned, Planned)
 
-        def staged(*args):
-            if _shapes(args) != prepared.shapes:
-                raise OtherShapes
-            _, part = self.partition(step, args[:-1], args[-1])
-            outs = emit(self.planned(part).program, self.use.mesh)(*jax.tree.leaves((args[:-1], args[-1])))
-            return jax.tree.unflatten(traced.program.out_tree, outs)
 
-        staged.__name__ = staged.__qualname__ = self.name.rsplit(".", 1)[-1]
-        return jax.jit(
-            staged,
-            in_shardings=prepared.in_shardings,
-            out_shardings=prepared.out_shardings,
-            donate_argnums=prepared.donated,
-            compiler_options=planned.plan.compiler_options() or None,
-        )
+def stage(name: str, function: Callable[..., Made], *inputs: Any) -> Made:
+    """Runs a stage, and makes sure of what must hold of every program.
 
-    def _function(self, step: PureStep, args: tuple, kwargs: dict, signature: Signature) -> Function:
-        """The step, traced.
+    Whatever is to be known of stages by their names, such as seconds or programs before and after, is found out here.
+    """
+    made = function(*inputs)
+    verify(made if isinstance(made, Program) else made.program)
+    return made
 
-        Raises:
-          KernelNeedsGpuError: it has a kernel that only a machine with a GPU compiles, and is for GPUs that are not
-            here.
-        """
-        with as_if_here(self.use.mesh):
-            function = trace_function(step.fun, args, kwargs, signature)
-        if is_described(self.use.mesh):
-            for eqn, located in located_equations(function.closed):
-                if compiles_on_gpus_only(eqn):
-                    raise errors.KernelNeedsGpuError(self.name, eqn.primitive.name, user_line(located))
-        return function
 
-    def _taken(self, traced: Traced) -> frozenset[int]:
-        return traced.taken_leaves if self.donate else frozenset()
+def trace(call: PureCall, signature: Signature, context: Context) -> Traced:
+    """The step, traced.
 
-    def _sharding(self, port, program) -> NamedSharding | None:
-        """None, XLA's to choose, for state that may be divided over automatic axes too."""
-        automatic = len(self.use.mesh.axis_names) > len(self.use.axes.names)
-        return None if automatic and port.role.is_state else sharding_of(port, program, self.use.mesh)
+    Raises:
+      NoBatchError: there is nothing to divide into microbatches.
+    """
+    if context.options.microbatches > 1 and not (signature.batch or signature.keywords):
+        raise errors.NoBatchError(context.name, context.options.microbatches)
+    function = _function(context, call, signature)
+    return trace_step(function, call, signature, context.use.axes, context.options.donate)
+
+
+def partition(program: Program, context: Context) -> Partitioned:
+    use = context.use
+    return partition_step(
+        program, use.mesh, use.state, use.batch, context.options.microbatches, latency_bytes_of(use.mesh)
+    )
+
+
+def donate(program: Program, traced: Traced) -> Program:
+    """``program`` with only those arguments' memory taken that are donated."""
+    donated = traced.donated_leaves
+    return program.replace(state_outputs=tuple(pair for pair in program.state_outputs if pair[0] in donated))
+
+
+def plan(program: Program, context: Context) -> Planned:
+    return plan_program(program, context.use.mesh, context.use.platform, context.options.planning)
+
+
+@dataclass(frozen=True)
+class Shardings:
+    """Where a jitted step has its arguments and results.
+
+    Attributes:
+      inputs: for every leaf of ``(*args, kwargs)``; None where it may stay.
+      in_shardings, out_shardings: for ``jax.jit`` of a function of ``(*args, kwargs)``.
+    """
+
+    inputs: tuple[NamedSharding | None, ...]
+    in_shardings: tuple
+    out_shardings: Any
+
+    @classmethod
+    def of(cls, program: Program, traced: Traced, use: MeshUse) -> Shardings:
+        """Of ``program``, in the local view. State that may be divided over automatic axes too is XLA's to place."""
+        automatic = len(use.mesh.axis_names) > len(use.axes.names)
+
+        def sharding(port: Port) -> NamedSharding | None:
+            return None if automatic and port.role.is_state else sharding_of(port, program, use.mesh)
+
+        inputs = tuple(map(sharding, program.inputs))
+        positional, keywords = traced.in_tree.children()
+        divided, start = [], 0
+        for tree in (*positional.children(), keywords):
+            divided.append(shardings_of(tree, inputs[start : start + tree.num_leaves]))
+            start += tree.num_leaves
+        return cls(inputs, tuple(divided), shardings_of(program.out_tree, tuple(map(sharding, program.outputs))))
+
+
+def jit(planned: Planned, traced: Traced, shardings: Shardings, call: PureCall, context: Context) -> Any:
+    """The planned program as a jitted function; see ``Compilation.jitted``."""
+    types = call.leaf_types
+    run = emit(planned.program, context.use.mesh)
+
+    def step(*args):
+        leaves = jax.tree.leaves(args)
+        if tuple(map(leaf_type, leaves)) != types:
+            raise OtherTypes
+        return jax.tree.unflatten(planned.program.out_tree, run(*leaves))
+
+    step.__name__ = step.__qualname__ = context.name.rsplit(".", 1)[-1]
+    return jax.jit(
+        step,
+        in_shardings=shardings.in_shardings,
+        out_shardings=shardings.out_shardings,
+        donate_argnums=traced.donated,
+        compiler_options=planned.plan.compiler_options() or None,
+    )
+
+
+def compile_init(creation: Callable, args: tuple, kwargs: dict, use: MeshUse) -> Program:
+    """The local view of the function that creates the state, which the same stages make, less those of a step."""
+    with as_if_here(use.mesh):
+        traced = stage("trace", trace_init, creation, args, kwargs, use.axes)
+    program = stage("canonicalize", canonicalize, traced.program)
+    return stage("partition", partition_init, program, use.mesh, use.state).program
+
+
+def _function(context: Context, call: PureCall, signature: Signature) -> Function:
+    """The step as a function of flat arrays.
+
+    Raises:
+      KernelNeedsGpuError: it has a kernel that only a machine with a GPU compiles, and is for GPUs that are not here.
+    """
+    with as_if_here(context.use.mesh):
+        function = trace_function(call, signature)
+    if is_described(context.use.mesh):
+        for eqn, located in located_equations(function.closed):
+            if compiles_on_gpus_only(eqn):
+                raise errors.KernelNeedsGpuError(context.name, eqn.primitive.name, user_line(located))
+    return function
 
 
 _SHOWN = 4
 """Arguments whose shapes an error shows."""
-
-
-def _types(tree: Any) -> tuple:
-    """What JAX traces ``tree`` for besides its structure and shapes."""
-    return tuple(
-        (getattr(leaf, "dtype", type(leaf)), getattr(leaf, "weak_type", False)) for leaf in jax.tree.leaves(tree)
-    )
-
-
-def _shapes(tree: Any) -> Shapes:
-    return tuple(getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree))

@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.planner.limits import refuse_unknown
+from jax_deepcompile.planner.limits import MemoryLimit, refuse_unknown
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.selection import Passes
+from jax_deepcompile.planner.session import PlanOptions
 from jax_deepcompile.planner.strategy import Strategy
 
 
-def check_options(fun: Any, options: Mapping[str, Any]) -> None:
-    """Raises OptionTypeError, MicrobatchCountError or MemoryLimitError for what cannot be meant.
+@dataclass(frozen=True)
+class StepOptions:
+    """What ``shard`` was asked for; see there."""
 
-    Args:
-      fun: what is to be sharded.
-      options: all of ``shard``'s, by name.
-    """
-    if not callable(fun):
-        raise errors.OptionTypeError("fun", "a function (state, batch, ...) -> (state, ...)", fun)
-    for name, (expected, is_legal) in _OPTIONS.items():
-        if not is_legal(options[name]):
-            raise errors.OptionTypeError(name, expected, options[name])
-    if not _is_count(options["microbatches"]) or options["microbatches"] < 1:
-        raise errors.MicrobatchCountError(options["microbatches"])
-    refuse_unknown(options["memory_limit"])
+    mesh: Any = None
+    state_argnums: int | Sequence[int] | None = None
+    batch_argnums: int | Sequence[int] | None = None
+    fsdp_axes: str | Sequence[str] = "fsdp"
+    data_axes: str | Sequence[str] = "data"
+    microbatches: int = 1
+    memory_limit: MemoryLimit = None
+    passes: Passes = None
+    profile: Profile | None = None
+    plan: Plan | None = None
+    cache_dir: str | os.PathLike | None = None
+    donate: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises OptionTypeError, MicrobatchCountError or MemoryLimitError for what cannot be meant."""
+        for name, (expected, is_legal) in _OPTIONS.items():
+            if not is_legal(getattr(self, name)):
+                raise errors.OptionTypeError(name, expected, getattr(self, name))
+        if not _is_count(self.microbatches) or self.microbatches < 1:
+            raise errors.MicrobatchCountError(self.microbatches)
+        refuse_unknown(self.memory_limit)
+
+    def arguments(self) -> dict[str, Any]:
+        """By name, as ``shard`` was given them."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @functools.cached_property
+    def planning(self) -> PlanOptions:
+        """The planner's part."""
+        return PlanOptions(
+            self.memory_limit,
+            self.passes if self.passes is None or isinstance(self.passes, str) else tuple(self.passes),
+            self.profile,
+            self.plan,
+            None if self.cache_dir is None else Path(self.cache_dir),
+        )
 
 
 def _is_count(value: Any) -> bool:

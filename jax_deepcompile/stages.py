@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from jax_deepcompile.compiler import Compilation
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.partition.partition import Partitioned
@@ -24,41 +24,55 @@ class TracedStep(Summarized):
     """A step traced and partitioned for the shapes it was given.
 
     Attributes:
-      program: the global view, as the user wrote it.
-      sharded: the local view, as each device runs it.
+      compilation: what each stage makes of it.
     """
 
-    program: Program
-    partitioned: Partitioned
-    _plan: Callable[[], Planned]
-    _planned_already: Callable[[], Planned | None]
-    _trace: Callable[[], jax.stages.Traced]
-    _platform: str
+    compilation: Compilation
+    _shapes: tuple
 
     def _summary(self) -> Summary:
-        return summary_of_trace(self.program, self.partitioned, self._planned_already())
+        made = self.compilation
+        return summary_of_trace(made.traced.program, made.sharded, made.planned_already)
+
+    @property
+    def program(self) -> Program:
+        """The global view, as the user wrote it."""
+        return self.compilation.program
+
+    @property
+    def partitioned(self) -> Partitioned:
+        """What was decided for every equation and every leaf of the state."""
+        return self.compilation.partitioned
 
     @property
     def sharded(self) -> Program:
-        return self.partitioned.program
-
-    def explain(self) -> Text:
-        """What was decided and why, in a screen."""
-        return explain(self.program, self.partitioned, self._plan())
-
-    def plan(self) -> Plan:
-        """The decisions of every pass."""
-        return self._plan().plan
+        """The local view, as each device runs it."""
+        return self.compilation.sharded
 
     @property
     def planned(self) -> Program:
         """The local view, rewritten by the plan."""
-        return self._plan().program
+        return self.compilation.planned.program
+
+    def plan(self) -> Plan:
+        """The decisions of every pass."""
+        return self.compilation.planned.plan
+
+    def explain(self) -> Text:
+        """What was decided and why, in a screen."""
+        self.plan()
+        return explain_compilation(self.compilation)
 
     def lower(self) -> LoweredStep:
         """Plans, and lowers to StableHLO for the platform of the mesh."""
-        lowered = self._trace().lower(lowering_platforms=(self._platform,))
-        return LoweredStep(lowered, self._platform, self._plan())
+        made, platform = self.compilation, self.compilation.context.use.platform
+        lowered = made.jitted.trace(*self._shapes).lower(lowering_platforms=(platform,))
+        return LoweredStep(lowered, platform, made.planned)
+
+
+def explain_compilation(made: Compilation) -> Text:
+    """What was decided and why, so far."""
+    return explain(made.program, made.partitioned, made.sharded, made.traced.reasons, made.planned_already)
 
 
 @dataclass(frozen=True, repr=False)

@@ -34,11 +34,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profilers": {"ir", "hlo", "costs", "lowering", "runtime"},
     "report": {"ir", "analysis", "transforms", "partition", "costs", "planner"},
     "options": {"costs", "planner"},
-    "stages": {"ir", "partition", "planner", "lowering", "report"},
-    "compiler": {"ir", "analysis", "frontend", "partition", "transforms", "costs", "planner", "lowering"},
-    "methods": {"frontend", "api", "costs", "planner", "profilers", "stages"},
-    "api": {"compiler", "frontend", "costs", "ir", "lowering", "methods", "options", "partition", "planner"}
-    | {"profilers", "report", "runtime", "stages"},
+    "compiler": {"ir", "analysis", "frontend", "partition", "transforms", "costs", "planner", "lowering", "runtime"}
+    | {"options"},
+    "stages": {"ir", "partition", "planner", "lowering", "report", "compiler"},
+    "api": {"ir", "frontend", "costs", "planner", "lowering", "profilers", "report", "runtime"}
+    | {"compiler", "options", "stages"},
     "__init__": {"api", "costs", "ir", "lowering", "partition", "planner", "transforms"},
     "cli": {"api", "costs", "lowering", "planner", "runtime"},
     "__main__": {"cli"},

@@ -1,4 +1,4 @@
-"""A call's arguments where a step wants them, and what compiling needs to know of them."""
+"""A call's arguments on the devices where a step wants them, and what compiling needs to know of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import ArrayImpl
-from jax_deepcompile.ir.program import Port, Role
+from jax_deepcompile.ir.program import Port
 
 
-def place(
+def move(
     args: tuple,
     targets: Sequence[NamedSharding | None],
     returned: Collection[int],
-    taken: Collection[int],
+    donated: Collection[int],
     mesh: Mesh | AbstractMesh,
 ) -> tuple[tuple, bool]:
     """Puts what ``jax.jit`` would refuse where the step wants it.
@@ -30,78 +30,25 @@ def place(
       args: positional arguments, and a dictionary of the others.
       targets: where every leaf goes; None where it may stay.
       returned: positions of the leaves that are state, which the next call gets where it is wanted.
-      taken: positions of the leaves whose buffers the step takes.
+      donated: positions of the leaves whose buffers the step takes.
       mesh: the step's.
 
     Returns:
-      The arguments placed, and whether anything was moved that the next call will have to move again.
+      The arguments, and whether anything was moved that the next call will have to move again.
     """
     leaves, tree = jax.tree.flatten(args)
-    kept = {id(leaf) for index, leaf in enumerate(leaves) if index not in taken}
-    placed, moved = [], False
+    kept = {id(leaf) for index, leaf in enumerate(leaves) if index not in donated}
+    there, is_moved = [], False
     for index, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
-        new = _placed(leaf, target, mesh, index in returned)
-        moved |= new is not leaf and index not in returned
-        if index in taken:
+        new = _moved(leaf, target, mesh, index in returned)
+        is_moved |= new is not leaf and index not in returned
+        if index in donated:
             again = new is leaf and id(leaf) in kept and isinstance(leaf, jax.Array)
-            placed.append(jnp.copy(leaf) if again else new)
+            there.append(jnp.copy(leaf) if again else new)
             kept.add(id(leaf))
         else:
-            placed.append(new)
-    return jax.tree.unflatten(tree, placed), moved
-
-
-def examples(arg: Any) -> set[int]:
-    """What the leaves of ``arg`` have along dimension 0, scalars aside."""
-    return {leaf.shape[0] for leaf in jax.tree.leaves(arg) if getattr(leaf, "shape", ())}
-
-
-def join_rows(arg: Any, name: str, sharding: NamedSharding) -> Any:
-    """Makes of the rows that this process has, and others theirs, arrays that all processes have.
-
-    Args:
-      arg: a batch argument: numpy arrays or arrays of this process's devices; all else is left alone.
-      name: what the user calls it.
-      sharding: how rows are divided.
-
-    Raises:
-      BatchNotDivisibleError: this process's devices cannot have equally many of its rows.
-    """
-    parts, _ = _parts(sharding)
-
-    def joined(path, leaf):
-        if not _has_own_rows(leaf):
-            return leaf
-        if leaf.shape[0] % parts:
-            where = f"{name}{jax.tree_util.keystr(path)}"
-            raise errors.BatchNotDivisibleError(where, leaf.shape, parts, "this process's devices")
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
-
-    return jax.tree_util.tree_map_with_path(joined, arg)
-
-
-def may_be_rows(arg: Any, batch: Any, sharding: NamedSharding) -> bool:
-    """Whether what this process has of ``arg`` may be its rows beside those of ``batch``, or the same everywhere."""
-    here, all_of_them = _parts(sharding)
-
-    def together(tree: Any) -> list[int]:
-        leaves = [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "shape", ())]
-        return [leaf.shape[0] * all_of_them // here if _has_own_rows(leaf) else leaf.shape[0] for leaf in leaves]
-
-    own = any(map(_has_own_rows, jax.tree.leaves(arg)))
-    return own and len(set(together(arg))) == 1 and set(together(arg)) == set(together(batch))
-
-
-def _has_own_rows(leaf: Any) -> bool:
-    """Whether ``leaf`` is an array of this process alone."""
-    is_own = leaf.is_fully_addressable if _is_concrete(leaf) else isinstance(leaf, np.ndarray)
-    return is_own and bool(leaf.shape)
-
-
-def _parts(sharding: NamedSharding) -> tuple[int, int]:
-    """Into how many parts this process's devices, and those of all processes, divide rows."""
-    places = {device: rows.start for device, (rows,) in sharding.devices_indices_map((sharding.mesh.size,)).items()}
-    return len({places[device] for device in sharding.addressable_devices}), len(set(places.values()))
+            there.append(new)
+    return jax.tree.unflatten(tree, there), is_moved
 
 
 def are_plain(args: tuple) -> bool:
@@ -140,22 +87,22 @@ def refuse_deleted(args: tuple, ports: Sequence[Port], function: str) -> None:
             raise errors.StateDonatedError(function, port.path, leaf.shape, str(leaf.dtype), port.role.is_state)
 
 
-def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], roles: Sequence[Role]) -> tuple:
+def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], ports: Sequence[Port]) -> tuple:
     """``args`` without their values, with the shardings of a call's: that finds what was compiled ahead of time."""
     leaves, tree = jax.tree.flatten(args)
-    return jax.tree.unflatten(tree, map(_shape_only, leaves, targets, roles))
+    return jax.tree.unflatten(tree, map(_shape_only, leaves, targets, ports))
 
 
 def _is_deleted(leaf: Any) -> bool:
-    return _is_concrete(leaf) and leaf.is_deleted()
+    return is_concrete(leaf) and leaf.is_deleted()
 
 
-def _is_concrete(leaf: Any) -> TypeGuard[jax.Array]:
+def is_concrete(leaf: Any) -> TypeGuard[jax.Array]:
     """Whether ``leaf`` is an array in memory, rather than one that a transformation of JAX traces the step with."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
-def _placed(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, is_state: bool) -> Any:
+def _moved(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, is_state: bool) -> Any:
     """State is put where the next call will have it, and what is compiled for one serves the other."""
     if isinstance(leaf, Tracer):
         return leaf
@@ -168,12 +115,12 @@ def _placed(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, 
     return leaf
 
 
-def _shape_only(leaf: Any, target: NamedSharding | None, role: Role) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct) and role.is_state and leaf.sharding is None:
+def _shape_only(leaf: Any, target: NamedSharding | None, port: Port) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct) and port.role.is_state and leaf.sharding is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
     if not isinstance(leaf, (jax.Array, np.ndarray)):
         return leaf
-    placed = leaf.sharding if _is_concrete(leaf) and leaf.committed and target in (None, leaf.sharding) else None
+    sharding = leaf.sharding if is_concrete(leaf) and leaf.committed and target in (None, leaf.sharding) else None
     # Neither NumPy's arrays nor arrays of random keys say whether their type is weak.
     weak_type = getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed, weak_type=weak_type)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak_type)

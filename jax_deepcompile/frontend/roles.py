@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jax_deepcompile import errors
-from jax_deepcompile.frontend.arguments import examples, may_be_rows
 from jax_deepcompile.frontend.call import PureCall, PureStep
+from jax_deepcompile.frontend.rows import examples, may_be_rows
 from jax_deepcompile.frontend.signature import Signature, input_ports
 from jax_deepcompile.frontend.state_matching import Returned, returned_anew
 
@@ -44,42 +44,65 @@ class Roles:
             raise errors.StateAndBatchError(both)
         return roles
 
-    def signature(
-        self, name: str, step: PureStep, args: tuple, kwargs: dict, returned: Callable[[Signature], Returned]
-    ) -> Signature:
-        """Roles of the pure step's arguments.
+    def signature(self, name: str, call: PureCall, returned: Callable[[Signature], Returned]) -> Signature:
+        """Roles of a call's arguments.
 
         The batch is the first argument with examples that is neither state nor parameters nor a random key, and the
-        others with as many, such as labels; or what more arguments have as many examples as. What is returned anew is
-        state where it cannot be told from a batch by its looks.
+        others with as many, such as labels; or what more arguments have as many examples as. What is passed under any
+        name is batch if it has as many examples, or if no positional argument has any. What is returned anew is state
+        where it cannot be told from a batch by its looks.
 
         Args:
           name: of the user's step.
-          step: the pure step.
-          args: its positional arguments.
-          kwargs: its other arguments: batch if they have as many examples, or if no positional one has any.
+          call: of the pure step.
           returned: what the step returns, by what is known of its arguments; asked in case of doubt.
 
         Raises:
           ArgnumsError: a position is named that the step has no argument for.
           LeafTypeError: a leaf is neither an array nor a number.
         """
+        step, args = call.step, call.args
         self._refuse_missing(step)
         unknown = Signature(name, names=tuple(argument.name for argument in step.arguments))
-        input_ports(args, kwargs, unknown)  # refuses leaves that are neither arrays nor numbers
+        input_ports(args, call.kwargs, unknown)  # refuses leaves that are neither arrays nor numbers
         known = _Known(step, args, functools.cache(lambda: returned(unknown)))
         signature = self._with_state(unknown, known)
-        rest = known.with_examples(without=signature.held)
+        rest = known.with_examples(without=signature.divided)
         like = known.parameters(rest, signature, guess=self.state is None and self.batch is None)
         if self.batch is not None:
-            batch = self._placed(self.batch, step)
+            batch = self._indices(self.batch, step)
         else:
             batch = known.batch([index for index in rest if index not in like])
         if self.state is None:
             parameters = {*signature.parameters, *like}.difference(batch)
             signature = replace(signature, parameters=tuple(sorted(parameters)))
-        keywords = _keywords(kwargs, [args[index] for index in batch]) if self.batch is None else ()
-        return replace(signature, batch=tuple(batch), keywords=keywords)
+        keywords = _keywords(call.kwargs, [args[index] for index in batch]) if self.batch is None else ()
+        signature = replace(signature, batch=tuple(batch), keywords=keywords)
+        return replace(signature, reasons=tuple(self._reasons(signature, call)))
+
+    def _reasons(self, signature: Signature, call: PureCall) -> Iterator[tuple[str, str]]:
+        """Why each argument is what it is, for people to read."""
+        asked_state, asked_batch = self.state is not None, self.batch is not None
+        for index, argument in enumerate(call.step.arguments):
+            if argument.position is None:
+                reason = "NNX objects"
+            elif index in signature.divided and asked_state:
+                reason = "named in state_argnums"
+            elif argument.has_optimizer and index in signature.divided:
+                reason = "holds the state of an optax optimizer"
+            elif index in signature.networks:
+                reason = "the first argument that may be state"
+            elif index in signature.parameters:
+                reason = "like the parameters of a model"
+            elif index in signature.batch:
+                reason = "named in batch_argnums" if asked_batch else _examples_text(call.args[index])
+            elif argument.is_key or argument.is_number:
+                reason = "a random key" if argument.is_key else "a number"
+            else:
+                reason = "neither state nor as long as the batch"
+            yield argument.name, reason
+        for name, arg in call.kwargs.items():
+            yield name, _examples_text(arg) if name in signature.keywords else "not as long as the batch"
 
     def refuse_ambiguous(self, call: PureCall, signature: Signature, rows: NamedSharding) -> None:
         """Raises AmbiguousRowsError if an argument may be this process's rows, or the same in all processes.
@@ -93,10 +116,10 @@ class Roles:
             return
         first = signature.batch[0]
         for index, argument in enumerate(call.step.arguments):
-            known = index == first or index in signature.held or argument.is_key
+            known = index == first or index in signature.divided or argument.is_key
             if not known and may_be_rows(call.args[index], call.args[first], rows):
-                places = (call.step.arguments[first].place, argument.place)
-                raise errors.AmbiguousRowsError(signature.function, argument.name, places, jax.process_count())
+                positions = (call.step.arguments[first].position, argument.position)
+                raise errors.AmbiguousRowsError(signature.function, argument.name, positions, jax.process_count())
 
     def _with_state(self, signature: Signature, known: _Known) -> Signature:
         """The arguments that are state by where they stand and what kind they are.
@@ -105,19 +128,19 @@ class Roles:
         with it what holds the state of an optax optimizer. Random keys and numbers are no state where others may be.
         """
         step = known.step
-        arguments, places = step.arguments, _places(step)
+        arguments, indices = step.arguments, _indices(step)
         if self.state is not None:
-            state = self._placed(self.state, step)
+            state = self._indices(self.state, step)
         else:
-            state = [index for index in places.values() if arguments[index].has_optimizer]
+            state = [index for index in indices.values() if arguments[index].has_optimizer]
         signature = replace(signature, trains=bool(state) or step.structure is not None)
         if step.structure is not None:
             return replace(signature, state=(0, *(index for index in state if not arguments[index].has_objects)))
-        if self.state is not None or not places:
+        if self.state is not None or not indices:
             return replace(signature, state=tuple(state))
         optimizers = tuple(index for index in state if arguments[index].is_optimizer)
         networks = {index for index in state if index not in optimizers}
-        first = known.first(list(places.values()), optimizers, networks)
+        first = known.first(list(indices.values()), optimizers, networks)
         signature = replace(signature, optimizers=optimizers, networks=tuple(sorted(networks)))
         if first is None or first in networks:
             return signature
@@ -127,14 +150,14 @@ class Roles:
 
     def _refuse_missing(self, step: PureStep) -> None:
         """Raises ArgnumsError for positions that the step has no argument for."""
-        last = max((argument.place for argument in step.arguments if argument.place is not None), default=-1)
-        for parameter, places in (("state_argnums", self.state), ("batch_argnums", self.batch)):
-            if places and max(places) > last:
-                raise errors.ArgnumsError(parameter, places)
+        last = max((argument.position for argument in step.arguments if argument.position is not None), default=-1)
+        for parameter, positions in (("state_argnums", self.state), ("batch_argnums", self.batch)):
+            if positions and max(positions) > last:
+                raise errors.ArgnumsError(parameter, positions)
 
-    def _placed(self, wanted: Sequence[int], step: PureStep) -> list[int]:
-        places = _places(step)
-        return [places[place] for place in wanted if place in places]
+    def _indices(self, positions: Sequence[int], step: PureStep) -> list[int]:
+        indices = _indices(step)
+        return [indices[position] for position in positions if position in indices]
 
 
 @dataclass(frozen=True)
@@ -161,13 +184,13 @@ class _Known:
             and examples(self.args[index])
         ]
 
-    def first(self, places: Sequence[int], optimizers: Sequence[int], networks: Collection[int]) -> int | None:
+    def first(self, indices: Sequence[int], optimizers: Sequence[int], networks: Collection[int]) -> int | None:
         """The first argument that may be state, apart from optimizers' alone.
 
         One that may as well be a batch or a number is state only if it is returned anew, or nothing else is.
         """
-        keys = [index for index in places if self.step.arguments[index].is_key]
-        others = [index for index in places if index not in optimizers and index not in keys]
+        keys = [index for index in indices if self.step.arguments[index].is_key]
+        others = [index for index in indices if index not in optimizers and index not in keys]
         arrays = [index for index in others if not self.step.arguments[index].is_number]
         if arrays and (arrays[0] in networks or self._looks_like_parameters(arrays[0])):
             return arrays[0]
@@ -177,7 +200,7 @@ class _Known:
             if anew:
                 return min((index for index in arrays if index in anew), default=None)
         candidates = arrays if len(arrays) > 1 or not keys else []
-        return next(iter(candidates or [index for index in places if index not in optimizers]), None)
+        return next(iter(candidates or [index for index in indices if index not in optimizers]), None)
 
     def parameters(self, rest: Sequence[int], signature: Signature, guess: bool) -> set[int]:
         """Those of ``rest`` that hold a model's parameters or the like.
@@ -187,7 +210,7 @@ class _Known:
           signature: what is known to be state.
           guess: to ask what is returned anew where looks do not tell.
         """
-        state = signature.held
+        state = signature.divided
         like = {index for index in rest if self._is_like(index, state)}
         like |= {index for index in rest if self._looks_like_parameters(index) and len(examples(self.args[index])) > 1}
         others = [index for index in rest if index not in like]
@@ -223,7 +246,7 @@ class _Known:
     def _is_like(self, index: int, state: Sequence[int]) -> bool:
         """Whether an argument has the leaves of one that is state."""
         several = len(jax.tree.leaves(self.args[index])) > 1
-        return several and any(_kinds(self.args[index]) == _kinds(self.args[place]) for place in state)
+        return several and any(_kinds(self.args[index]) == _kinds(self.args[other]) for other in state)
 
     def _is_scalar(self, index: int) -> bool:
         return not any(np.shape(leaf) for leaf in jax.tree.leaves(self.args[index]))
@@ -239,6 +262,10 @@ def _positions(parameter: str, argnums: int | Sequence[int] | None) -> tuple[int
     if any(position < 0 for position in positions):
         raise errors.ArgnumsError(parameter, argnums)
     return positions
+
+
+def _examples_text(arg: Any) -> str:
+    return f"{' or '.join(map(str, sorted(examples(arg))))} examples"
 
 
 def _most_common(args: Sequence[Any]) -> set[int]:
@@ -271,6 +298,6 @@ def _kinds(arg: Any) -> tuple:
     return tree, [(np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
 
 
-def _places(step: PureStep) -> dict:
+def _indices(step: PureStep) -> dict:
     """Positions among the pure step's arguments by those among the parameters of the user's."""
-    return {argument.place: index for index, argument in enumerate(step.arguments) if argument.has_arrays}
+    return {argument.position: index for index, argument in enumerate(step.arguments) if argument.has_arrays}

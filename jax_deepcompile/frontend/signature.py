@@ -29,6 +29,7 @@ class Signature:
       batch: positions of the batch arguments, whose leaves have examples unless they are scalars.
       keywords: names of those of the other arguments that are batch too.
       names: the name of every positional argument.
+      reasons: pairs (name, why it is what it is) of all arguments, for people to read.
       trains: whether what is state is beyond doubt: it was named, is in objects, or an optimizer's state is there.
     """
 
@@ -40,16 +41,17 @@ class Signature:
     batch: tuple[int, ...] = ()
     keywords: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    reasons: tuple[tuple[str, str], ...] = ()
     trains: bool = False
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def divided(self) -> tuple[int, ...]:
         """Positions of all arguments that are divided like state."""
         return tuple(sorted({*self.state, *self.optimizers, *self.networks, *self.parameters}))
 
     def role_of(self, argument: int | str) -> Role:
         """Of what is at a position, or is passed under a name."""
-        if argument in self.held:
+        if argument in self.divided:
             return Role.PARAM
         return Role.BATCH if argument in self.batch or argument in self.keywords else Role.OTHER
 

@@ -1,7 +1,7 @@
 """What a step returns in place of its state.
 
 An optimizer's moments, gradients and averages look like parameters: what has the most leaves is found first, what is
-returned nearest to the top goes before what is inside of something else, and nothing is taken twice.
+returned nearest to the top goes before what is inside of something else, and nothing is matched twice.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 
 from jax_deepcompile import errors
 from jax_deepcompile.frontend.signature import Signature, port_of
+from jax_deepcompile.ir.lineage import Lineage
 from jax_deepcompile.ir.program import Role
 
 
@@ -23,11 +24,11 @@ class Returned:
 
     Attributes:
       shape: of it, as a pytree.
-      carried: for every leaf the leaves of the step's arguments that it carries on, as the bits of a number.
+      lineage: what its leaves come from.
     """
 
     shape: Any
-    carried: tuple[int, ...]
+    lineage: Lineage
 
 
 def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tuple[tuple[int, int], ...]:
@@ -36,37 +37,37 @@ def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tupl
     Raises:
       StateNotReturnedError, StateChangedError: state is not returned as it came.
     """
-    found = _Found(args, returned)
-    for position in found.most_leaves_first((*signature.state, *signature.optimizers)):
-        if not found.take(position):
-            found.refuse_changed(position, signature)
+    matches = _Matches(args, returned)
+    for position in matches.most_leaves_first((*signature.state, *signature.optimizers)):
+        if not matches.match(position):
+            matches.refuse_changed(position, signature)
             if position in signature.state:
-                found.refuse_missing(position, signature)
-    if signature.optimizers and not found.has_any(signature.optimizers):
-        found.refuse_missing(signature.optimizers[0], signature)
+                matches.refuse_missing(position, signature)
+    if signature.optimizers and not matches.has_any(signature.optimizers):
+        matches.refuse_missing(signature.optimizers[0], signature)
     guessed = (*signature.networks, *signature.parameters)
-    found.take_carried(signature.networks)
-    found.take_carried(signature.parameters, all_of_a_kind=True)
+    matches.match_carried(signature.networks)
+    matches.match_carried(signature.parameters, all_of_a_kind=True)
     for position in signature.networks:
-        found.refuse_changed(position, signature, carried=found.has_any(guessed))
-    if signature.networks and not found.has_any(guessed) and not found.has_like(signature.networks[0]):
-        found.refuse_missing(signature.networks[0], signature)
-    return found.pairs()
+        matches.refuse_changed(position, signature, carried=matches.has_any(guessed))
+    if signature.networks and not matches.has_any(guessed) and not matches.has_like(signature.networks[0]):
+        matches.refuse_missing(signature.networks[0], signature)
+    return matches.pairs()
 
 
 def returned_anew(args: tuple, returned: Returned, optimizers: Sequence[int], others: Sequence[int]) -> set[int]:
     """Positions of those of ``others`` that the step returns anew, beside ``optimizers``, which it may return too."""
-    found = _Found(args, returned)
-    for position in found.most_leaves_first(optimizers):
-        found.take(position)
-    found.take_carried(others)
-    return {position for position in others if found.has_any([position])}
+    matches = _Matches(args, returned)
+    for position in matches.most_leaves_first(optimizers):
+        matches.match(position)
+    matches.match_carried(others)
+    return {position for position in others if matches.has_any([position])}
 
 
 def outputs_like_state(args: tuple, returned: Returned, signature: Signature) -> list[tuple[int, int]]:
     """Pairs like those of ``state_outputs`` of everything returned that looks like state, gradients say."""
     pairs = []
-    for position in signature.held:
+    for position in signature.divided:
         structure = jax.tree.structure(args[position])
         start = len(jax.tree.leaves(args[:position]))
         for sub in _subtrees(returned.shape):
@@ -75,33 +76,33 @@ def outputs_like_state(args: tuple, returned: Returned, signature: Signature) ->
     return pairs
 
 
-class _Found:
+class _Matches:
     """What has been found so far of the state in what the step returns."""
 
     def __init__(self, args: tuple, returned: Returned) -> None:
         self._args = args
         self._returned = returned
         self._subtrees = sorted(_subtrees(returned.shape), key=lambda sub: sub.depth)
-        self._found: dict[int, _Subtree] = {}
+        self._matched: dict[int, _Subtree] = {}
 
     def most_leaves_first(self, positions: Sequence[int]) -> list[int]:
         return sorted(positions, key=lambda position: -jax.tree.structure(self._args[position]).num_leaves)
 
     def has_any(self, positions: Sequence[int]) -> bool:
-        return not self._found.keys().isdisjoint(positions)
+        return not self._matched.keys().isdisjoint(positions)
 
     def has_like(self, position: int) -> bool:
         """Whether something is left that could be the argument's new value, such as its gradient."""
         return bool(self._same(position))
 
-    def take(self, position: int) -> bool:
+    def match(self, position: int) -> bool:
         """Finds the argument's new value: what carries it on, or else what looks like it."""
         same = self._same(position)
         if same:
-            self._found[position] = (self._carrying(position) or same)[0]
+            self._matched[position] = (self._carrying(position) or same)[0]
         return bool(same)
 
-    def take_carried(self, positions: Sequence[int], all_of_a_kind: bool = False) -> None:
+    def match_carried(self, positions: Sequence[int], all_of_a_kind: bool = False) -> None:
         """Finds the new values of those arguments that something carries on.
 
         Args:
@@ -111,10 +112,11 @@ class _Found:
         """
         for position in self.most_leaves_first(positions):
             carried = self._carrying(position)
-            alike = [other for other in positions if other not in self._found and self._are_alike(position, other)]
-            rivals = sum(bool(self._carrying(other)) for other in alike)
-            if carried and not (all_of_a_kind and len(carried) < rivals):
-                self._found[position] = carried[0]
+            alike = [other for other in positions if other not in self._matched and self._are_alike(position, other)]
+            rivals = [found for other in alike if (found := self._carrying(other))]
+            values = {sub.leaves for found in rivals for sub in found}
+            if carried and not (all_of_a_kind and len(values) < len(rivals)):
+                self._matched[position] = carried[0]
 
     def refuse_changed(self, position: int, signature: Signature, carried: bool = False) -> None:
         """Raises StateChangedError if what is left looks like the argument's new value, but for shapes and dtypes.
@@ -124,7 +126,7 @@ class _Found:
           signature: for messages.
           carried: to refuse only what carries the argument on.
         """
-        if position in self._found:
+        if position in self._matched:
             return
         argument, name = self._args[position], signature.name_of(position)
         for sub in self._free(position):
@@ -144,16 +146,16 @@ class _Found:
     def pairs(self) -> tuple[tuple[int, int], ...]:
         return tuple(
             (self._start(position) + index, leaf)
-            for position in sorted(self._found)
-            for index, leaf in enumerate(self._found[position].leaves)
+            for position in sorted(self._matched)
+            for index, leaf in enumerate(self._matched[position].leaves)
         )
 
     def _start(self, position: int) -> int:
         return len(jax.tree.leaves(self._args[:position]))
 
     def _left(self) -> list[_Subtree]:
-        taken = {leaf for sub in self._found.values() for leaf in sub.leaves}
-        return [sub for sub in self._subtrees if taken.isdisjoint(sub.leaves)]
+        matched = {leaf for sub in self._matched.values() for leaf in sub.leaves}
+        return [sub for sub in self._subtrees if matched.isdisjoint(sub.leaves)]
 
     def _free(self, position: int) -> list[_Subtree]:
         wanted = jax.tree.structure(self._args[position])
@@ -173,7 +175,7 @@ class _Found:
         """Whether most of the argument's arrays, or numbers if it has no arrays, live on in ``sub``."""
         leaves = [port_of("", Role.OTHER, leaf).shape for leaf in jax.tree.leaves(self._args[position])]
         counted = [index for index, shape in enumerate(leaves) if shape] or list(range(len(leaves)))
-        start, carried = self._start(position), self._returned.carried
+        start, carried = self._start(position), self._returned.lineage.carried
         kept = sum(carried[sub.leaves[index]] >> (start + index) & 1 for index in counted)
         return 2 * kept > len(counted) or not counted
 

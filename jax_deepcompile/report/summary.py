@@ -5,28 +5,25 @@ from __future__ import annotations
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.partition.partition import Partitioned
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.planner.shown import planned_rows
 from jax_deepcompile.report.text import arguments
 from jax_deepcompile.summary import Summary, axes_text
 
 
-def summary_of_step(name: str, mesh: Mesh | AbstractMesh, partitioned: Partitioned | None, planned: Planned | None):
-    """Of a ``ShardedStep`` that was last traced and planned so, if at all."""
+def summary_of_step(name: str, mesh: Mesh | AbstractMesh, traced: Summary | None) -> Summary:
+    """Of a ``ShardedStep``, with that of the ``TracedStep`` that it last made, if any."""
     axes = axes_text(mesh.axis_names, mesh.axis_sizes)
     kind = "abstract" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind
     rows = (("mesh", f"{axes} ({kind})"),)
-    if partitioned is None:
+    if traced is None:
         return Summary(f"ShardedStep {name}", (*rows, ("shapes", "none yet: call it, or trace(...) it")))
-    program = partitioned.program
-    rows = (*rows, ("arguments", arguments(program)), *program.state_rows(), *planned_rows(planned))
-    return Summary(f"ShardedStep {name}", rows)
+    return Summary(f"ShardedStep {name}", (*rows, *traced.rows[1:]))
 
 
-def summary_of_trace(program: Program, partitioned: Partitioned, planned: Planned | None) -> Summary:
+def summary_of_trace(program: Program, sharded: Program, planned: Planned | None) -> Summary:
     """Of a ``TracedStep``."""
-    rows = (("mesh", program.mesh_text), ("arguments", arguments(program)), *partitioned.program.state_rows())
+    rows = (("mesh", program.mesh_text), ("arguments", arguments(program)), *sharded.state_rows())
     return Summary(f"TracedStep {program.name}", (*rows, *planned_rows(planned)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_line
@@ -41,14 +41,29 @@ _COLLECTIVES = {
 """Our names of JAX's collectives."""
 
 
-def explain(program: Program, partitioned: Partitioned, planned: Planned | None = None) -> Text:
-    """The text of ``explain()``."""
+def explain(
+    program: Program,
+    partitioned: Partitioned,
+    sharded: Program,
+    reasons: Mapping[str, str],
+    planned: Planned | None = None,
+) -> Text:
+    """The text of ``explain()``.
+
+    Args:
+      program: the global view.
+      partitioned: what was decided for it.
+      sharded: the local view.
+      reasons: why each argument is what it is, by its name.
+      planned: the local view as planned, if it is.
+    """
     mesh = program.mesh
     shape = axes_text(mesh.names, mesh.sizes)
-    lines = [f"{program.name} on {shape}: {len(partitioned.layout.steps)} equations", arguments(program), ""]
+    lines = [f"{program.name} on {shape}: {len(partitioned.layout.steps)} equations"]
+    lines += [*_arguments(program, sharded, reasons), ""]
     lines += _state(partitioned)
     lines += _like_examples(partitioned)
-    lines += ["", *_microbatches(partitioned), *_collectives(partitioned.program, planned)]
+    lines += ["", *_microbatches(partitioned), *_collectives(sharded, planned)]
     lines += ["", *_moved_activations(partitioned)]
     lines += ["", *_replicated(partitioned)]
     lines += _annotations(partitioned)
@@ -58,17 +73,37 @@ def explain(program: Program, partitioned: Partitioned, planned: Planned | None 
 
 
 def arguments(program: Program) -> str:
-    """What every argument was taken for."""
-    taken: dict[str, dict[str, None]] = {"state": {}, "read only": {}, "batch": {}, "replicated": {}}
+    """What every argument is, in a line."""
+    alike: dict[str, list[str]] = {"state": [], "read only": [], "batch": [], "replicated": []}
+    for name, kind in _kinds(program).items():
+        alike[kind].append(name)
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in alike.items() if names)
+
+
+def _arguments(program: Program, sharded: Program, reasons: Mapping[str, str]) -> list[str]:
+    """What every argument is, why, and whether the step has its memory."""
+    donated = {_argument(sharded.inputs[source].path) for source, _ in sharded.state_outputs}
+    lines = []
+    for name, kind in _kinds(program).items():
+        given = "" if kind != "state" else ", donated" if name in donated else ", not donated"
+        lines.append(f"  {name}: {kind}{given}: {reasons[name]}" if name in reasons else f"  {name}: {kind}{given}")
+    return lines
+
+
+def _kinds(program: Program) -> dict[str, str]:
+    """For the name of every argument what it is; of a batch scalars are replicated."""
+    kinds: dict[str, str] = {}
     returned = {source for source, _ in program.state_outputs}
     for index, port in enumerate(program.inputs):
         kept = "state" if index in returned else "read only"
         kind = kept if port.role.is_state else "batch" if port.role is Role.BATCH else "replicated"
-        name = re.split(r"[.\[]", port.path)[0]
-        taken[kind][name] = None
-    divided = {name for kind, names in taken.items() if kind != "replicated" for name in names}
-    taken["replicated"] = {name: None for name in taken["replicated"] if name not in divided}
-    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in taken.items() if names)
+        name = _argument(port.path)
+        kinds[name] = kind if kinds.get(name, "replicated") == "replicated" else kinds[name]
+    return kinds
+
+
+def _argument(path: str) -> str:
+    return re.split(r"[.\[]", path)[0]
 
 
 def _state(partitioned: Partitioned) -> list[str]:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_deepcompile.api import ShardedStep
+from jax_deepcompile.report.text import arguments
 from tests.equality.harness import assert_close
 
 
@@ -27,3 +29,9 @@ def batch(size: int = 16):
 
 def assert_equal(found, expected) -> None:
     assert_close(found, expected, 1e-5, "result")
+
+
+def arguments_of(sharded: ShardedStep) -> str:
+    """What the arguments it was last traced for are, in a line."""
+    assert sharded._last is not None
+    return arguments(sharded._last.program)

@@ -11,7 +11,7 @@ import pytest
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.ir.program import Role
-from tests.api.steps import assert_equal, batch, create, step
+from tests.api.steps import arguments_of, assert_equal, batch, create, step
 
 pytestmark = pytest.mark.cpu_mesh
 
@@ -67,7 +67,7 @@ def test_an_optimizer_state_of_its_own_is_state(optimizer):
     found, expected = sharded(*given()), jax.jit(trained)(*given())
     assert_equal(found, expected)
     assert_equal(sharded(*found[:2], *given()[2:]), jax.jit(trained)(*expected[:2], *given()[2:]))
-    assert sharded.explain().splitlines()[1] == "state: params, moments; batch: x, y"
+    assert arguments_of(sharded) == "state: params, moments; batch: x, y"
 
 
 def test_several_state_arguments_in_any_order():
@@ -110,7 +110,8 @@ def test_explain_names_what_is_as_long_as_a_batch_but_replicated():
 
     sharded = deepcompile.shard(any_name)
     sharded.trace(create(), batch=batch(), shifts={"a": np.ones(16), "b": np.ones(3)})
-    assert "batch: batch; replicated: shifts" in sharded.explain()
+    assert arguments_of(sharded) == "state: state; batch: batch; replicated: shifts"
+    assert "  shifts: replicated: not as long as the batch\n" in sharded.explain()
     assert "shaped like a batch: shifts['a'] float32[16]; to divide" in sharded.explain()
 
 

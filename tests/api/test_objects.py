@@ -221,7 +221,7 @@ def test_objects_are_updated_however_they_are_passed(function, call):
         after_two_steps(sharded, call),
         after_two_steps(plain, call),
     )
-    assert "batch" in {str(role) for role in sharded._last.roles}
+    assert "batch" in {str(port.role) for port in sharded._last.program.inputs}
 
 
 def test_two_holders_of_the_same_shape_are_told_apart():
@@ -245,7 +245,7 @@ def test_attributes_of_modules_need_not_be_hashable():
     step = deepcompile.shard(descent)
     losses, _ = after_two_steps(step, call, Config([16]))
     np.testing.assert_allclose(losses, after_two_steps(nnx.jit(descent), call)[0], rtol=1e-5)
-    assert len(step._programs._prepared) == 1
+    assert len(step._compilations) == 1
 
 
 def test_an_argument_without_arrays_is_neither_state_nor_batch():
@@ -270,7 +270,7 @@ def test_positions_count_parameters_also_where_names_are_used():
     step = deepcompile.shard(with_key, batch_argnums=2, donate=False)
     new, _ = step(jnp.eye(16), batch=x)
     np.testing.assert_allclose(new, jax.jit(with_key)(jnp.eye(16), batch=x)[0], rtol=1e-5)
-    assert "batch" in {str(role) for role in step._last.roles}
+    assert "batch" in {str(port.role) for port in step._last.program.inputs}
 
 
 def test_objects_that_are_returned_are_the_users_own():

@@ -13,6 +13,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
+from tests.api.steps import arguments_of
 from tests.equality.harness import assert_close
 
 pytestmark = pytest.mark.cpu_mesh
@@ -274,7 +275,7 @@ def test_models_beside_the_first_are_no_batch(step, args, roles):
     expected = jax.jit(step)(*args)
     sharded = deepcompile.shard(step)
     assert_close(sharded(*args), expected, 1e-5, step.__name__)
-    assert sharded.explain().splitlines()[1] == roles
+    assert arguments_of(sharded) == roles
 
 
 def test_what_is_only_read_stays():
@@ -331,14 +332,14 @@ def _read(params, opt_state, first, second):
 def test_what_batches_look_like(first, second, roles):
     sharded = deepcompile.shard(_read)
     sharded.trace(_PARAMS, _STATE, first, second)
-    assert sharded.explain().splitlines()[1] == f"state: params, opt_state; {roles}"
+    assert arguments_of(sharded) == f"state: params, opt_state; {roles}"
 
 
 def test_examples_by_name():
     sharded = deepcompile.shard(with_keywords)
     found = sharded(*jax.tree.map(jnp.copy, (_PARAMS, _STATE)), x=_X, y=_Y)
     assert_close(found, jax.jit(with_keywords)(_PARAMS, _STATE, x=_X, y=_Y), 1e-5, "result")
-    assert sharded.explain().splitlines()[1] == "state: params, opt_state; batch: x, y"
+    assert arguments_of(sharded) == "state: params, opt_state; batch: x, y"
 
 
 def test_gradients_are_no_new_parameters():
@@ -401,7 +402,7 @@ def test_a_network_returned_changed_is_not_taken_for_one_that_is_only_read():
 def test_named_positions_leave_nothing_to_guess():
     sharded = deepcompile.shard(with_average, state_argnums=(0, 2))
     sharded.trace(_PARAMS, _OTHER, _STATE, {"x": _X, "y": _Y})
-    assert sharded.explain().splitlines()[1] == "state: params, opt_state; batch: batch; replicated: average"
+    assert arguments_of(sharded) == "state: params, opt_state; batch: batch; replicated: average"
     sharded = deepcompile.shard(with_average, batch_argnums=3)
     sharded.trace(_PARAMS, _OTHER, _STATE, {"x": _X, "y": _Y})
-    assert sharded.explain().splitlines()[1] == "state: params, average, opt_state; batch: batch"
+    assert arguments_of(sharded) == "state: params, average, opt_state; batch: batch"

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from jax_deepcompile._jax_compat import eval_local, open_jaxpr
-from jax_deepcompile.frontend.canonicalize.explicit import canonicalize
+from jax_deepcompile.frontend.canonicalize.batched_while import with_one_condition
 from jax_deepcompile.ir.traversal import equations
 
 pytestmark = pytest.mark.pure
@@ -41,7 +41,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_values_with_one_condition(name: str):
     before = jax.make_jaxpr(CASES[name])(SCALES)
-    after = canonicalize(before)
+    after = with_one_condition(before)
     assert any(conditions(before))
     assert not any(conditions(after))
     for ours, plain in zip(eval_local(after, [SCALES]), jax.tree.leaves(CASES[name](SCALES)), strict=True):
@@ -51,7 +51,7 @@ def test_the_same_values_with_one_condition(name: str):
 def test_conditions_that_read_constants():
     floors = jnp.array([0.5, 2.0, 7.0])
     fun = jax.vmap(jax.vmap(halved), in_axes=(0, None))
-    after = canonicalize(jax.make_jaxpr(fun)(SCALES, floors))
+    after = with_one_condition(jax.make_jaxpr(fun)(SCALES, floors))
     assert not any(conditions(after))
     for ours, plain in zip(eval_local(after, [SCALES, floors]), fun(SCALES, floors), strict=True):
         np.testing.assert_array_equal(ours, plain)
@@ -59,4 +59,4 @@ def test_conditions_that_read_constants():
 
 def test_a_loop_with_one_condition_stays_as_it_is():
     before = jax.make_jaxpr(lambda x: lax.while_loop(lambda c: c.sum() > 1, lambda c: c / 2, x))(SCALES)
-    assert canonicalize(before) is before
+    assert with_one_condition(before) is before

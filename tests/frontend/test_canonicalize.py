@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat
-from jax_deepcompile.frontend.canonicalize.explicit import canonicalize
+from jax_deepcompile.frontend.canonicalize.explicit_indices import without_explicit_indices
 from jax_deepcompile.ir.traversal import equations, inline_calls
 
 pytestmark = pytest.mark.pure
@@ -182,17 +182,17 @@ NEGATIVE = {
 def test_becomes_batching(name: str):
     function, expected = POSITIVE[name]
     before = flat(function, operands(0))
-    after = canonicalize(before)
+    after = without_explicit_indices(before)
     assert [batching(eqn) for eqn in indexed(after)] == expected
     assert_same_bits(before, after)
-    assert canonicalize(after) is after
+    assert without_explicit_indices(after) is after
 
 
 @pytest.mark.parametrize("name", NEGATIVE)
 def test_stays_as_it_is(name: str):
     closed = flat(NEGATIVE[name], operands(0))
     assert indexed(closed)
-    assert canonicalize(closed) is closed
+    assert without_explicit_indices(closed) is closed
 
 
 @pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
@@ -204,7 +204,7 @@ def test_keeps_modes_and_flags(method: str, mode: str):
         return getattr(at, method)(*values, mode=mode, indices_are_sorted=True, unique_indices=True)
 
     before = flat(function, operands(0))
-    after = canonicalize(before)
+    after = without_explicit_indices(before)
     old, new = indexed(before)[-1], indexed(after)[-1]
     assert batching(new) == ROW
     changes = {"indices_are_sorted": False, "dimension_numbers": new.params["dimension_numbers"]}
@@ -250,7 +250,7 @@ def test_text_before_and_after():
 
     closed = flat(function, jnp.zeros((B, V)), jnp.zeros((B, 1), jnp.int32))
     assert text(closed) == BEFORE
-    assert text(canonicalize(closed)) == AFTER
+    assert text(without_explicit_indices(closed)) == AFTER
 
 
 def test_slices_indices_it_did_not_see_made():
@@ -262,7 +262,7 @@ def test_slices_indices_it_did_not_see_made():
         return lax.gather(a["x"], lax.optimization_barrier(indices), numbers, (1, 1))
 
     before = flat(function, operands(0))
-    after = canonicalize(before)
+    after = without_explicit_indices(before)
     *_, cut, gather = _jax_compat.open_jaxpr(after).eqns
     assert cut.primitive.name == "slice"
     assert (cut.params["start_indices"], cut.params["limit_indices"]) == ((0, 1), (B, 2))

@@ -11,8 +11,9 @@ from jax import lax
 
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
 from jax_deepcompile.errors import StateChangedError, StateNotReturnedError
+from jax_deepcompile.frontend.call import Argument, PureCall, PureStep, argument_names
 from jax_deepcompile.frontend.signature import Signature
-from jax_deepcompile.frontend.trace import Traced, abstract_key, argument_names, trace_function, trace_init, trace_step
+from jax_deepcompile.frontend.trace import Traced, trace_function, trace_init, trace_step
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.ir.traversal import equations
@@ -28,7 +29,9 @@ BATCH = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
 
 def trace(step, *args, state=(0,), batch=(1,), **kwargs) -> Traced:
     signature = Signature("step", state, batch=batch, names=argument_names(step, len(args)))
-    return trace_step(trace_function(step, args, kwargs, signature), args, kwargs, signature, MESH)
+    arguments = tuple(Argument(signature.name_of(place), place) for place in range(len(args)))
+    call = PureCall(PureStep(step, arguments), args, kwargs)
+    return trace_step(trace_function(call, signature), call, signature, MESH)
 
 
 def roles(program: Program) -> dict[str, Role]:
@@ -255,13 +258,13 @@ class TestTracing:
         plain = trace(lambda w, batch: w @ w.T @ w, W, BATCH).program
         assert str(program.jaxpr) == str(plain.jaxpr)
 
-    def test_the_key_tells_shapes_dtypes_and_weak_types_apart(self):
-        signature = Signature("step", (0,), batch=(1,), names=("w", "x"))
+    def test_the_form_of_a_call_tells_shapes_dtypes_and_weak_types_apart(self):
+        def form(*args):
+            return PureCall(PureStep(len, ()), args, {}).form
 
-        def key(*args):
-            return abstract_key(args, {}, signature)
-
-        assert key(W, V) == key(W, V)
-        assert len({key(W, V), key(V, V), key(W, COUNT), key(W, 1.0), key(W, {"x": V})}) == 5
-        assert key(W, 1.0) != key(W, np.float32(1.0))
-        assert key(W, 1.0) == key(W, 2.0)
+        assert form(W, V) == form(W, V)
+        assert len({form(W, V), form(V, V), form(W, COUNT), form(W, 1.0), form(W, {"x": V})}) == 5
+        assert form(W, 1.0) != form(W, np.float32(1.0))
+        assert form(W, 1.0) == form(W, 2.0)
+        assert form(np.zeros((8, 4))) == form(jnp.zeros((8, 4))) == form(W)
+        assert form(W, 1.0) == PureCall(PureStep(len, ()), (W, 1.0), {}).without_values().form

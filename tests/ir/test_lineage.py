@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
-from jax_deepcompile.ir.lineage import carried_inputs
+from jax_deepcompile.ir.lineage import carried_inputs, lineage
 from jax_deepcompile.ir.traversal import inline_calls
 
 pytestmark = pytest.mark.pure
 
 W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+ONE_DEVICE = AbstractMesh((1,), ("a",))
 
 
 def carried(function, *args) -> list[set[int]]:
@@ -73,3 +76,40 @@ def test_elements_that_do_not(function):
 
 def test_a_penalty_is_carried_on_in_a_gradient():
     assert carried(jax.grad(lambda w, x: loss(w, x) + jnp.sum(w**2)), W, W) == [{0}]
+
+
+def momentum(w, m, x):
+    m = 0.9 * m + jax.grad(loss)(w, x)
+    return w - 0.1 * m, m
+
+
+def momentum_in_a_scan(w, m, x):
+    return lax.scan(lambda c, _: (momentum(*c, x), None), (w, m), length=3)[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "mixed"),
+    [
+        (momentum, {0, 2}),
+        (momentum_in_a_scan, {0, 1, 2}),
+        (lambda w, m, x: lax.cond(x[0, 0] > 0, lambda: w + m, lambda: w @ x), {0, 2}),
+        (lambda w, m, x: lax.while_loop(lambda c: jnp.sum(c) > 0, lambda c: c - x, m), {1, 2}),
+        (lambda w, m, x: (w + m, jnp.max(w)), {0}),
+        (
+            lambda w, m, x: jax.shard_map(
+                lambda w: w + 1, mesh=jax.make_mesh((1,), ("a",)), in_specs=P(), out_specs=P()
+            )(w),
+            {0},
+        ),
+    ],
+    ids=["momentum", "scan", "cond", "while", "max", "shard_map"],
+)
+def test_what_more_than_elementwise_arithmetic_touches(function, mixed):
+    found = lineage(inline_calls(jax.make_jaxpr(function)(W, W, W))).mixed
+    assert {position for position in range(3) if found >> position & 1} == mixed
+
+
+def test_results_that_are_inputs():
+    found = lineage(jax.make_jaxpr(lambda w, x: (x, w + 1, w, 1.0))(W, W))
+    assert found.same == (1, None, 0, None)
+    assert [found.is_input(result) for result in range(4)] == [True, False, True, False]

@@ -151,7 +151,8 @@ def test_explain_reads_the_same_printed_and_shown(traced):
     ):
         assert isinstance(told, str)
         assert repr(told) == str(told) == "".join(told)
-    assert "state: state; batch: tokens" in stage.explain()
+    assert "  state: state, donated: " in stage.explain()
+    assert "  tokens: batch: 16 examples\n" in stage.explain()
     assert "\\n" not in repr(stage.explain())
 
 

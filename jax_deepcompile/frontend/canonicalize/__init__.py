@@ -1,1 +1,25 @@
-"""Rewrites that leave fewer forms for the partitioner to know; one a file."""
+"""A program is written as partitioning rules expect it: one rewrite a file, each from closed jaxpr to closed jaxpr."""
+
+from __future__ import annotations
+
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import closed_consts, dce, open_jaxpr
+from jax_deepcompile.frontend.canonicalize.batched_while import with_one_condition
+from jax_deepcompile.frontend.canonicalize.empty_arrays import without_empty_arrays
+from jax_deepcompile.frontend.canonicalize.explicit_indices import without_explicit_indices
+from jax_deepcompile.frontend.canonicalize.inner_products import without_ravel
+from jax_deepcompile.ir.program import Program
+
+REWRITES = (without_empty_arrays, with_one_condition, without_ravel, without_explicit_indices)
+"""In this order. Each keeps what is computed, goes into loops and branches, and returns what needs no change."""
+
+
+def canonicalize(program: Program) -> Program:
+    """``program``, global and with its calls inlined, after all rewrites and without what those left dead."""
+    closed = program.jaxpr
+    for rewrite in REWRITES:
+        closed = rewrite(closed)
+    if closed is program.jaxpr:
+        return program
+    return program.replace(jaxpr=jex.ClosedJaxpr(dce(open_jaxpr(closed)), closed_consts(closed)))

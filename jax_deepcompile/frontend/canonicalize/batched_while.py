@@ -13,10 +13,11 @@ from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, eval_local, open_jaxpr, provenance
+from jax_deepcompile.frontend.canonicalize.equations import with_equations
 
 
-def with_one_condition(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
-    """``eqn`` with one condition for all elements; itself if it has but one.
+def with_one_condition(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """``closed`` with one condition for all elements of each loop.
 
     Before, with ``p: bool[B]``::
 
@@ -26,6 +27,10 @@ def with_one_condition(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
 
         while(x): any(cond(x)); x = select(cond(x), body(x), x)
     """
+    return with_equations(closed, lambda jaxpr: _rewritten)
+
+
+def _rewritten(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
     if eqn.primitive.name != "while" or not open_jaxpr(eqn.params["cond_jaxpr"]).outvars[0].aval.shape:
         return eqn
     params, conds = eqn.params, eqn.params["cond_nconsts"]

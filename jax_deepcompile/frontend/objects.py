@@ -1,0 +1,176 @@
+"""NNX objects as pytrees: taken apart before a step is traced, put together inside of it, updated in place after."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_deepcompile import errors
+from jax_deepcompile.frontend.signature import is_numeric
+
+
+def holds_objects(tree: Any) -> bool:
+    """Whether ``tree`` is, or is a pytree that contains, an NNX object."""
+    return Holder.of(tree).count > 0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Where in an argument NNX objects are.
+
+    Attributes:
+      tree: structure of the argument, objects being leaves.
+      slots: for each leaf whether it is an object.
+    """
+
+    tree: Any
+    slots: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Holder:
+        leaves, tree = jax.tree.flatten(value, is_leaf=_is_opaque)
+        return cls(tree, tuple(map(_is_object, leaves)))
+
+    @property
+    def count(self) -> int:
+        return sum(self.slots)
+
+    def objects(self, value: Any) -> list:
+        if not self.count:
+            return []
+        return [leaf for leaf, is_object in zip(self.tree.flatten_up_to(value), self.slots, strict=True) if is_object]
+
+    def without_objects(self, value: Any) -> Any:
+        return self.with_objects(value, [None] * self.count)
+
+    def with_objects(self, value: Any, objects: Sequence) -> Any:
+        """``value`` with ``objects`` in their slots."""
+        if not self.count:
+            return value
+        found = iter(objects)
+        leaves = zip(self.tree.flatten_up_to(value), self.slots, strict=True)
+        return self.tree.unflatten([next(found) if is_object else leaf for leaf, is_object in leaves])
+
+
+def _is_object(node: Any) -> bool:
+    return isinstance(node, nnx.Pytree | nnx.Variable)
+
+
+def _is_opaque(node: Any) -> bool:
+    """An ``nnx.State`` is a value, the variables in it are not the user's objects."""
+    return _is_object(node) or isinstance(node, nnx.State)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Of the NNX objects of a call, and of what they are in. What objects have as attributes need not be hashable."""
+
+    graphdef: Any
+    holders: tuple[Holder, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.holders)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Static:
+    """Stands, in the state of NNX objects, for a leaf that is no number, such as a dtype: it stays as it is."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+
+def split(objects: Any) -> tuple[Any, Any]:
+    """NNX ``objects`` as what they are made of and their state, whose leaves are numbers and arrays."""
+    graphdef, state = nnx.split(objects)
+    return graphdef, jax.tree.map(lambda leaf: leaf if is_numeric(leaf) else _Static(leaf), state)
+
+
+def _with_values(state: Any) -> Any:
+    """What ``nnx.split`` made, of the state that ``split`` made."""
+    return jax.tree.map(lambda leaf: leaf.value if _is_static(leaf) else leaf, state, is_leaf=_is_static)
+
+
+def _is_static(node: Any) -> bool:
+    return isinstance(node, _Static)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Reference:
+    """Stands, in what a pure step returns, for an NNX object that the step was given: the one at ``path``."""
+
+    path: tuple
+
+
+def _is_reference(node: Any) -> bool:
+    return isinstance(node, _Reference)
+
+
+def _with_references(out: Any, objects: tuple) -> Any:
+    paths = {id(node): path for path, node in nnx.iter_graph(objects) if _is_object(node)}
+    return jax.tree.map(
+        lambda node: _Reference(paths[id(node)]) if id(node) in paths else node, out, is_leaf=_is_opaque
+    )
+
+
+def finish(objects: tuple, state: Any, out: Any) -> Any:
+    """What the user's step would have returned; ``objects`` get the values of ``state``."""
+    nnx.update(objects, _with_values(state))
+    if not any(map(_is_reference, jax.tree.leaves(out, is_leaf=_is_reference))):
+        return out
+    given = dict(nnx.iter_graph(objects))
+    return jax.tree.map(lambda node: given[node.path] if _is_reference(node) else node, out, is_leaf=_is_reference)
+
+
+def purify(fun: Callable, name: str, graphdef: Any, holders: Sequence[Holder]) -> Callable:
+    def pure(state, *args, **kwargs):
+        objects = nnx.merge(graphdef, _with_values(state))
+        waiting = list(objects)
+        filled = []
+        for value, holder in zip(args, holders, strict=True):
+            filled.append(holder.with_objects(value, waiting[: holder.count]))
+            del waiting[: holder.count]
+        out = _with_references(fun(*filled, **kwargs), objects)
+        after = split(objects)[1]
+        if jax.tree.structure(after) != jax.tree.structure(state):
+            raise errors.StateChangedError(name, _differences(state, after))
+        return after, out
+
+    return pure
+
+
+def _differences(before: Any, after: Any) -> list[str]:
+    old, new = ({jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(t)} for t in (before, after))
+    found = [f"{path} is missing" for path in sorted(old - new)] + [f"{path} is new" for path in sorted(new - old)]
+    return found or ["the metadata of a variable differs"]
+
+
+@dataclass
+class Creation:
+    """The user's function that creates the state, as a function to pytrees; remembers what NNX objects it made."""
+
+    fun: Callable
+    graphdef: Any = None
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.fun, updated=())
+
+    def __call__(self, *args, **kwargs):
+        out = self.fun(*args, **kwargs)
+        if not holds_objects(out):
+            return out
+        self.graphdef, state = split(out)
+        return state
+
+    def finish(self, state: Any) -> Any:
+        """What the user's function would have returned, holding ``state``."""
+        return state if self.graphdef is None else nnx.merge(self.graphdef, _with_values(state))
