@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
+from time import perf_counter
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import compiles_on_gpus_only, user_line
 from jax_deepcompile.analysis.names import with_loop_names
+from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.devices import as_if_here, is_described, latency_bytes_of, machine_of
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
+from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.frontend.call import PureCall, leaf_type
 from jax_deepcompile.frontend.canonicalize import canonicalize
 from jax_deepcompile.frontend.meshes import MeshUse
@@ -30,6 +35,8 @@ from jax_deepcompile.options import StepOptions
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.planner.limits import require_fit
 from jax_deepcompile.planner.session import Planned, plan_program
+from jax_deepcompile.report import dump
+from jax_deepcompile.report.dump import Rewritten
 from jax_deepcompile.runtime.processes import Alone
 from jax_deepcompile.transforms.microbatch import accumulate
 from jax_deepcompile.transforms.stop_alone import stop_alone
@@ -77,11 +84,13 @@ class Compilation:
       context: of the step.
       call: one of the calls, without values.
       runs: what is known from running it.
+      stages: what each stage did so far, in order.
     """
 
     context: Context
     call: PureCall
     runs: Runs = field(default_factory=Runs)
+    stages: list[Rewritten] = field(default_factory=list)
 
     @cached_property
     def signature(self) -> Signature:
@@ -92,30 +101,54 @@ class Compilation:
     @cached_property
     def traced(self) -> Traced:
         """The step on whole arrays, as the user wrote it."""
-        return stage("trace", trace, self.call, self.signature, self.context)
+        return self._stage("trace", trace, self.call, self.signature, self.context)
 
     @cached_property
     def program(self) -> Program:
         """The same as partitioning rules expect it."""
-        return stage("canonicalize", canonicalize, self.traced.program)
+        return self._stage("canonicalize", canonicalize, self.traced.program)
 
     @cached_property
     def partitioned(self) -> Partitioned:
         """How each value is divided, and the step on one device's blocks."""
-        return stage("partition", partition, self.program, self.context)
+        return self._stage("partition", partition, self.program, self.context)
 
     @cached_property
     def sharded(self) -> Program:
         """The latter with loops that end on each device alone, microbatches one after the other, and donated state."""
-        local = stage("stop alone", stop_alone, self.partitioned.program, self.context.use.mesh)
-        accumulated = stage("accumulate", accumulate, local, self.context.use.mesh)
-        named = stage("name loops", with_loop_names, accumulated)
-        return stage("donate", donate, named, self.traced)
+        local = self._stage("stop alone", stop_alone, self.partitioned.program, self.context.use.mesh)
+        accumulated = self._stage("accumulate", accumulate, local, self.context.use.mesh)
+        named = self._stage("name loops", with_loop_names, accumulated)
+        return self._stage("donate", donate, named, self.traced)
 
     @cached_property
     def planned(self) -> Planned:
         """The same rewritten by a plan's decisions."""
-        return stage("plan", plan, self.sharded, self.context)
+        planned = self._stage("plan", plan, self.sharded, self.context)
+        if folder := os.environ.get(dump.VARIABLE):
+            dump.write(dump.own_folder(Path(folder), self.context.name), self._seen(planned), self._costs)
+        return planned
+
+    def dump(self, folder: Path) -> None:
+        """Writes the programs before and after every stage, and every kind of decision, to read."""
+        dump.write(folder, self._seen(self.planned), self._costs)
+
+    def _seen(self, planned: Planned) -> list[Rewritten]:
+        decided = dump.decisions_of(planned.plan, self.sharded, self.context.use.mesh)
+        return [*(each for each in self.stages if each.name != "plan"), *decided]
+
+    @property
+    def _costs(self) -> CostModel | None:
+        mesh = self.context.use.mesh
+        return costs_of(mesh, self.context.options.planning.profile) if isinstance(mesh, Mesh) else None
+
+    def _stage(self, name: str, function: Callable[..., Made], *inputs: Any) -> Made:
+        """Runs ``stage``, and keeps what it did."""
+        began_s = perf_counter()
+        made = stage(name, function, *inputs)
+        before = next((each for each in inputs if isinstance(each, Program)), None)
+        self.stages.append(Rewritten(name, before, program_of(made), perf_counter() - began_s))
+        return made
 
     @cached_property
     def jitted(self) -> Any:
@@ -165,13 +198,21 @@ Made = TypeVar("Made", Program, Traced, Partitioned, Planned)
 
 
 def stage(name: str, function: Callable[..., Made], *inputs: Any) -> Made:
-    """Runs a stage, and makes sure of what must hold of every program.
+    """What ``function`` makes of ``inputs``, once it is known to be what a program must be.
 
-    Whatever is to be known of stages by their names, such as seconds or programs before and after, is found out here.
+    Raises:
+      InvariantError: it is not; names the stage.
     """
     made = function(*inputs)
-    verify(made if isinstance(made, Program) else made.program)
+    try:
+        verify(program_of(made))
+    except errors.InvariantError as error:
+        raise error.after(name) from error
     return made
+
+
+def program_of(made: Program | Traced | Partitioned | Planned) -> Program:
+    return made if isinstance(made, Program) else made.program
 
 
 def trace(call: PureCall, signature: Signature, context: Context) -> Traced:

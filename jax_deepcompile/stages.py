@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -62,6 +64,13 @@ class TracedStep(Summarized):
         """What was decided and why, in a screen."""
         self.plan()
         return explain_compilation(self.compilation)
+
+    def dump(self, folder: str | os.PathLike) -> None:
+        """Writes the program before and after every stage and every kind of decision into ``folder``, to read.
+
+        An operation is a line, with type, bytes and simulated seconds; ``summary.txt`` counts what each stage changed.
+        """
+        self.compilation.dump(Path(folder))
 
     def lower(self) -> LoweredStep:
         """Plans, and lowers to StableHLO for the platform of the mesh."""

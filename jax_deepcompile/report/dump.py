@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +54,13 @@ def decisions_of(plan: Plan, base: Program, mesh: AnyMesh) -> Iterator[Rewritten
         before = after
 
 
+def own_folder(folder: Path, name: str) -> Path:
+    """A folder in ``folder`` that is not there yet, for one compilation of the step ``name``."""
+    stem = re.sub(r"\W+", "_", name)
+    taken = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return folder / next(each for each in map(f"{stem}_{{}}".format, itertools.count()) if each not in taken)
+
+
 def write(folder: Path, stages: Sequence[Rewritten], costs: CostModel | None = None) -> None:
     """Writes each stage's programs, and ``summary.txt``.
 
@@ -62,7 +71,7 @@ def write(folder: Path, stages: Sequence[Rewritten], costs: CostModel | None = N
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number, stage in enumerate(stages):
-        stem = f"{number:02}_{stage.name}"
+        stem = f"{number:02}_{stage.name.replace(' ', '_')}"
         if stage.before is not None:
             (folder / f"{stem}.before.txt").write_text(readable(stage.before, costs))
         (folder / f"{stem}.after.txt").write_text(f"{stage.summary()}\n\n{readable(stage.after, costs)}")

@@ -49,6 +49,12 @@ def refused(why: str) -> errors.PlanError:
     return errors.PlanError("the plan", why)
 
 
+def listed(names: Sequence[str], loop: str) -> str:
+    """``names`` for a sentence about ``loop``: those of its own parameters without the module that it is named by."""
+    module = loop.partition(" @")[0] + "/"
+    return ", ".join(name.removeprefix(module) for name in names)
+
+
 def loop_named(program: Program, name: str, what: str) -> Loop:
     """The loop that a decision names; ``what`` it does with it is for the error."""
     loops = {loop.name: loop for loop in find_loops(program)}

@@ -34,7 +34,7 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Replacement, replace_equations, rerun
-from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused
+from jax_deepcompile.transforms.decision import Decision, listed, loop_named, positions, refused
 from jax_deepcompile.transforms.stack_collectives import given_gathers
 
 
@@ -59,7 +59,7 @@ class HandOver(Decision, kind="hand_over"):
         _chosen(program, self)
 
     def describe(self) -> str:
-        return f"{self.forward}: leaves {', '.join(self.gathers)} gathered for {self.backward}"
+        return f"{self.forward}: leaves {listed(self.gathers, self.forward)} gathered for {self.backward}"
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[HandOver]) -> Program:

@@ -31,7 +31,7 @@ from jax_deepcompile.analysis.recomputed import Activation, Place, SharedLayers
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, Replacement, replace_equations, rerun
-from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused
+from jax_deepcompile.transforms.decision import Decision, listed, loop_named, positions, refused
 from jax_deepcompile.transforms.replace_loops import replace_loops
 
 
@@ -55,7 +55,7 @@ class KeptActivations(Decision, kind="keep_activations"):
 
     def describe(self) -> str:
         if self.forward != self.backward:
-            return f"{self.forward}: keeps {', '.join(self.values)} for {self.backward}"
+            return f"{self.forward}: keeps {listed(self.values, self.forward)} for {self.backward}"
         return f"{self.forward or 'outside of loops'}: keeps {', '.join(self.values)} until they are used again"
 
     @staticmethod

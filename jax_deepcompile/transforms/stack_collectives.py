@@ -38,7 +38,7 @@ from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, rescan, split_operands
 from jax_deepcompile.ir.rewrite import with_renamed_operands
-from jax_deepcompile.transforms.decision import Decision, loop_named, positions
+from jax_deepcompile.transforms.decision import Decision, listed, loop_named, positions
 from jax_deepcompile.transforms.replace_loops import replace_loops
 
 
@@ -64,7 +64,7 @@ class StackCollectives(Decision, kind="stack_collectives"):
 
     def describe(self) -> str:
         parts = (("gathers", self.gathers), ("reduces", self.reductions))
-        said = " and ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
+        said = " and ".join(f"{verb} {listed(names, self.loop)}" for verb, names in parts if names)
         return f"{self.loop}: {said} for all layers at once, outside of the loop"
 
     @staticmethod
