@@ -31,7 +31,7 @@ from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.simulation import Event, Simulation, Totals
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.planner.session import Wishes, plan_program
+from jax_deepcompile.planner.session import PlanOptions, plan_program
 from tests.transforms.programs import sharded, stack_loss, stack_shapes
 
 MEASURED = Source(Method.MEASURED, "2026-11-21", 5)
@@ -73,7 +73,7 @@ def test_other_work_comes_from_the_tables():
 def test_a_profile_of_other_devices_is_refused():
     program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
     with pytest.raises(errors.ProfileMismatchError, match="the profile is of another device kind"):
-        plan_program(program, mesh, "cpu", Wishes(profile=PROFILE))
+        plan_program(program, mesh, "cpu", PlanOptions(profile=PROFILE))
 
 
 def simulated(*events: Event) -> Simulation:

@@ -147,6 +147,6 @@ def test_what_is_compiled_is_kept_beside_the_plans_whatever_the_plan_is(tmp_path
     kept: list = []
     monkeypatch.setattr(session, "_keep_executables", lambda cache, mesh: kept.append(cache.directory))
     program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
-    for wishes in (session.Wishes(), session.Wishes(plan=Plan("")), session.Wishes(passes=())):
+    for wishes in (session.PlanOptions(), session.PlanOptions(plan=Plan("")), session.PlanOptions(passes=())):
         session.plan_program(program, mesh, "cpu", replace(wishes, cache_dir=tmp_path))
     assert kept == [tmp_path] * 3
