@@ -38,7 +38,8 @@ AS_READ = ReduceBeforeLoops
 def pipelined(plan: Plan, program: Program, schedules: Sequence[LoopSchedule]) -> Plan:
     """``plan`` with ``schedules`` for its loops in ``program``, and all that goes with them."""
     plan = plan.having(LoopSchedule, schedules)
-    plan = plan.replace(decisions=(*plan.decisions, *AROUND_PIPELINED)) if schedules else plan
+    for each in AROUND_PIPELINED:
+        plan = plan.having(type(each), [each] if schedules else [])
     return plan.having(MicrobatchLoop, [MicrobatchLoop(name) for name in loops_around(program, schedules)])
 
 
