@@ -17,6 +17,8 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.planner.layers import AROUND_PIPELINED, not_pipelined, pipelined
+from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules, pipeline_loops
 from tests.transforms.programs import (
@@ -222,6 +224,15 @@ def test_loops_that_communicate_nothing_are_left_alone():
     program, mesh = sharded(activations_only, {"w": (WIDTH, WIDTH)})
     assert choose_schedules(program) == ()
     assert pipeline_loops(program, mesh, ()) is program
+
+
+@pytest.mark.pure
+def test_what_goes_with_pipelined_loops_goes_with_them_once():
+    program, _ = sharded(stack_loss, STACK)
+    plan = pipelined(Plan("0"), program, choose_schedules(program))
+    assert {type(each) for each in plan.decisions} == {LoopSchedule, *map(type, AROUND_PIPELINED)}
+    assert pipelined(plan, program, choose_schedules(program)) == plan
+    assert pipelined(plan, program, ()) == not_pipelined(plan) == Plan("0")
 
 
 def gathers_what_the_layer_made(params, batch):
