@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_function, user_source
-from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.analysis.gathers import find_gathers, outermost, size_bytes
 from jax_deepcompile.analysis.loops import Path, computing_scans
-from jax_deepcompile.analysis.names import value_names
+from jax_deepcompile.analysis.names import gather_names, value_names
 from jax_deepcompile.analysis.work import COLLECTIVES
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import EquationTime, equation_times
@@ -88,11 +88,19 @@ def _loop(
     for verb, kinds in (("gathers", {"all_gather"}), ("reduces", {"reduce_scatter", "psum"})):
         moved = [each for each in body if each.primitive.name in kinds]
         atoms: Sequence[Any] = [atom for each in moved for atom in (each.outvars if verb == "gathers" else each.invars)]
-        yield f"{indent}  {verb}: {len(moved)} values, {size_text(sum(map(size_bytes, atoms)))} an iteration"
+        names = _gathered(program, eqn, path) if verb == "gathers" else ""
+        yield f"{indent}  {verb}: {len(moved)} values, {size_text(sum(map(size_bytes, atoms)))} an iteration{names}"
     computed = Counter(each.primitive.name for each in body if each.primitive.name not in COLLECTIVES)
     most = ", ".join(f"{count} {kind}" for kind, count in computed.most_common(_MOST))
     yield f"{indent}  computes: {sum(computed.values())} operations: {most}"
     yield from _body(program, eqn.params["jaxpr"], path, costs, f"{indent}    ")
+
+
+def _gathered(program: Program, eqn: Any, path: Path) -> str:
+    """The parameters that a loop gathers, as plans call them."""
+    body = open_jaxpr(eqn.params["jaxpr"])
+    names = gather_names(program, path, outermost(find_gathers(body, body.invars))) if -1 not in path else []
+    return f": {', '.join(names)}" if names else ""
 
 
 _MOST = 5

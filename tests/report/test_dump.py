@@ -36,9 +36,9 @@ def test_a_program_reads_as_what_it_gathers_computes_and_reduces():
     text = readable(traced().sharded)
     assert "  params['w']: param float32[4,16,16] shard(1: fsdp)" in text
     assert ", in the memory of the input" in text
-    assert "  loop w @forward: 4 iterations\n    gathers: 1 values, 1.0 KiB an iteration\n" in text
+    assert "  loop w @forward: 4 iterations\n    gathers: 1 values, 1.0 KiB an iteration: w\n" in text
     assert "  loop w @backward: 4 iterations, last layer first\n" in text
-    assert re.search(r"\n      loss all_gather: float32\[16,16\] 1.0 KiB  .*test_dump.py:\d+\n", text)
+    assert re.search(r"\n      <lambda> all_gather: float32\[16,16\] 1.0 KiB  .*test_dump.py:\d+\n", text)
 
 
 def test_seconds_stand_beside_operations_of_the_local_view():
