@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"ir", "analysis", "transforms", "partition", "costs", "planner"},
     "options": {"costs", "planner"},
     "compiler": {"ir", "analysis", "frontend", "partition", "transforms", "costs", "planner", "lowering", "runtime"}
-    | {"options", "report"},
+    | {"hlo", "options", "report"},
     "stages": {"ir", "partition", "planner", "lowering", "report", "compiler"},
     "api": {"ir", "frontend", "costs", "planner", "lowering", "profilers", "report", "runtime"}
     | {"compiler", "options", "stages"},
