@@ -257,11 +257,10 @@ def _whole_products(partitioned: Partitioned) -> list[str]:
 
 def _annotations(partitioned: Partitioned) -> list[str]:
     """The user's sharding constraints that are not how values are divided here."""
-    mesh = partitioned.layout.mesh
     where: Counter = Counter()
-    for step, _ in partitioned.layout.walk():
-        for asked in unmet_annotations(step, mesh) if mesh.size > 1 else []:
-            where[f"  {asked} at {_line(step.eqn)}"] += 1
+    for layout, _ in partitioned.layout.nested_layouts() if partitioned.layout.mesh.size > 1 else ():
+        for eqn, asked in unmet_annotations(layout):
+            where[f"  {asked} at {_line(eqn)}"] += 1
     lines = [text if number == 1 else f"{text} ({number} times)" for text, number in where.items()]
     return ["", "sharding annotations not followed, as divisions are derived here:", *_cut(lines)] if lines else []
 
