@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -103,8 +103,8 @@ def shard(
       A ``ShardedStep``, or a decorator that makes one.
 
     Raises:
-      ArgnumsError, MemoryLimitError, MeshAxisError, MeshShapeError, MeshTooLargeError, MicrobatchCountError,
-        OptionTypeError, PmappedStepError: see ``jax_deepcompile.errors``.
+      ArgnumsError, AxisUseError, MemoryLimitError, MeshAxisError, MeshShapeError, MeshTooLargeError,
+        MicrobatchCountError, OptionTypeError, PmappedStepError, UnknownPassError: see ``jax_deepcompile.errors``.
     """
     if isinstance(fun, (Mesh, AbstractMesh, Mapping)):
         if mesh is not None:
@@ -124,7 +124,26 @@ def shard(
         cache_dir,
         donate,
     )
-    return functools.partial(_make_step, options=options) if fun is None else _make_step(fun, options)
+    return Sharding(options) if fun is None else _make_step(fun, options)
+
+
+@dataclass(frozen=True, repr=False)
+class Sharding(Summarized):
+    """What ``shard`` returns where it is not given the step yet: a decorator.
+
+    Attributes:
+      options: what it was asked for.
+    """
+
+    options: StepOptions
+
+    def __call__(self, fun: Callable) -> ShardedStep:
+        return _make_step(fun, self.options)
+
+    def _summary(self) -> Summary:
+        given, default = self.options.arguments(), StepOptions().arguments()
+        rows = tuple((name, repr(value)) for name, value in given.items() if value is not default[name])
+        return Summary("shard, to decorate a step", rows)
 
 
 def _make_step(fun: Callable, options: StepOptions) -> ShardedStep:
@@ -266,8 +285,15 @@ class ShardedStep(Summarized):
           known: an earlier profile, whose entries are not measured again where they still hold.
 
         Raises:
+          ArgumentError: ``runs`` or ``known`` is not what it is to be.
           DevicesNotAttachedError: the devices are not here.
         """
+        if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
+            raise errors.ArgumentError("profile", "runs", runs, "a whole number, at least 1")
+        if not (known is None or isinstance(known, Profile)):
+            raise errors.ArgumentError(
+                "profile", "known", known, "a deepcompile.Profile, such as step.profile(...).profile"
+            )
         self._require_devices()
         processes = self._processes()
         with processes.together():

@@ -368,6 +368,20 @@ class OptionTypeError(DeepCompileError, TypeError):
         )
 
 
+class ArgumentError(DeepCompileError, TypeError, ValueError):
+    def __init__(self, call: str, name: str, given: object, expected: str) -> None:
+        super().__init__(f"{call}({name}={_shortened(given)}): expected {expected}.")
+
+
+class AxisUseError(DeepCompileError, ValueError):
+    def __init__(self, axis: str, fsdp_axes: object, data_axes: object) -> None:
+        super().__init__(
+            f"shard(fsdp_axes={fsdp_axes!r}, data_axes={data_axes!r}): the mesh axis '{axis}' is named twice, and "
+            f"state cannot be both divided and replicated along it. Leave it out of data_axes: what divides the state "
+            f"divides the batch as well."
+        )
+
+
 class UnknownPassError(DeepCompileError, ValueError):
     def __init__(self, where: str, name: str, nearest: str) -> None:
         super().__init__(f"{where} leaves out {name!r}, which is no strategy and no kind of decision{nearest}.")

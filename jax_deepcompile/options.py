@@ -15,7 +15,7 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.planner.limits import MemoryLimit, refuse_unknown
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.selection import Passes
+from jax_deepcompile.planner.selection import Passes, Selection
 from jax_deepcompile.planner.session import PlanOptions
 from jax_deepcompile.planner.strategy import Strategy
 
@@ -38,13 +38,14 @@ class StepOptions:
     donate: bool = True
 
     def __post_init__(self) -> None:
-        """Raises OptionTypeError, MicrobatchCountError or MemoryLimitError for what cannot be meant."""
+        """Raises the errors of ``shard`` for what cannot be meant; those of the mesh come later."""
         for name, (expected, is_legal) in _OPTIONS.items():
             if not is_legal(getattr(self, name)):
                 raise errors.OptionTypeError(name, expected, getattr(self, name))
         if not _is_count(self.microbatches) or self.microbatches < 1:
             raise errors.MicrobatchCountError(self.microbatches)
         refuse_unknown(self.memory_limit)
+        Selection.of(self.passes)
 
     def arguments(self) -> dict[str, Any]:
         """By name, as ``shard`` was given them."""
@@ -75,7 +76,8 @@ def _are_positions(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    return isinstance(value, str) or _all_of(value, lambda name: isinstance(name, str))
+    is_tuple = _all_of(value, lambda name: isinstance(name, str))
+    return isinstance(value, str) or (is_tuple and len(set(value)) == len(value))
 
 
 def _are_passes(value: Any) -> bool:
@@ -86,7 +88,7 @@ def _are_passes(value: Any) -> bool:
 
 def _is_path(value: Any) -> bool:
     try:
-        return value is None or b"\0" not in (os.fsencode(value) or b"\0")
+        return value is None or (isinstance(os.fspath(value), str) and b"\0" not in (os.fsencode(value) or b"\0"))
     except (TypeError, UnicodeEncodeError):
         return False
 
@@ -103,10 +105,10 @@ _OPTIONS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "state_argnums": _POSITIONS,
     "batch_argnums": _POSITIONS,
     "fsdp_axes": (
-        "the name of a mesh axis, or a tuple of at least one",
+        "the name of a mesh axis, or a tuple of at least one, all different",
         lambda value: bool(value) and _are_names(value),
     ),
-    "data_axes": ("the name of a mesh axis, or a tuple of names", _are_names),
+    "data_axes": ("the name of a mesh axis, or a tuple of different names", _are_names),
     "passes": (
         "a tuple of passes such as (deepcompile.PipelineLoops(),), () for none, or None for all",
         _are_passes,

@@ -162,7 +162,7 @@ class Profile(Summarized):
             data = frozen_json.parse(text)
             _require_format(data)
             return frozen_json.read(_Document, data).profile
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise errors.ProfileFormatError(name, str(error)) from error
 
     def write(self, path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from jax.sharding import Mesh
 
+from jax_deepcompile import errors
 from jax_deepcompile.costs.combining import Thresholds
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.measured import costs_of
@@ -60,9 +61,14 @@ def simulate(step: HasText | HasProgram, mesh: Mesh, profile: Profile | None = N
       Seconds a step, of compute, of communication and of it exposed, with the timeline; see ``Simulation``.
 
     Raises:
+      ArgumentError: ``step`` or ``mesh`` is something else.
       MalformedHloError: the text is no scheduled HLO module.
       ProfileMismatchError: the profile is of other devices.
     """
+    if not isinstance(mesh, Mesh):
+        raise errors.ArgumentError(
+            "simulate", "mesh", mesh, "the jax.sharding.Mesh of the devices that the step is for"
+        )
     play, costs = _player(step), costs_of(mesh, profile)
     played = play(costs)
     calibrated = costs.calibrated(played)
@@ -72,5 +78,8 @@ def simulate(step: HasText | HasProgram, mesh: Mesh, profile: Profile | None = N
 def _player(step: HasText | HasProgram) -> Callable[[CostModel], Simulation]:
     if isinstance(step, HasText):
         return partial(simulate_module, read(step.as_text() or ""))
+    if not hasattr(type(step), "planned"):
+        expected = "a traced or a compiled step: step.trace(...) or step.lower(...).compile()"
+        raise errors.ArgumentError("simulate", "step", step, expected)
     thresholds = Thresholds.of_options(step.plan().compiler_options())
     return partial(simulate_program, step.planned, thresholds=thresholds)

@@ -50,6 +50,7 @@ def resolve_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int] | None, fsdp_axes
       data_axes: axes that split the batch and replicate the state, where the mesh has them.
 
     Raises:
+      AxisUseError: an axis is named for both.
       MeshAxisError: the mesh lacks an axis of ``fsdp_axes``.
       MeshShapeError: a shape has no axes, or one of a size that is no positive whole number.
       MeshTooLargeError: a shape asks for more devices than there are.
@@ -66,6 +67,10 @@ def resolve_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int] | None, fsdp_axes
     if data_axes != "data" and len(data) != len(_names(data_axes)):
         missing = next(name for name in _names(data_axes) if name not in sizes)
         raise errors.MeshAxisError(missing, sizes, "data_axes")
+    if data_axes != "data":
+        for name in data:
+            if name in state:
+                raise errors.AxisUseError(name, fsdp_axes, data_axes)
     used = tuple(name for name in sizes if name in (*state, *data))
     axes = MeshAxes(used, tuple(sizes[name] for name in used))
     return MeshUse(mesh, axes, tuple(name for name in used if name in state), used)

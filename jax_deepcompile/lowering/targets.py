@@ -6,7 +6,7 @@ The CUDA plugin of JAX compiles for a described GPU (``jax.experimental.topologi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -78,14 +78,24 @@ class Target(Summarized):
           names: name of each axis.
 
         Raises:
+          ArgumentError: these are no sizes, or not as many names.
           TargetMeshError: the axes ask for another number of GPUs than there are.
           TargetUnavailableError: see ``devices``.
         """
+        if not _are(shape, lambda size: isinstance(size, int) and size > 0):
+            raise errors.ArgumentError("make_mesh", "shape", shape, f"a tuple of axis sizes such as ({self.size},)")
+        if not _are(names, lambda name: isinstance(name, str)) or len(names) != len(shape):
+            expected = f"a tuple of {len(shape)} axis names, one for each size in {tuple(shape)}"
+            raise errors.ArgumentError("make_mesh", "names", names, expected)
         if math.prod(shape) != self.size:
             axes = dict(zip(names, shape, strict=True))
             raise errors.TargetMeshError(self.name, axes, math.prod(shape), self.size)
         devices = np.array(self.devices).reshape(tuple(shape))
         return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _are(values: object, is_one: Callable[[Any], bool]) -> bool:
+    return isinstance(values, Sequence) and not isinstance(values, str) and all(map(is_one, values))
 
 
 def h100(

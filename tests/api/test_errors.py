@@ -324,13 +324,16 @@ def test_a_plan_or_profile_as_text(name, kind):
         ("state_argnums", True),
         ("batch_argnums", (1, "x")),
         ("fsdp_axes", ()),
+        ("fsdp_axes", ("fsdp", "fsdp")),
         ("data_axes", 3),
+        ("data_axes", ("data", "data")),
         ("passes", "prefetch"),
         ("passes", ("prefetch",)),
         ("passes", (deepcompile.PipelineLoops,)),
         ("cache_dir", 3),
         ("cache_dir", ""),
         ("cache_dir", "a\0b"),
+        ("cache_dir", b"x"),
         ("cache_dir", "\ud800"),
         ("state_argnums", (0, 0)),
         ("donate", "no"),
@@ -341,6 +344,66 @@ def test_options_that_cannot_be_meant(name, value):
         deepcompile.shard(step, **{name: value})
     with pytest.raises(errors.OptionTypeError):
         deepcompile.shard(step).reshard(**{name: value})
+
+
+def test_an_axis_that_is_to_divide_and_to_replicate():
+    sentence = r"shard\(fsdp_axes='fsdp', data_axes='fsdp'\): the mesh axis 'fsdp' is named twice.*Leave it out of data"
+    with pytest.raises(errors.AxisUseError, match=sentence):
+        deepcompile.shard(step, data_axes="fsdp")
+    with pytest.raises(errors.AxisUseError, match="the mesh axis 'x' is named twice"):
+        deepcompile.shard(step, {"x": 8}, data_axes=("x",))
+    assert deepcompile.shard(step, {"data": 8}, fsdp_axes="data").mesh.axis_names == ("data",)
+
+
+def test_unknown_passes_are_refused_at_once():
+    with pytest.raises(errors.UnknownPassError, match="passes leaves out 'x', which is no strategy"):
+        deepcompile.shard(step, passes="-x")
+    with pytest.raises(errors.UnknownPassError):
+        deepcompile.shard(passes="-unshard,-x")
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: deepcompile.shard(step).profile(1, 2, runs=0),
+            r"profile\(runs=0\): expected a whole number, at least 1",
+        ),
+        (lambda: deepcompile.shard(step).profile(1, 2, runs=-1), r"profile\(runs=-1\): expected a whole number"),
+        (lambda: deepcompile.shard(step).profile(1, 2, runs="x"), r"profile\(runs='x'\): expected a whole number"),
+        (
+            lambda: deepcompile.shard(step).profile(1, 2, known="x"),
+            r"profile\(known='x'\): expected a deepcompile.Profile",
+        ),
+        (lambda: deepcompile.simulate(3, None), r"simulate\(mesh=None\): expected the jax.sharding.Mesh"),
+        (
+            lambda: deepcompile.simulate(3, deepcompile.shard(step).mesh),
+            r"simulate\(step=3\): expected a traced or a compiled step: step.trace",
+        ),
+        (lambda: deepcompile.targets.h100(1).make_mesh(8, "fsdp"), r"make_mesh\(shape=8\): expected a tuple.* \(8,\)"),
+        (
+            lambda: deepcompile.targets.h100(1).make_mesh((-8, -1), "ab"),
+            r"make_mesh\(shape=\(-8, -1\)\): expected a tuple",
+        ),
+        (
+            lambda: deepcompile.targets.h100(1).make_mesh((8,), "fsdp"),
+            r"make_mesh\(names='fsdp'\): expected a tuple of 1",
+        ),
+        (
+            lambda: deepcompile.targets.h100(1).make_mesh((4, 2), ("a",)),
+            r"make_mesh\(names=\('a',\)\): expected a tuple of 2",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_meant(call, sentence):
+    with pytest.raises(errors.ArgumentError, match=sentence):
+        call()
+
+
+@pytest.mark.parametrize("given", [None, 3, b"\xff"])
+def test_what_is_no_text_of_a_profile(given):
+    with pytest.raises(errors.ProfileFormatError, match="is not a profile"):
+        deepcompile.Profile.from_json(given)
 
 
 def test_what_is_no_step():

@@ -249,6 +249,19 @@ def test_once_compiled_what_runs_is_counted(passes, is_run):
 
 
 @pytest.mark.pure
+def test_the_decorator_says_what_it_was_asked_for():
+    made = deepcompile.shard({"data": 2, "fsdp": 4}, microbatches=2)
+    assert str(made).splitlines() == [
+        "shard, to decorate a step",
+        "  mesh          {'data': 2, 'fsdp': 4}",
+        "  microbatches  2",
+    ]
+    assert repr(deepcompile.shard()) == "shard, to decorate a step"
+    assert "0x" not in repr(made) + repr(deepcompile.shard(deepcompile.shard(train_step).mesh))
+    assert made(train_step).mesh.axis_names == ("data", "fsdp")
+
+
+@pytest.mark.pure
 def test_a_table_of_what_is_shown():
     summary = Summary("Step <f>", (("mesh", "a=1 & b=2"), ("nothing", ""), ("lines", "\n".join("abcdefgh"))))
     assert str(summary) == "Step <f>\n  mesh   a=1 & b=2\n" + "  lines  a\n" + "".join(

@@ -112,7 +112,7 @@ def unmet_annotations(layout: Layout) -> Iterator[tuple[Equation, str]]:
             yield from _unmet_inside(step.eqn, layout.mesh)
 
 
-def _unmet_inside(eqn: Equation, mesh: MeshAxes) -> Iterator[tuple[Equation, str]]:
+def _unmet_inside(eqn: Any, mesh: MeshAxes) -> Iterator[tuple[Equation, str]]:
     """Of the body of a ``shard_map``, along axes that it leaves to XLA: our mesh may have none of that name."""
     for inner, located in located_equations(ShardMap(eqn).closed, eqn):
         for asked in _asked(inner):
@@ -120,7 +120,7 @@ def _unmet_inside(eqn: Equation, mesh: MeshAxes) -> Iterator[tuple[Equation, str
                 yield located, _text(asked)
 
 
-def _asked(eqn: Equation) -> Sequence[jax.sharding.Sharding | jax.Device | None]:
+def _asked(eqn: Equation) -> Sequence[Any]:
     """For each result the division that the user wrote for it; of a ``jit`` for each operand before."""
     name, params = eqn.primitive.name, eqn.params
     if name in _CONSTRAINTS:
@@ -130,11 +130,11 @@ def _asked(eqn: Equation) -> Sequence[jax.sharding.Sharding | jax.Device | None]
     return [each if isinstance(each, jax.sharding.Sharding | jax.Device) else None for each in given]
 
 
-def _text(asked: jax.sharding.Sharding | jax.Device) -> str:
+def _text(asked: Any) -> str:
     return str(asked.spec if isinstance(asked, NamedSharding) else asked)
 
 
-def _is_met(sharding: jax.sharding.Sharding | jax.Device, held: Placement, mesh: MeshAxes) -> bool:
+def _is_met(sharding: Any, held: Placement, mesh: MeshAxes) -> bool:
     """Whether each axis named divides the value, of ours or by XLA; where none is named, whether it is whole."""
     if not isinstance(sharding, NamedSharding):
         return False
