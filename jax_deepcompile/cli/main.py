@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     watch = interrupts.Watch()
+    watch.is_loading = True
     try:
         with watch.armed():
             return _run(words, watch)
@@ -52,9 +53,11 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
     is_experiment = words[:1] in _READ_BY_EXPERIMENTS
     own = 1 if is_experiment else len(words)
     mistakes = () if is_experiment else (errors.DeepCompileError, OSError)
+    commands = _commands(words[own:], watch)
+    watch.is_loading = False
     try:
         made = tyro.extras.subcommand_cli_from_dict(
-            _commands(words[own:], watch),
+            commands,
             args=words[:own],
             prog="deepcompile",
             description=_ABOUT,

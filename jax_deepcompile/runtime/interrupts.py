@@ -50,10 +50,13 @@ class Watch:
     Attributes:
       waits_for: what the process is to finish first, for all to read; None to end it at once. While it is set, the main
         thread answers signals itself: the first one is said to have been heard, and the second ends the process.
+      is_loading: nothing is under way yet that is to be unwound: a signal ends the process without an exception, which
+        modules that are being loaded may print, ignore or make another of.
     """
 
     def __init__(self, patience_s: float = _PATIENCE_S) -> None:
         self.waits_for: str | None = None
+        self.is_loading = False
         self._patience_s = patience_s
         self._ending = threading.Lock()
         self._raised: int | None = None
@@ -96,6 +99,8 @@ class Watch:
         os._exit(exit_code(number))
 
     def _raise(self, number: int, frame: FrameType | None) -> NoReturn:
+        if self.is_loading:
+            self.end(number)
         self._raised = number
         raise StoppedBySignal(number)
 

@@ -102,6 +102,21 @@ except interrupts.StoppedBySignal as stopped:
     assert (code, said) == (130, "deepcompile: Ctrl-C: stopped\n")
 
 
+def test_while_it_loads_nothing_is_raised(tmp_path):
+    body = """
+watch.is_loading = True
+with watch.armed():
+    try:
+        ready()
+        time.sleep(30)
+    finally:
+        print("unwound", file=sys.stderr, flush=True)
+"""
+    code, seconds, said = ended(body, signal.SIGTERM, tmp_path=tmp_path)
+    assert (code, said) == (143, "deepcompile: SIGTERM: stopped\n")
+    assert seconds < 1
+
+
 WAITING = """
 with watch.armed():
     for number in (signal.SIGINT, signal.SIGTERM):
