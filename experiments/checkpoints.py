@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from experiments.config import ConfigError, Experiment, Train, flatten, spell
+from experiments.manifest import MANIFEST, damage, write_manifest
 from experiments.metrics import metrics_path
 from jax_deepcompile.runtime.files import write_whole
 
@@ -31,18 +32,21 @@ class Restored:
         step: after which it was saved.
         state: placed as was asked for.
         damaged: newer checkpoints that could not be restored, and why.
+        is_checked: whether its files are known to hold what was written.
     """
 
     step: int
     state: Any
     damaged: Mapping[int, str]
+    is_checked: bool = True
 
     def __str__(self) -> str:
         said = [
             f"the checkpoint after step {step} is damaged ({why}): moved to damaged_checkpoints"
             for step, why in self.damaged.items()
         ]
-        return "\n".join([*said, f"going on from the checkpoint after step {self.step}"])
+        unchecked = "" if self.is_checked else f", which has no {MANIFEST} to check it by"
+        return "\n".join([*said, f"going on from the checkpoint after step {self.step}{unchecked}"])
 
 
 class Checkpoints:
@@ -65,6 +69,8 @@ class Checkpoints:
             return
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), iterator=ocp.args.JsonSave(iterator_state))
         self._manager.save(step, args=args)
+        if jax.process_index() == 0:
+            write_manifest(self._folder_of(step))
 
     def steps(self) -> list[int]:
         """The steps after which there is a checkpoint, whole or damaged; not one that was being written."""
@@ -84,20 +90,39 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
-            try:
-                restored, failure = self._restored(step, state, set_iterator), "another process cannot restore it"
-            except Exception as error:  # Orbax raises all kinds of them for files that are missing, short or garbled
-                restored, failure = None, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:120]}"
-            if _everywhere(restored is not None):
+            failure, restored = self._damage(step), None
+            is_whole = _everywhere(not failure)
+            if is_whole:
+                try:
+                    restored = self._restored(step, state, set_iterator)
+                except Exception as error:  # Orbax raises all kinds of them for files that are missing or garbled
+                    failure = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:120]}"
+                is_whole = _everywhere(restored is not None)
+            if is_whole:
+                is_checked = (self._folder_of(step) / MANIFEST).exists()
                 self._set_aside(damaged)
-                return Restored(step, restored, damaged)
+                return Restored(step, restored, damaged, is_checked)
             del restored  # before its successor takes its place in memory
-            damaged[step] = failure
+            damaged[step] = failure or "another process cannot restore it"
         reasons = "; ".join(f"{step}: {failure}" for step, failure in damaged.items())
         raise ConfigError(
             f"cannot resume: no checkpoint in {self._manager.directory} is whole ({reasons}); put a copy of one there, "
             f"or start a new run in another --out"
         )
+
+    def _folder_of(self, step: int) -> Path:
+        return Path(self._manager.directory) / str(step)
+
+    def _damage(self, step: int) -> str:
+        """What process 0 finds wrong with its files; nothing where a run was killed before it wrote the manifest."""
+        if jax.process_index() != 0:
+            return ""
+        try:
+            return damage(self._folder_of(step))
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}"
 
     def _restored(self, step: int, state: Any, set_iterator: Callable[[Any], None]) -> Any:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(state), iterator=ocp.args.JsonRestore())
@@ -110,7 +135,7 @@ class Checkpoints:
             for step in damaged:
                 aside = self._damaged / f"{step}_{time.strftime('%Y%m%d-%H%M%S')}"
                 aside.parent.mkdir(exist_ok=True)
-                (Path(self._manager.directory) / str(step)).rename(aside)
+                self._folder_of(step).rename(aside)
         _everywhere(True)  # the others wait for it
         self._manager.reload()
 

@@ -10,34 +10,52 @@ Put ``@jax_deepcompile.shard`` on a single-device Flax train step and it trains 
         return state, metrics
 """
 
-from jax_deepcompile import errors
-from jax_deepcompile.api import ShardedStep, shard
-from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.costs.simulate import simulate
-from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering import targets
-from jax_deepcompile.partition.rules.base import OpRule, RuleBuilder
-from jax_deepcompile.partition.rules.registry import REGISTRY
-from jax_deepcompile.planner.candidate import Candidate, Environment
-from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.strategies import (
-    BucketCollectives,
-    DeepenLoops,
-    DelayReductions,
-    KeepActivations,
-    OverlapMicrobatches,
-    PipelineLoops,
-    PrefetchGathers,
-    ReduceInOrder,
-    Unshard,
-    UnshardMicrobatches,
-    UnshardStraightLine,
-)
-from jax_deepcompile.planner.strategy import Proposal, Stage, Strategy
-from jax_deepcompile.transforms.decision import Decision
+import importlib
+from typing import TYPE_CHECKING
 
-register_rule = REGISTRY.register
-"""Decorates ``rule(eqn) -> OpRule`` as the partitioning rule of the primitives named."""
+from jax_deepcompile import errors
+
+if TYPE_CHECKING:
+    from jax_deepcompile.public import (
+        BucketCollectives,
+        Candidate,
+        Decision,
+        DeepenLoops,
+        DelayReductions,
+        Environment,
+        KeepActivations,
+        OpRule,
+        OverlapMicrobatches,
+        PipelineLoops,
+        Plan,
+        PrefetchGathers,
+        Profile,
+        Program,
+        Proposal,
+        ReduceInOrder,
+        RuleBuilder,
+        ShardedStep,
+        Stage,
+        Strategy,
+        Unshard,
+        UnshardMicrobatches,
+        UnshardStraightLine,
+        register_rule,
+        shard,
+        simulate,
+        targets,
+    )
+else:
+
+    def __getattr__(name: str) -> object:
+        """Loads JAX and all of the package; until then the command line is light, and can be interrupted."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals().setdefault(name, getattr(importlib.import_module(f"{__name__}.public"), name))
+
+    def __dir__() -> list[str]:
+        return [*globals(), *__all__]
+
 
 __all__ = [
     "BucketCollectives",

@@ -28,7 +28,9 @@ from jax._src.random.core import _gamma_one
 from jax.experimental import topologies
 from jax.extend import core as jex
 
-_LIBRARIES = (*(f"site-packages/{name}/" for name in ("jax", "flax", "optax")), f"{Path(__file__).parent}/")
+_PACKAGE = f"{Path(__file__).parent}/"
+
+_LIBRARIES = (*(f"site-packages/{name}/" for name in ("jax", "flax", "optax")), _PACKAGE)
 
 _DESCRIBED_GPU = jax.make_user_context(None)
 """(version of cuDNN, compute capability) of the GPU that this thread traces for; JAX keeps traces by it."""
@@ -118,13 +120,19 @@ def name_path(eqn) -> str:
 
 
 def _user_frame(eqn) -> Any:
-    frames = list(_source_info.user_frames(eqn.source_info.traceback))
+    frames = _frames(eqn)
     own = [frame for frame in frames if not any(library in frame.file_name for library in _LIBRARIES)]
     return next(iter(own or frames), None)
 
 
 def has_user_frame(eqn) -> bool:
-    return next(iter(_source_info.user_frames(eqn.source_info.traceback)), None) is not None
+    return bool(_frames(eqn))
+
+
+def _frames(eqn) -> list[Any]:
+    """Those outside of JAX and of this package, which calls the step that it traces."""
+    frames = _source_info.user_frames(eqn.source_info.traceback)
+    return [frame for frame in frames if not frame.file_name.startswith(_PACKAGE)]
 
 
 def scan_counts(eqn) -> tuple[int, int]:

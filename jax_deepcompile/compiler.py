@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,8 @@ from jax_deepcompile.frontend.meshes import MeshUse
 from jax_deepcompile.frontend.roles import Roles
 from jax_deepcompile.frontend.signature import Signature
 from jax_deepcompile.frontend.trace import Function, Traced, trace_function, trace_init, trace_step
+from jax_deepcompile.hlo.launches import launches
+from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.ir.traversal import located_equations
 from jax_deepcompile.ir.verifier import verify
@@ -70,10 +72,22 @@ class Runs:
     Attributes:
       is_compiled: all processes have compiled it, and it keeps the memory limit.
       measured: what it takes.
+      compiled: what runs.
     """
 
     is_compiled: bool = False
     measured: StepTime | None = None
+    compiled: jax.stages.Compiled | None = None
+
+    @cached_property
+    def _launches(self) -> Mapping[str, int]:
+        text = self.compiled and self.compiled.as_text()
+        return launches(read(text)) if text else {}
+
+    @property
+    def launches(self) -> Mapping[str, int] | None:
+        """How often what runs launches each kind of collective; None before it is compiled."""
+        return None if self.compiled is None else self._launches
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,13 +188,11 @@ class Compilation:
         Raises:
           MemoryExceededError: it exceeds the memory limit.
         """
-        limit_bytes = self.planned.limit_bytes
-        if limit_bytes is not None or not processes.is_alone:
-            compiled = self.jitted.lower(*args).compile()
-            require_fit(self.context.name, compiled, limit_bytes)
+        compiled = self.jitted.lower(*args).compile()
+        require_fit(self.context.name, compiled, self.planned.limit_bytes)
         if not processes.is_alone:
             processes.agree(f"run {self.title}")
-        self.runs.is_compiled = True
+        self.runs.is_compiled, self.runs.compiled = True, compiled
 
     @cached_property
     def title(self) -> str:

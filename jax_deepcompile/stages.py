@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jax_deepcompile.compiler import Compilation
+from jax_deepcompile.compiler import Compilation, Runs
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.partition.partition import Partitioned
@@ -76,12 +76,13 @@ class TracedStep(Summarized):
         """Plans, and lowers to StableHLO for the platform of the mesh."""
         made, platform = self.compilation, self.compilation.context.use.platform
         lowered = made.jitted.trace(*self._shapes).lower(lowering_platforms=(platform,))
-        return LoweredStep(lowered, platform, made.planned)
+        return LoweredStep(lowered, platform, made.planned, made.runs)
 
 
 def explain_compilation(made: Compilation) -> Text:
     """What was decided and why, so far."""
-    return explain(made.program, made.partitioned, made.sharded, made.traced.reasons, made.planned_already)
+    planned, launches = made.planned_already, made.runs.launches
+    return explain(made.program, made.partitioned, made.sharded, made.traced.reasons, planned, launches)
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,6 +92,7 @@ class LoweredStep(Summarized):
     _lowered: jax.stages.Lowered
     _platform: str
     _planned: Planned
+    _runs: Runs
 
     def _summary(self) -> Summary:
         return summary_of_stage("LoweredStep", self._planned)
@@ -112,6 +114,8 @@ class LoweredStep(Summarized):
         options: dict[str, Any] = compile_options(self._platform) | planned | (compiler_options or {})
         compiled = self._lowered.compile(compiler_options=options or None)
         require_fit(self._planned.program.name, compiled, self._planned.limit_bytes)
+        if not compiler_options:
+            self._runs.compiled = compiled
         return CompiledStep(compiled, self._planned)
 
 

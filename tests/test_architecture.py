@@ -36,11 +36,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"ir", "analysis", "transforms", "partition", "costs", "planner"},
     "options": {"costs", "planner"},
     "compiler": {"ir", "analysis", "frontend", "partition", "transforms", "costs", "planner", "lowering", "runtime"}
-    | {"options", "report"},
+    | {"hlo", "options", "report"},
     "stages": {"ir", "partition", "planner", "lowering", "report", "compiler"},
     "api": {"ir", "frontend", "costs", "planner", "lowering", "profilers", "report", "runtime"}
     | {"compiler", "options", "stages"},
-    "__init__": {"api", "costs", "ir", "lowering", "partition", "planner", "transforms"},
+    "__init__": {"public"},
+    "public": {"api", "costs", "ir", "lowering", "partition", "planner", "transforms"},
     "cli": {"api", "costs", "lowering", "planner", "runtime"},
     "__main__": {"cli"},
 }
@@ -173,9 +174,22 @@ def test_what_is_installed_is_what_is_imported():
 
 def test_public_names():
     import jax_deepcompile
+    from jax_deepcompile import public
 
-    assert set(jax_deepcompile.__all__) == PUBLIC
+    assert set(jax_deepcompile.__all__) == PUBLIC == {*public.__all__, "errors"}
     assert all(hasattr(jax_deepcompile, name) for name in jax_deepcompile.__all__)
+    assert set(dir(jax_deepcompile)) >= PUBLIC
+    assert not hasattr(jax_deepcompile, "no_such_name")
+    types = next(each for each in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(each, ast.If))
+    assert {alias.name for each in types.body for alias in each.names} == set(public.__all__)  # pyright: ignore
+
+
+def test_the_command_loads_nothing_that_takes_a_while_before_it_watches_for_signals():
+    loaded = "import sys, jax_deepcompile.cli.main, jax_deepcompile.__main__; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {name.partition(".")[0] for name in done.stdout.split()}.isdisjoint(
+        {"jax", "jaxlib", "numpy", "tyro", "flax"}
+    )
 
 
 @pytest.mark.parametrize(

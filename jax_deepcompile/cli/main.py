@@ -1,16 +1,15 @@
-"""The ``deepcompile`` command: its subcommands are functions, whose signatures and docstrings say what they take."""
+"""The ``deepcompile`` command: its subcommands are functions, whose signatures and docstrings say what they take.
+
+Nothing that takes a while to load is loaded with this module: a signal that comes before ``main`` watches for it would
+end in a traceback, or in one of JAX's callbacks, which ignore it.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 
-import tyro
-
-from jax_deepcompile import errors
-from jax_deepcompile.cli import commands, experiments
 from jax_deepcompile.runtime import interrupts
 
 _ABOUT = (
@@ -31,9 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: help was asked for (0), or an option is wrong (2).
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words == ["--version"]:
-        print(version("jax-deepcompile"))
-        return 0
     watch = interrupts.Watch()
     try:
         with watch.armed():
@@ -43,7 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], watch: interrupts.Watch) -> int:
+    if words == ["--version"]:
+        from importlib.metadata import version
+
+        print(version("jax-deepcompile"))
+        return 0
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    import tyro
+
+    from jax_deepcompile import errors
+
     is_experiment = words[:1] in _READ_BY_EXPERIMENTS
     own = 1 if is_experiment else len(words)
     mistakes = () if is_experiment else (errors.DeepCompileError, OSError)
@@ -66,6 +71,7 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
 
 def _commands(rest: Sequence[str], watch: interrupts.Watch) -> dict[str, Callable[..., int | str]]:
     """Each returns what to print, or the exit code; ``rest`` are the words that experiments read themselves."""
+    from jax_deepcompile.cli import commands, experiments
 
     def train() -> int:
         """Trains an experiment's model on text."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
@@ -69,13 +70,15 @@ def bodies(eqn: jex.JaxprEqn) -> list:
     return [] if inner is None else [inner]
 
 
-def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+def inline_calls(closed: jex.ClosedJaxpr, around: jex.JaxprEqn | None = None) -> jex.ClosedJaxpr:
     """``closed`` with every call replaced by the equations of what it calls, inside loops and branches too.
 
     A checkpointed region of the backward pass (``remat2``) becomes an optimization barrier around its inputs followed
     by its equations, which is what JAX lowers it to: the barrier keeps XLA from merging the recomputation with the
     forward pass. Shardings given to ``jit`` become a ``device_put`` to them. Custom derivative rules have done their
     work by the time a step is traced.
+
+    What does not know its line in the user's code is given that of what it is in: a call, or the equation ``around``.
 
     Before::
 
@@ -85,7 +88,7 @@ def inline_calls(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
         { lambda ; a. let b = sin a in (b,) }
     """
-    return _Inliner().run(closed)
+    return _Inliner().run(closed, around)
 
 
 class _Inliner:
@@ -96,11 +99,11 @@ class _Inliner:
         self.consts: list = []
         self.eqns: list = []
 
-    def run(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    def run(self, closed: jex.ClosedJaxpr, around: jex.JaxprEqn | None) -> jex.ClosedJaxpr:
         jaxpr = open_jaxpr(closed)
         self.constvars += jaxpr.constvars
         self.consts += closed_consts(closed)
-        outvars = self._walk(jaxpr, {})
+        outvars = self._walk(jaxpr, {}, around)
         flat = jaxpr.replace(constvars=self.constvars, eqns=self.eqns, outvars=outvars)
         return jex.ClosedJaxpr(flat, self.consts)
 
@@ -119,18 +122,26 @@ class _Inliner:
                 continue
             results = [var if _jax_compat.is_drop_var(var) else new_var(var.aval) for var in eqn.outvars]
             known.update(zip(eqn.outvars, results, strict=True))
-            flat = with_regions(eqn, inline_calls) if eqn.primitive.name in CONTROL_FLOW else eqn
+            flat = _with_regions(eqn, located) if eqn.primitive.name in CONTROL_FLOW else eqn
             self.eqns.append(flat.replace(invars=operands, outvars=results, source_info=located.source_info))
         return [renamed(atom, known) for atom in jaxpr.outvars]
 
     def _call(self, eqn: jex.JaxprEqn, inner: jex.ClosedJaxpr, operands: list, located: jex.JaxprEqn) -> list:
         body = open_jaxpr(inner)
+        if not _jax_compat.has_user_frame(located):
+            located = self._near(inner, operands) or located
         if eqn.primitive.name == "remat2" and eqn.params["differentiated"]:
             operands = self._barrier(eqn, operands)
         operands = self._annotated(operands, eqn.params.get("in_shardings", ()), located)
         known = dict(zip(body.invars, operands, strict=True))
         known |= self._constants(body, inner)
         return self._annotated(self._walk(body, known, located), eqn.params.get("out_shardings", ()), located)
+
+    def _near(self, inner: jex.ClosedJaxpr, operands: list) -> jex.JaxprEqn | None:
+        """Who knows a line for a call that does not: the step itself, or what JAX calls in a recomputed region."""
+        makes_operand = (eqn for eqn in reversed(self.eqns) if not set(variables(operands)).isdisjoint(eqn.outvars))
+        candidates = itertools.chain((eqn for _, eqn in located_equations(inner)), makes_operand)
+        return next(filter(_jax_compat.has_user_frame, candidates), None)
 
     def _annotated(self, atoms: list, shardings: Sequence, located: jex.JaxprEqn) -> list:
         """``atoms`` as ``device_put`` leaves them where the user gave ``jit`` a sharding: known, not moved."""
@@ -186,3 +197,7 @@ class _Inliner:
         self.eqns.append(new_barrier([operands[index] for index in guarded], eqn.source_info))
         held = dict(zip(guarded, self.eqns[-1].outvars, strict=True))
         return [held.get(index, atom) for index, atom in enumerate(operands)]
+
+
+def _with_regions(eqn: jex.JaxprEqn, located: jex.JaxprEqn) -> jex.JaxprEqn:
+    return with_regions(eqn, lambda closed: inline_calls(closed, located))

@@ -47,6 +47,7 @@ def explain(
     sharded: Program,
     reasons: Mapping[str, str],
     planned: Planned | None = None,
+    launches: Mapping[str, int] | None = None,
 ) -> Text:
     """The text of ``explain()``.
 
@@ -56,6 +57,7 @@ def explain(
       sharded: the local view.
       reasons: why each argument is what it is, by its name.
       planned: the local view as planned, if it is.
+      launches: how often what is compiled launches each collective in a step, if it is.
     """
     mesh = program.mesh
     shape = axes_text(mesh.names, mesh.sizes)
@@ -63,7 +65,7 @@ def explain(
     lines += [*_arguments(program, sharded, reasons), ""]
     lines += _state(partitioned)
     lines += _like_examples(partitioned)
-    lines += ["", *_microbatches(partitioned), *_collectives(sharded, planned)]
+    lines += ["", *_microbatches(partitioned), *_collectives(sharded, planned, launches)]
     lines += ["", *_moved_activations(partitioned)]
     lines += ["", *_replicated(partitioned)]
     lines += _annotations(partitioned)
@@ -167,8 +169,11 @@ def _microbatches(partitioned: Partitioned) -> list[str]:
     return [f"gradient accumulation: {length} microbatches of {of} a device; {summed}", ""]
 
 
-def _collectives(sharded: Program, planned: Planned | None) -> list[str]:
-    """Collectives a step launches, and the bytes each device gathers, or has reduced or exchanged."""
+def _collectives(sharded: Program, planned: Planned | None, launches: Mapping[str, int] | None) -> list[str]:
+    """Collectives a step launches, and before compilation the bytes each device gathers, or has reduced or exchanged.
+
+    What planning compiled counts as compiled: it is what runs.
+    """
     count: Counter = Counter()
     size: dict[str, float] = defaultdict(float)
     for eqn, trips in _executions((sharded if planned is None else planned.program).jaxpr, 1):
@@ -179,10 +184,12 @@ def _collectives(sharded: Program, planned: Planned | None) -> list[str]:
             count[key] += trips
             size[key] += trips * sum(full_bytes(atom.aval) for atom in atoms)
     lines = [f"  {key}: {count[key]} a step, {size_text(size[key])}" for key in sorted(count)]
-    stage = "before planning" if planned is None else "as planned, before XLA joins any"
+    stage = "before planning and compilation" if planned is None else "as planned, before XLA joins any"
     expected = None if planned is None else planned.plan.prediction
-    launched = ", ".join(f"{number} {kind}" for kind, number in expected.launches) if expected else ""
-    compiled = [f"collectives a step, as compiled: {launched}"] * bool(launched)
+    if launches is None and expected is not None and expected.launches:
+        launches = dict(expected.launches)
+    launched = ", ".join(f"{number} {kind}" for kind, number in sorted((launches or {}).items())) or "none"
+    compiled = [f"collectives a step, as compiled: {launched}"] if launches is not None else []
     return [*compiled, f"collectives, {stage}:", *(lines or ["  none"])]
 
 
@@ -250,11 +257,10 @@ def _whole_products(partitioned: Partitioned) -> list[str]:
 
 def _annotations(partitioned: Partitioned) -> list[str]:
     """The user's sharding constraints that are not how values are divided here."""
-    mesh = partitioned.layout.mesh
     where: Counter = Counter()
-    for step, _ in partitioned.layout.walk():
-        for asked in unmet_annotations(step, mesh) if mesh.size > 1 else []:
-            where[f"  {asked} at {_line(step.eqn)}"] += 1
+    for layout, _ in partitioned.layout.nested_layouts() if partitioned.layout.mesh.size > 1 else ():
+        for eqn, asked in unmet_annotations(layout):
+            where[f"  {asked} at {_line(eqn)}"] += 1
     lines = [text if number == 1 else f"{text} ({number} times)" for text, number in where.items()]
     return ["", "sharding annotations not followed, as divisions are derived here:", *_cut(lines)] if lines else []
 

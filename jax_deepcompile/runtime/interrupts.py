@@ -56,17 +56,23 @@ class Watch:
         self.waits_for: str | None = None
         self._patience_s = patience_s
         self._ending = threading.Lock()
+        self._raised: int | None = None
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
-        """Watches inside, if this is the main thread, which alone is handed signals."""
+        """Watches inside, if this is the main thread, which alone is handed signals.
+
+        Raises:
+          StoppedBySignal: a signal came, whatever became of what it raised in the main thread: an extension module that
+            is being loaded makes an ImportError of it.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         read, write = os.pipe()
         os.set_blocking(write, False)
         pipe_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        before = {number: signal.signal(number, _raise) for number in _NAMES}
+        before = {number: signal.signal(number, self._raise) for number in _NAMES}
         hook_before, sys.unraisablehook = sys.unraisablehook, _silent_about_signals(sys.unraisablehook)
         watching = threading.Thread(target=self._watch, args=(read,), name="deepcompile signals", daemon=True)
         watching.start()
@@ -80,12 +86,18 @@ class Watch:
             os.close(write)
             watching.join()
             os.close(read)
+            if self._raised is not None:
+                raise StoppedBySignal(self._raised) from None
 
     def end(self, number: int, how: str = "stopped") -> NoReturn:
         """Says that the signal ``number`` ended the process, and ends it."""
         self._ending.acquire()  # for good: who comes second waits for the end
         self._say(f"{_NAMES[signal.Signals(number)]}: {how}")
         os._exit(exit_code(number))
+
+    def _raise(self, number: int, frame: FrameType | None) -> NoReturn:
+        self._raised = number
+        raise StoppedBySignal(number)
 
     def _watch(self, pipe: int) -> None:
         number = _next_signal(pipe, None)
@@ -112,10 +124,6 @@ class Watch:
         writing = threading.Thread(target=_write, args=(f"deepcompile: {sentence}\n",), daemon=True)
         writing.start()
         writing.join(_FLUSH_S)
-
-
-def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    raise StoppedBySignal(number)
 
 
 def _silent_about_signals(hook: Callable[[Any], object]) -> Callable[[Any], object]:

@@ -173,6 +173,37 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(experiment, run, tmp_pat
 
 
 @pytest.mark.cpu_mesh
+def test_other_numbers_than_were_written_are_not_restored(experiment, run, tmp_path):
+    """Orbax restores such a checkpoint without a word."""
+    folder = shutil.copytree(run.folder, tmp_path / "run")
+    arrays = folder / "checkpoints" / str(STEPS) / "state"
+    largest = max((file for file in arrays.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 8] = bytes(x ^ 0x55 for x in content[len(content) // 2 :][:8])
+    largest.write_bytes(content)
+
+    out = io.StringIO()
+    train(experiment, folder, resume=True, console=Console(file=out, soft_wrap=True, highlight=False))
+    name = largest.relative_to(arrays.parent)
+    assert (
+        f"the checkpoint after step {STEPS} is damaged ({name} is not what was written): moved to damaged_checkpoints\n"
+        f"going on from the checkpoint after step {STEPS - 2}\n"
+    ) in out.getvalue()
+    assert losses(folder) == losses(run.folder)
+
+
+@pytest.mark.cpu_mesh
+def test_a_checkpoint_that_nothing_checks_is_restored_and_said_to_be(experiment, run, tmp_path):
+    folder = shutil.copytree(run.folder, tmp_path / "run")
+    (folder / "checkpoints" / str(STEPS) / "manifest.json").unlink()
+    out = io.StringIO()
+    with pytest.raises(ConfigError, match=rf" has done its {STEPS} steps; "):
+        train(experiment, folder, resume=True, console=Console(file=out, soft_wrap=True, highlight=False))
+    said = f"going on from the checkpoint after step {STEPS}, which has no manifest.json to check it by\n"
+    assert said in out.getvalue()
+
+
+@pytest.mark.cpu_mesh
 def test_a_run_with_no_whole_checkpoint_is_left_as_it_is(experiment, run, tmp_path):
     folder = shutil.copytree(run.folder, tmp_path / "run")
     for file in [file for file in (folder / "checkpoints").rglob("*") if file.is_file()]:

@@ -220,6 +220,34 @@ def test_collectives_are_counted_as_compiled():
     assert "  all_gather over fsdp: 3 a step" in traced.explain()
 
 
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("passes", [None, ()])
+@pytest.mark.parametrize("is_run", [True, False])
+def test_once_compiled_what_runs_is_counted(passes, is_run):
+    """XLA joins the reductions of all biases, here and on any platform; of a step on CPUs no plan foretells that."""
+
+    def step(params, batch):
+        def loss(params):
+            hidden = batch @ params["weights"]
+            return jnp.mean(hidden**2) + sum(jnp.mean(hidden * bias) for bias in params["biases"])
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda param, grad: param - 0.1 * grad, params, grads), value
+
+    state = {"weights": jnp.ones((64, 64)), "biases": [jnp.full(1, number / 10) for number in range(5)]}
+    sharded = deepcompile.shard(step, {"fsdp": 8}, passes=passes)
+    traced = sharded.trace(state, jnp.ones((64, 64)))
+    assert "as compiled" not in traced.explain()
+    assert "collectives, as planned, before XLA joins any:" in traced.explain()
+    compiled = sharded.reshard().lower(state, jnp.ones((64, 64))).compile().as_text()
+    _ = sharded(state, jnp.ones((64, 64))) if is_run else traced.lower().compile()
+    (line,) = (line for line in sharded.explain().splitlines() if line.startswith("collectives a step, as compiled: "))
+    told = {kind: int(count) for count, kind in (each.split() for each in line.partition(": ")[2].split(", "))}
+    assert told == {kind: len(re.findall(rf" {kind}\(", compiled)) for kind in told}
+    (planned,) = (line for line in sharded.explain().splitlines() if line.startswith("  all_reduce over "))
+    assert told["all-reduce"] < int(planned.partition(": ")[2].split()[0])
+
+
 @pytest.mark.pure
 def test_a_table_of_what_is_shown():
     summary = Summary("Step <f>", (("mesh", "a=1 & b=2"), ("nothing", ""), ("lines", "\n".join("abcdefgh"))))

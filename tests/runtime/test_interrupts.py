@@ -84,6 +84,24 @@ with watch.armed():
     assert seconds < 2
 
 
+@pytest.mark.parametrize("then", ["raise ImportError", "pass", "sys.exit(3)"])
+def test_what_a_signal_became_is_still_a_signal(tmp_path, then: str):
+    """Loading an extension module makes another error of what is raised in it, and some code catches everything."""
+    body = f"""
+try:
+    with watch.armed():
+        try:
+            ready()
+            time.sleep(30)
+        except BaseException:
+            {then}
+except interrupts.StoppedBySignal as stopped:
+    watch.end(stopped.number)
+"""
+    code, _, said = ended(body, signal.SIGINT, tmp_path=tmp_path)
+    assert (code, said) == (130, "deepcompile: Ctrl-C: stopped\n")
+
+
 WAITING = """
 with watch.armed():
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax import lax
+from jax.extend import core as jex
 from jax.sharding import NamedSharding
 
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import REPLICATE, MeshAxes, Placement
+from jax_deepcompile.ir.primitives import ShardMap
 from jax_deepcompile.ir.retrace import constrain_automatic
-from jax_deepcompile.partition.layout import Decision, Nested, Propagate, RegionRule, Request, Run, Step
+from jax_deepcompile.ir.traversal import located_equations
+from jax_deepcompile.partition.layout import Decision, Layout, Nested, Propagate, RegionRule, Request, Run, Step
 from jax_deepcompile.partition.reshard import axis_position
 from jax_deepcompile.partition.rules.registry import REGISTRY
+
+_CONSTRAINTS = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
+"""The parameter that has the sharding, by the name of the primitive."""
 
 
 class SingleTrip(RegionRule):
@@ -81,21 +89,52 @@ class ConstraintRule(SingleTrip):
         return [constrain_automatic(operands[0], step.eqn.params[self.param])]
 
 
-def unmet_annotations(step: Step, mesh: MeshAxes) -> list[str]:
-    """How the user wrote that values are divided, where the equation leaves them divided otherwise over ``mesh``."""
-    rule, params = step.how.rule, step.eqn.params
-    if isinstance(rule, ConstraintRule):
-        asked = [params[rule.param]]
-    elif isinstance(rule, TransferRule):
-        asked = [each if isinstance(each, jax.sharding.Sharding) else None for each in params["devices"]]
-    else:
-        return []
-    pairs = zip(asked, step.results, strict=True)
-    unmet = [sharding for sharding, held in pairs if sharding is not None and not _is_met(sharding, held, mesh)]
-    return [str(sharding.spec if isinstance(sharding, NamedSharding) else sharding) for sharding in unmet]
+def unmet_annotations(layout: Layout) -> Iterator[tuple[Equation, str]]:
+    """How the user wrote that values are divided, and where, if ``layout`` divides them otherwise.
+
+    A value that is divided as asked wherever it is used is divided as asked.
+    """
+    used: dict[Any, list[Placement]] = defaultdict(list)
+    for step in layout.steps:
+        for atom, fetch in zip(step.eqn.invars, step.fetches, strict=True):
+            if isinstance(atom, jex.Var):
+                used[atom].append(fetch.target)
+    for atom, fetch in zip(layout.jaxpr.outvars, layout.outputs, strict=True):
+        if isinstance(atom, jex.Var):
+            used[atom].append(fetch.target)
+    for step in layout.steps:
+        for asked, var, held in zip(_asked(step.eqn), step.eqn.outvars, step.results, strict=False):
+            if asked is None or _is_met(asked, held, layout.mesh):
+                continue
+            if not all(_is_met(asked, use, layout.mesh) for use in used[var] or [held]):
+                yield step.eqn, _text(asked)
+        if step.eqn.primitive.name == "shard_map":
+            yield from _unmet_inside(step.eqn, layout.mesh)
 
 
-def _is_met(sharding: jax.sharding.Sharding, held: Placement, mesh: MeshAxes) -> bool:
+def _unmet_inside(eqn: Equation, mesh: MeshAxes) -> Iterator[tuple[Equation, str]]:
+    """Of the body of a ``shard_map``, along axes that it leaves to XLA: our mesh may have none of that name."""
+    for inner, located in located_equations(ShardMap(eqn).closed, eqn):
+        for asked in _asked(inner):
+            if asked is not None and not _is_met(asked, mesh.replicated(), mesh):
+                yield located, _text(asked)
+
+
+def _asked(eqn: Equation) -> Sequence[jax.sharding.Sharding | jax.Device | None]:
+    """For each result the division that the user wrote for it; of a ``jit`` for each operand before."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CONSTRAINTS:
+        return [params[_CONSTRAINTS[name]]]
+    of_jit = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    given = params["devices"] if name == "device_put" else of_jit
+    return [each if isinstance(each, jax.sharding.Sharding | jax.Device) else None for each in given]
+
+
+def _text(asked: jax.sharding.Sharding | jax.Device) -> str:
+    return str(asked.spec if isinstance(asked, NamedSharding) else asked)
+
+
+def _is_met(sharding: jax.sharding.Sharding | jax.Device, held: Placement, mesh: MeshAxes) -> bool:
     """Whether each axis named divides the value, of ours or by XLA; where none is named, whether it is whole."""
     if not isinstance(sharding, NamedSharding):
         return False
@@ -138,7 +177,7 @@ class PrintRule(SingleTrip):
 
 REGISTRY.register_region("optimization_barrier", BarrierRule())
 REGISTRY.register_region("device_put", TransferRule())
-REGISTRY.register_region("sharding_constraint", ConstraintRule("sharding"))
-REGISTRY.register_region("reshard", ConstraintRule("dst_sharding"))
+for _name, _param in _CONSTRAINTS.items():
+    REGISTRY.register_region(_name, ConstraintRule(_param))
 REGISTRY.register_region("debug_print", PrintRule())
 REGISTRY.register_region("debug_callback", PrintRule())

@@ -1,0 +1,59 @@
+"""What ``import jax_deepcompile`` offers, and where each of it is; loaded when the first of it is asked for."""
+
+from jax_deepcompile.api import ShardedStep, shard
+from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.costs.simulate import simulate
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.lowering import targets
+from jax_deepcompile.partition.rules.base import OpRule, RuleBuilder
+from jax_deepcompile.partition.rules.registry import REGISTRY
+from jax_deepcompile.planner.candidate import Candidate, Environment
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.strategies import (
+    BucketCollectives,
+    DeepenLoops,
+    DelayReductions,
+    KeepActivations,
+    OverlapMicrobatches,
+    PipelineLoops,
+    PrefetchGathers,
+    ReduceInOrder,
+    Unshard,
+    UnshardMicrobatches,
+    UnshardStraightLine,
+)
+from jax_deepcompile.planner.strategy import Proposal, Stage, Strategy
+from jax_deepcompile.transforms.decision import Decision
+
+register_rule = REGISTRY.register
+"""Decorates ``rule(eqn) -> OpRule`` as the partitioning rule of the primitives named."""
+
+__all__ = [
+    "BucketCollectives",
+    "Candidate",
+    "Decision",
+    "DeepenLoops",
+    "DelayReductions",
+    "Environment",
+    "KeepActivations",
+    "OpRule",
+    "OverlapMicrobatches",
+    "PipelineLoops",
+    "Plan",
+    "PrefetchGathers",
+    "Profile",
+    "Program",
+    "Proposal",
+    "ReduceInOrder",
+    "RuleBuilder",
+    "ShardedStep",
+    "Stage",
+    "Strategy",
+    "Unshard",
+    "UnshardMicrobatches",
+    "UnshardStraightLine",
+    "register_rule",
+    "shard",
+    "simulate",
+    "targets",
+]
