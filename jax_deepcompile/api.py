@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -36,6 +36,35 @@ from jax_deepcompile.stages import LoweredStep, TracedStep, explain_compilation
 from jax_deepcompile.summary import Summarized, Summary, Text
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ShardOptions(TypedDict, total=False):
+    """The options of ``shard``, for its types."""
+
+    state_argnums: int | Sequence[int] | None
+    batch_argnums: int | Sequence[int] | None
+    fsdp_axes: AxisNames
+    data_axes: AxisNames
+    microbatches: int
+    memory_limit: MemoryLimit
+    passes: Passes
+    profile: Profile | None
+    plan: Plan | None
+    cache_dir: str | os.PathLike | None
+    donate: bool
+
+
+@overload
+def shard(fun: Callable[P, R], mesh: MeshLike | None = None, **options: Unpack[ShardOptions]) -> ShardedStep[P, R]: ...
+
+
+@overload
+def shard(
+    fun: MeshLike | None = None, mesh: MeshLike | None = None, **options: Unpack[ShardOptions]
+) -> Callable[[Callable[P, R]], ShardedStep[P, R]]: ...
 
 
 def shard(
@@ -68,6 +97,18 @@ def shard(
 
     The step is written for one device: global batch, global shapes, no axis names. Sharded it computes the same
     numbers, up to the order of floating-point sums.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def step(w, x):
+    ...     loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    ...     return w - 0.1 * grad, loss
+    >>> sharded = shard(step, {"fsdp": 8}, state_argnums=0)
+    >>> w = sharded.init(lambda: jnp.ones((16, 16)))
+    >>> w.addressable_shards[0].data.shape
+    (2, 16)
+    >>> w, loss = sharded(w, jnp.ones((8, 16)))
+    >>> float(loss)
+    256.0
 
     Args:
       fun: the step, ``(state, batch, ...) -> (state, ...)``. NNX objects among its arguments are state and are updated
@@ -163,7 +204,7 @@ def _is_pmapped(fun: Callable) -> bool:
     return wrapper or "pmap" in code.rsplit(".", 1)[-1] or "pmap" in getattr(fun, "__qualname__", "").split(".")[0]
 
 
-class ShardedStep(Summarized):
+class ShardedStep(Summarized, Generic[P, R]):
     """A train step that runs fully sharded; made by ``shard``."""
 
     def __init__(self, fun: Callable, context: Context) -> None:
@@ -193,7 +234,7 @@ class ShardedStep(Summarized):
         changes = options if mesh is None else {**options, "mesh": mesh}
         return shard(self._fun, **{**self._context.options.arguments(), **changes})
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step; state is donated, batches may be numpy arrays or arrays anywhere.
 
         In a run of several processes each passes its own rows of the batch, or arrays that all of them have. What goes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -114,6 +115,15 @@ def test_a_module_imports_only_what_its_room_may_know(path: Path):
             continue
         if parts[0] == "jax_deepcompile" and len(parts) > 1 and parts[1] in rooms:
             assert parts[1] in allowed, f"{path.name} imports {module}"
+
+
+def test_no_files_import_one_another_in_a_circle():
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in python_files(PACKAGE)}
+    modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    imports = {
+        name: imported_modules(path) & modules.keys() - {name, "jax_deepcompile"} for name, path in modules.items()
+    }
+    list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError
 
 
 @pytest.mark.parametrize("path", python_files(ROOT / "models"), ids=lambda path: path.name)

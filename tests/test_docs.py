@@ -15,6 +15,26 @@ import pytest
 import jax_deepcompile as deepcompile
 
 ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+TYPED = """import jax
+import jax_deepcompile as deepcompile
+
+
+@deepcompile.shard
+def step(state: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    return state, batch
+
+
+loss: jax.Array = step({}, jax.numpy.ones(3))[1]
+step({}, "text")
+
+
+@deepcompile.shard({"fsdp": 8}, microbatches=2)
+def other(state: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+    return batch
+
+number: int = other({}, jax.numpy.ones(3))
+"""
 EXAMPLES = ("shard", "Plan", "simulate")
 EXERCISE = """
 import jax, jax.numpy as jnp, numpy as np
@@ -52,7 +72,7 @@ for got, expected in zip(given(w + 0, x), deepcompile.shard(step, {"fsdp": 8}, s
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_examples_in_pages(page: Path):
     failed, _ = doctest.testfile(str(page), module_relative=False)
     assert not failed
@@ -66,6 +86,24 @@ def test_examples_of_public_names():
         failed, tried = doctest.testmod(module)
         assert tried, f"{module.__name__} has no example"
         assert not failed
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+)
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.pure
+def test_a_sharded_step_keeps_the_types_of_the_step(tmp_path: Path):
+    source = tmp_path / "typed.py"
+    source.write_text(TYPED)
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, str(source)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert re.findall(r"typed.py:(\d+):\d+ - error", done.stdout) == ["11", "18"], done.stdout
 
 
 @pytest.mark.cpu_mesh

@@ -18,8 +18,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options
 from jax_deepcompile.lowering.latencies import Latency, latency_options
 from jax_deepcompile.lowering.xla_options import known, objection_to
-from jax_deepcompile.planner.shown import expected_rows, plan_rows
-from jax_deepcompile.summary import Summarized, Summary, Text
+from jax_deepcompile.summary import Summarized, Summary, Text, cut, size_text
 from jax_deepcompile.transforms import TRANSFORMS, carry_out, in_order
 from jax_deepcompile.transforms.decision import Decision, nearest
 
@@ -27,6 +26,8 @@ FORMAT = 9
 """Of the JSON; a plan of another format is replanned."""
 
 D = TypeVar("D", bound=Decision)
+
+Rows = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class Prediction:
     peak_bytes: int
     bound_s: float = 0.0
     launches: tuple[tuple[str, int], ...] = ()
+
+    def rows(self, limit_bytes: int | None = None) -> Rows:
+        """For a summary."""
+        limit = "" if limit_bytes is None else f" of {size_text(limit_bytes)}"
+        peak = f"{size_text(self.peak_bytes)} a device{limit}"
+        return (("expected step", f"{self.step_s:.4g} s, simulated"), ("peak memory", peak))
 
 
 @dataclass(frozen=True, repr=False)
@@ -198,7 +205,24 @@ class Plan(Summarized):
         return Text("\n".join(lines))
 
     def _summary(self) -> Summary:
-        return Summary("Plan", (*plan_rows(self), *expected_rows(self.prediction)))
+        return Summary("Plan", (*self.rows(), *self.expected_rows()))
+
+    def rows(self) -> Rows:
+        """Decisions, the first of many, and what they came of."""
+        decisions = [each.describe() for each in self.decisions]
+        accepted = sum(record.accepted for record in self.records)
+        tried = f"{len(self.records)} tried, {accepted} accepted; plan.records has them" if self.records else ""
+        told = [f"{len(self.options)} options"] * bool(self.options)
+        told += [f"{len(self.latencies)} latencies to schedule by"] * bool(self.latencies)
+        return (
+            ("decisions", "\n".join(cut(decisions)) or "fully sharded, nothing more"),
+            ("XLA is told", ", ".join(told)),
+            ("candidates", tried),
+        )
+
+    def expected_rows(self, limit_bytes: int | None = None) -> Rows:
+        """What the planned step is expected to take."""
+        return (("expected step", "not simulated"),) if self.prediction is None else self.prediction.rows(limit_bytes)
 
     def __str__(self) -> str:
         return "\n".join(_said(self)) or "fully sharded, nothing more"

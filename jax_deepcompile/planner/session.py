@@ -26,12 +26,11 @@ from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.executables import executables_in
 from jax_deepcompile.planner.keep_gathered import keep_gathered
 from jax_deepcompile.planner.limits import MemoryLimit, limit_bytes, require_room
-from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.plan import Plan, Rows
 from jax_deepcompile.planner.planner import argument_bytes, make_plan
 from jax_deepcompile.planner.recomputation import find_turns
 from jax_deepcompile.planner.search import carried_out
 from jax_deepcompile.planner.selection import Passes, Selection
-from jax_deepcompile.planner.shown import plan_rows, planned_rows
 from jax_deepcompile.planner.strategies import ONE_DEVICE, STRATEGIES
 from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.planner.version import planner_digest
@@ -80,9 +79,15 @@ class Planned(Summarized):
     profile: Profile | None = None
     measured: StepTime | None = None
 
+    def rows(self) -> Rows:
+        """What is expected or measured."""
+        measured = "" if self.measured is None else f"{self.measured.seconds:.4g} s"
+        expected = self.plan.expected_rows(self.limit_bytes)
+        return (("plan", self.origin), *expected, ("measured step", measured))
+
     def _summary(self) -> Summary:
-        rows = (("mesh", self.program.mesh_text), *self.program.state_rows(), *plan_rows(self.plan))
-        return Summary(f"Planned {self.program.name}", (*rows, *planned_rows(self)))
+        rows = (("mesh", self.program.mesh_text), *self.program.state_rows(), *self.plan.rows())
+        return Summary(f"Planned {self.program.name}", (*rows, *self.rows()))
 
 
 def plan_program(program: Program, mesh: AnyMesh, platform: str, options: PlanOptions) -> Planned:

@@ -6,7 +6,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.session import Planned
-from jax_deepcompile.planner.shown import planned_rows
 from jax_deepcompile.report.text import arguments
 from jax_deepcompile.summary import Summary, axes_text
 
@@ -24,11 +23,12 @@ def summary_of_step(name: str, mesh: Mesh | AbstractMesh, traced: Summary | None
 def summary_of_trace(program: Program, sharded: Program, planned: Planned | None) -> Summary:
     """Of a ``TracedStep``."""
     rows = (("mesh", program.mesh_text), ("arguments", arguments(program)), *sharded.state_rows())
-    return Summary(f"TracedStep {program.name}", (*rows, *planned_rows(planned)))
+    planning = (("plan", "not planned yet"),) if planned is None else planned.rows()
+    return Summary(f"TracedStep {program.name}", (*rows, *planning))
 
 
 def summary_of_stage(kind: str, planned: Planned) -> Summary:
     """Of what came of a planned program: a stage called ``kind``."""
     program = planned.program
-    rows = (("mesh", program.mesh_text), *program.state_rows(), *planned_rows(planned))
+    rows = (("mesh", program.mesh_text), *program.state_rows(), *planned.rows())
     return Summary(f"{kind} {program.name}", rows)

@@ -22,6 +22,7 @@ from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.planner.strategies.bucket_collectives import BucketCollectives
 from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.runtime.processes import ALONE
+from jax_deepcompile.transforms import TRANSFORMS
 from jax_deepcompile.transforms.hand_over import HandOver
 from tests.together import outcomes, processes
 from tests.transforms.programs import sharded, stack_loss, stack_shapes
@@ -52,7 +53,8 @@ def planned(monkeypatch):
 
         def plan(process, cache, made, mark) -> tuple[Plan, str]:
             here.process, here.makes = process, made
-            found = session._agreed(program, environment, mark, (), cache)  # pyright: ignore
+            task = session._Task(program, environment, (), TRANSFORMS, mark, cache)  # pyright: ignore
+            found = session._agreed(task)  # pyright: ignore
             return found.plan, found.origin
 
         members = processes(len(caches)) if len(caches) > 1 else [ALONE]

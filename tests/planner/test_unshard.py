@@ -19,7 +19,7 @@ from jax_deepcompile.planner.strategy import Proposal
 from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
-from jax_deepcompile.transforms.stack_collectives import StackCollectives
+from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names
 from tests.planner.situations import HEADED, NO_MEMORY, START, accumulating, candidate, headed_loss, in_pipelines
 from tests.transforms.programs import LAYERS, WIDTH, sharded, stack_loss, stack_shapes
 
@@ -29,6 +29,7 @@ PROGRAM, MESH = sharded(stack_loss, {"stack": stack_shapes()})
 MATRIX_BYTES = LAYERS * WIDTH * 2 * WIDTH * 4
 PIPELINED = in_pipelines(PROGRAM)
 FORWARD, BACKWARD = (schedule.loop for schedule in PIPELINED.of(LoopSchedule))
+MATRIX = slice_names(PROGRAM, next(find_loops(PROGRAM)))[0]
 STACKS = layer_stacks(PROGRAM, PIPELINED)
 LIMIT = 1 << 30
 
@@ -56,7 +57,7 @@ def proposals(
     if loop_bytes is not None:
         memory = replace(memory, names=("ahead", "while"), live_bytes=(loop_bytes - LAYER_BYTES, loop_bytes))
         loops = (Loop("ahead", "", LAYERS, True, 1.0, replace(trip, reduced_bytes=0)), backward)
-        plan = plan.having(HandOver, [HandOver(FORWARD, BACKWARD, ("stack/up",))])
+        plan = plan.having(HandOver, [HandOver(FORWARD, BACKWARD, (MATRIX,))])
     totals = Totals(communication_s=10.0, gathered_bytes=gathered_bytes)
     return proposals_for(PROGRAM, plan, Simulation(10.0, totals, loops, (), memory), free_bytes)
 
