@@ -37,7 +37,7 @@ def _rewritten(eqn: jex.JaxprEqn, reshaped: dict) -> jex.JaxprEqn:
         return eqn
     result: Any = eqn.outvars[0].aval
     (left, right), _ = eqn.params["dimension_numbers"]
-    sources = [reshaped.get(atom) for atom in eqn.invars]
+    sources: list[Any] = [reshaped.get(atom) for atom in eqn.invars]
     if None in sources or result.shape or tuple(left) != tuple(right) or sources[0].aval.shape != sources[1].aval.shape:
         return eqn
     dims = tuple(range(len(sources[0].aval.shape)))
