@@ -16,10 +16,11 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import open_jaxpr, scan_counts, user_function
+from jax_deepcompile._jax_compat import open_jaxpr, user_function
 from jax_deepcompile.analysis.dataflow import variables
-from jax_deepcompile.analysis.gathers import CHEAP, Gather, is_gather_loop
+from jax_deepcompile.analysis.gathers import Gather, is_gather_loop
 from jax_deepcompile.analysis.loops import Loop, Path, computing_scans, loops_in, reduces_gradients
+from jax_deepcompile.ir.primitives import CHEAP, DEVICE_SUMS, Cond, Scan
 from jax_deepcompile.ir.program import Port, Program, Role
 
 _PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|\.?(\w+)")
@@ -57,7 +58,7 @@ def _same_loops(before: Any, after: Any) -> Iterator[tuple[Path, Path]]:
             if found := waiting.get(_origin(eqn, scoped)):
                 same = found.pop(0)
                 yield (position,), (same,)
-                inside = _same_loops(old.pop(position).params["jaxpr"], new.pop(same).params["jaxpr"])
+                inside = _same_loops(Scan(old.pop(position)).body, Scan(new.pop(same)).body)
                 yield from (((position, *was), (same, *now)) for was, now in inside)
 
 
@@ -109,7 +110,7 @@ def gradient_names(program: Program, path: Path) -> dict[Any, str]:
     for position in path:
         _spread(jaxpr, known)
         eqn = computing_scans(jaxpr)[position]
-        jaxpr = open_jaxpr(eqn.params["jaxpr"])
+        jaxpr = Scan(eqn).body
         known = dict(_pairs(jaxpr.outvars, eqn.outvars, known))
     _spread(jaxpr, known)
     return known
@@ -139,7 +140,7 @@ def numbered(names: Sequence[str]) -> list[str]:
 def _loop_name(program: Program, path: Path, eqn: Any) -> str:
     """By the parameters whose slices it reads, else the function that the user wrote it in; with its phase."""
     around = _inputs_at(program, path[:-1])
-    read = [around[atom] for atom in variables(eqn.invars[sum(scan_counts(eqn)) :]) if atom in around]
+    read = [around[atom] for atom in variables(Scan(eqn).operands.xs) if atom in around]
     roles = zip(parameter_names(program), program.inputs, strict=True)
     parameters = {name for name, port in roles if port.role is Role.PARAM}
     paths = [name.split("/") for name in dict.fromkeys(read) if name in parameters]
@@ -147,7 +148,7 @@ def _loop_name(program: Program, path: Path, eqn: Any) -> str:
         module = _shared(paths) if len(paths) > 1 else paths[0][:-1]
         return "/".join(module or paths[0]) + (" @backward" if _is_backward(eqn) else " @forward")
     function = _function(eqn)
-    return function or ("microbatches" if any(loops_in(eqn.params["jaxpr"])) or _is_backward(eqn) else "loop")
+    return function or ("microbatches" if any(loops_in(Scan(eqn).body)) or _is_backward(eqn) else "loop")
 
 
 def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
@@ -166,7 +167,7 @@ def _inputs_at(program: Program, path: Path) -> dict[Any, str]:
     known = _derived(jaxpr, zip(jaxpr.invars, parameter_names(program), strict=True))
     for position in path:
         eqn = computing_scans(jaxpr)[position]
-        jaxpr = open_jaxpr(eqn.params["jaxpr"])
+        jaxpr = Scan(eqn).body
         known = _derived(jaxpr, _pairs(jaxpr.invars, eqn.invars, known))
     return known
 
@@ -181,7 +182,7 @@ def _pairs(these: Sequence, those: Sequence, known: Mapping[Any, str]) -> Iterat
 def _jaxpr_at(program: Program, path: Path) -> jex.Jaxpr:
     jaxpr = open_jaxpr(program.jaxpr)
     for position in path:
-        jaxpr = open_jaxpr(computing_scans(jaxpr)[position].params["jaxpr"])
+        jaxpr = Scan(computing_scans(jaxpr)[position]).body
     return jaxpr
 
 
@@ -212,17 +213,15 @@ def _made_of(eqn: Any, known: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
     if name == "optimization_barrier":
         yield from _pairs(eqn.invars, eqn.outvars, known)
     elif name == "cond":
-        for branch in eqn.params["branches"]:
-            inner = open_jaxpr(branch)
+        for inner in Cond(eqn).branches:
             inside = dict(_pairs(inner.outvars, eqn.outvars, known))
             _spread(inner, inside)
-            yield from _pairs(eqn.invars[1:], inner.invars, inside)
+            yield from _pairs(Cond(eqn).operands, inner.invars, inside)
     elif name == "scan":
-        num_consts, num_carry = scan_counts(eqn)
-        yield from _pairs(eqn.invars[num_consts : num_consts + num_carry], eqn.outvars[:num_carry], known)
+        yield from _pairs(Scan(eqn).operands.carry, Scan(eqn).results.carry, known)
     elif len(eqn.outvars) == 1 and name not in _MIXING:
         for atom in variables(eqn.invars):
-            if _elements(atom) == _elements(made[0]) or name in ("reduce_scatter", "psum"):
+            if _elements(atom) == _elements(made[0]) or name in DEVICE_SUMS:
                 yield atom, known[made[0]]
 
 

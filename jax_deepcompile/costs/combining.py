@@ -10,6 +10,7 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import needs
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.costs.streams import Timing
+from jax_deepcompile.ir.primitives import axis_names
 
 _DEFAULT_BYTES = 30 * 2**20 + 7
 """``kDefault*CombineThreshold`` of xla/service/gpu/gpu_compiler.cc."""
@@ -68,5 +69,4 @@ def combined(jaxpr: Any, timings: Sequence[Timing | None], thresholds: Threshold
 def _alike(eqn: Any) -> tuple:
     """What collectives must have in common to become one: of reductions also the type of what they sum."""
     gathers = eqn.primitive.name == "all_gather"
-    axes = str(eqn.params.get("axis_name", eqn.params.get("axes")))
-    return eqn.primitive.name, axes, "" if gathers else str(eqn.outvars[0].aval.dtype)
+    return eqn.primitive.name, axis_names(eqn), "" if gathers else str(eqn.outvars[0].aval.dtype)

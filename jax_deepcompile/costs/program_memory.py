@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import alike, variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.kernels import kernels_of
 from jax_deepcompile.analysis.work import fuses
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.program_time import is_on_host
+from jax_deepcompile.ir.primitives import Scan, While
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.ir.traversal import bodies
 
@@ -150,35 +151,32 @@ def _last_uses(flat: Any, sources: Mapping, begins: Sequence[int], ends: Sequenc
     """The position of each variable's last use: of what a loop takes over, just before its first trip."""
     last: dict = {}
     for begin, end, eqn in zip(begins, ends, flat.eqns, strict=True):
-        num_consts, num_carry = _carried(eqn)
-        carried = eqn.invars[num_consts : num_consts + num_carry]
-        others = [*eqn.invars[:num_consts], *eqn.invars[num_consts + num_carry :]]
+        carried, others = _operands(eqn)
         for atoms, position in ((carried, begin - 1), (others, end)):
             last |= {home: max(position, last.get(home, -1)) for home in _homes(atoms, sources)}
     return last | dict.fromkeys(_homes(flat.outvars, sources), max(ends, default=0))
 
 
+def _operands(eqn: Any) -> tuple[list, list]:
+    """What a loop carries, and all else that it reads."""
+    if eqn.primitive.name not in ("scan", "while"):
+        return [], eqn.invars
+    operands = (Scan if eqn.primitive.name == "scan" else While)(eqn).operands._asdict()
+    return operands.pop("carry"), [atom for others in operands.values() for atom in others]
+
+
 def _inner(eqn: Any) -> Iterator[tuple[Any, list]]:
     """What an equation runs, with the results that have memory outside, as in ``_Walk.jaxpr``."""
-    num_consts, num_carry = _carried(eqn)
-    if eqn.primitive.name == "while":
-        yield open_jaxpr(eqn.params["cond_jaxpr"]), []
-        num_consts -= eqn.params["cond_nconsts"]
-    for body in bodies(eqn)[-1:] if eqn.primitive.name == "while" else bodies(eqn):
-        flat = open_jaxpr(body)
-        if eqn.primitive.name in ("scan", "while"):
-            taken = flat.invars[num_consts : num_consts + num_carry]
-            yield flat, list(zip(flat.outvars, taken, strict=False))
-        else:
-            yield flat, [(out, None) for out in flat.outvars]
-
-
-def _carried(eqn: Any) -> tuple[int, int]:
-    """How many operands come before those that a loop carries, and how many those are."""
-    if eqn.primitive.name == "while":
-        before = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        return before, len(eqn.invars) - before
-    return scan_counts(eqn) if eqn.primitive.name == "scan" else (len(eqn.invars), 0)
+    match eqn.primitive.name:
+        case "scan":
+            yield Scan(eqn).body, list(zip(Scan(eqn).body.outvars, Scan(eqn).inputs.carry, strict=False))
+        case "while":
+            body = While(eqn).body
+            yield While(eqn).condition, []
+            yield body, list(zip(body.outvars, body.invars[-len(body.outvars) :], strict=True))
+        case _:
+            for body in map(open_jaxpr, bodies(eqn)):
+                yield body, [(out, None) for out in body.outvars]
 
 
 def _bytes(values: Sequence, ports: Sequence[Port]) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import name_path, open_jaxpr, scan_counts, user_source
+from jax_deepcompile._jax_compat import name_path, open_jaxpr, user_source
 from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.costs.combining import Thresholds
 from jax_deepcompile.costs.cost_model import CostModel
@@ -27,6 +27,7 @@ from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.costs.program_time import combined_timings, timings_of
 from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
 from jax_deepcompile.costs.streams import Queue, Stream, Timing
+from jax_deepcompile.ir.primitives import Scan, While
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import bodies
 
@@ -120,30 +121,31 @@ class _Jaxprs:
         return run.play(timing, run.began_s, operands, lambda: Operation(name, name_path(eqn), user_source(eqn)))
 
     def _scan(self, eqn: Any, operands: list[Due], run: _Run, name: str) -> list[Due]:
-        num_consts, num_carry = scan_counts(eqn)
-        carry, stacks = operands[num_consts : num_consts + num_carry], operands[num_consts + num_carry :]
-        run.wait(merged([*operands[:num_consts], *stacks]))
+        scan = Scan(eqn)
+        consts, carry, stacks = scan.split(operands)
+        run.wait(merged([*consts, *stacks]))
 
         def trip(carry: Sequence[Due]) -> list[Due]:
             there: Due = {}
-            given = [*[there] * num_consts, *carry, *[there] * len(stacks)]
-            results = self.play(eqn.params["jaxpr"], given, run, f"{name}/")
-            run.wait(merged(results[num_carry:]))
-            return results[:num_carry]
+            given = [*[there] * len(consts), *carry, *[there] * len(stacks)]
+            carry, made = scan.split_results(self.play(scan.closed, given, run, f"{name}/"))
+            run.wait(merged(made))
+            return carry
 
-        loop = Loop(name, name_path(eqn), eqn.params["length"], True, 0.0, Totals())
-        return [*self._repeat(loop, trip, carry, run), *({} for _ in eqn.outvars[num_carry:])]
+        loop = Loop(name, name_path(eqn), scan.length, True, 0.0, Totals())
+        return [*self._repeat(loop, trip, carry, run), *({} for _ in scan.results.ys)]
 
     def _while(self, eqn: Any, trips: int | None, operands: list[Due], run: _Run, name: str) -> list[Due]:
-        num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        run.wait(merged(operands[: num_cond + num_body]))
+        loop = While(eqn)
+        tested, read, start = loop.split(operands)
+        run.wait(merged([*tested, *read]))
 
         def trip(carry: Sequence[Due]) -> list[Due]:
-            run.wait(merged(self.play(eqn.params["cond_jaxpr"], [*[{}] * num_cond, *carry], run, f"{name}/cond/")))
-            return self.play(eqn.params["body_jaxpr"], [*[{}] * num_body, *carry], run, f"{name}/")
+            run.wait(merged(self.play(loop.closed_condition, [*({} for _ in tested), *carry], run, f"{name}/cond/")))
+            return self.play(loop.closed_body, [*({} for _ in read), *carry], run, f"{name}/")
 
-        loop = Loop(name, name_path(eqn), 1 if trips is None else trips, trips is not None, 0.0, Totals())
-        return list(self._repeat(loop, trip, operands[num_cond + num_body :], run))
+        played = Loop(name, name_path(eqn), 1 if trips is None else trips, trips is not None, 0.0, Totals())
+        return list(self._repeat(played, trip, start, run))
 
     def _repeat(
         self, loop: Loop, trip: Callable[[Sequence[Due]], list[Due]], carried: Sequence[Due], run: _Run

@@ -12,12 +12,13 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.kernels import kernels_of
-from jax_deepcompile.analysis.work import COLLECTIVES, PRODUCTS, work_of
+from jax_deepcompile.analysis.work import work_of
 from jax_deepcompile.costs.collective_bytes import sent_bytes
 from jax_deepcompile.costs.combining import Thresholds, combined
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.streams import Stream, Timing
 from jax_deepcompile.ir.placement import MeshAxes
+from jax_deepcompile.ir.primitives import COLLECTIVES, PRODUCTS, Scan, axis_names
 from jax_deepcompile.ir.traversal import bodies
 
 
@@ -94,8 +95,7 @@ def timing_of(eqn: Any, moved_bytes: int, mesh: MeshAxes, costs: CostModel) -> T
 
 def collective_of(eqn: Any, mesh: MeshAxes, costs: CostModel, joined_bytes: int = 0) -> Timing:
     """How a collective runs that is part of one with ``joined_bytes`` of others."""
-    names = eqn.params.get("axis_name", eqn.params.get("axes", ()))
-    names = [names] if isinstance(names, str) else [name for name in names if isinstance(name, str)]
+    names = [name for name in axis_names(eqn) if isinstance(name, str)]
     whole = eqn.outvars if eqn.primitive.name == "all_gather" else eqn.invars
     size = sum(size_bytes(atom) for atom in variables(whole))
     group, kind = mesh.size_of(names), COLLECTIVES[eqn.primitive.name]
@@ -125,7 +125,7 @@ def _nested(eqn: Any, mesh: MeshAxes, costs: CostModel) -> EquationTime:
     inner = [sum(equation_times(body, mesh, costs), EquationTime()) for body in bodies(eqn)]
     if eqn.primitive.name == "cond":
         return max(inner, key=lambda time: time.compute_s + time.network_s)
-    return sum(inner, EquationTime()).times(eqn.params.get("length", 1))
+    return sum(inner, EquationTime()).times(Scan(eqn).length if eqn.primitive.name == "scan" else 1)
 
 
 def _of(timing: Timing) -> EquationTime:

@@ -199,13 +199,6 @@ class Simulation(Summarized):
         return self.memory.peak_bytes
 
     @property
-    def live_curve(self) -> tuple[tuple[float, int], ...]:
-        """Device memory needed over time: pairs (seconds, bytes), one for each operation; bodies of loops once."""
-        began_s = {event.name: event.start_s for event in self.timeline if event.stream is Stream.COMPUTE}
-        curve = zip(self.memory.names, self.memory.live_bytes, strict=True)
-        return tuple((began_s[name], size) for name, size in curve if name in began_s)
-
-    @property
     def bound_s(self) -> float:
         """What no schedule of the same operations beats: the busiest stream alone, or one phase after the other."""
         return max(self.compute_s, self.communication_s, self.in_order_s)

@@ -46,11 +46,6 @@ def lineage(jaxpr: Any) -> Lineage:
     return Lineage(tuple(carried), walk.mixed, same)
 
 
-def carried_inputs(jaxpr: Any) -> tuple[int, ...]:
-    """For each result of ``jaxpr`` the inputs that it carries on, as the bits of a number."""
-    return lineage(jaxpr).carried
-
-
 @dataclass
 class _Walk:
     """Goes through equations, and keeps what was mixed."""

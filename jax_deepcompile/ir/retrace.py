@@ -240,11 +240,6 @@ def _evaluate(jaxpr: Any, values: Sequence, replacements: Mapping[int, Replaceme
     return [read(atom, known) for atom in variables.outvars]
 
 
-def split_operands(eqn, operands: list) -> tuple[list, list, list]:
-    """The constants, the carry and the stacks that a scan reads; further operands count as stacks."""
-    return Scan(eqn).split(operands)
-
-
 def rescan(eqn, body: Callable[[list, list], list], carry: list, stacks: list, length: int | None = None) -> list:
     """A scan of another body, with the carry of that.
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
-from jax_deepcompile.ir.traversal import with_regions
+from jax_deepcompile.ir.rewrite import Walk
 
 
 def without_transposes(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -24,19 +23,17 @@ def without_transposes(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
         t:f32[64,4,16] = dot_general[dimension_numbers=(([0, 1], [0, 1]), ([], []))] x y
     """
-    jaxpr = open_jaxpr(closed)
-    readers = _only_readers(jaxpr)
-    eqns: list[jex.JaxprEqn] = []
+    walk = Walk(closed, without_transposes)
+    readers = _only_readers(walk.jaxpr)
     transposed: set[int] = set()
-    for eqn in jaxpr.eqns:
+    for eqn in walk:
         reader = readers.get(eqn.outvars[0]) if eqn.primitive.name == "dot_general" else None
         if reader is not None and _is_swapped(eqn, reader):
             transposed.add(id(reader))
-            eqns.append(_the_other_way_round(eqn, reader))
+            walk.eqns.append(_the_other_way_round(eqn, reader))
         elif id(eqn) not in transposed:
-            eqns.append(with_regions(eqn, without_transposes))
-    same = len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-    return closed if same else jex.ClosedJaxpr(jaxpr.replace(eqns=eqns), closed_consts(closed))
+            walk.eqns.append(eqn)
+    return walk.result()
 
 
 def _only_readers(jaxpr: jex.Jaxpr) -> dict[Any, jex.JaxprEqn | None]:

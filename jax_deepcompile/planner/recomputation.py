@@ -129,7 +129,7 @@ def find_turns(program: Program, costs: CostModel) -> list[Turn]:
     """Where activations are computed again: pairs of loops in the same place, and what is in no such pair by itself."""
     loops = sorted((loop for loop in find_loops(program) if loop.length), key=lambda loop: loop.path)
     times = {(): 1} | {loop.path: math.prod(_lengths(loop, loops)) for loop in loops}
-    jaxprs = {(): program.jaxpr} | {loop.path: loop.eqn.params["jaxpr"] for loop in loops}
+    jaxprs = {(): program.jaxpr} | {loop.path: loop.scan.closed for loop in loops}
     places = {path: Place(jaxpr) for path, jaxpr in jaxprs.items()}
     turns: list[Turn] = []
     taken: set[str] = set()

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
 from jax_deepcompile.analysis.dataflow import renamed, unguarded
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
@@ -60,11 +59,11 @@ def repeated_stacks(program: Program, taken: Iterable[StackCollectives]) -> list
     found: dict[Any, list[tuple[str, str]]] = {}
     sizes = {}
     loops = list(find_loops(program))
-    sources = {loop.path: unguarded(open_jaxpr(loop.eqn.params["jaxpr"])) for loop in loops}
+    sources = {loop.path: unguarded(loop.body) for loop in loops}
     for loop in loops:
         if len(loop.path) < 2:
             continue
-        stacks = dict(zip(loop.slices, loop.eqn.invars[sum(scan_counts(loop.eqn)) :], strict=True))
+        stacks = dict(zip(loop.slices, loop.scan.operands.xs, strict=True))
         for name, (gather, *_) in zip(slice_names(program, loop), sliced_gathers(loop.eqn), strict=True):
             if (loop.name, name) in already:
                 continue

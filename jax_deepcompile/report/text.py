@@ -10,8 +10,9 @@ from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_line
 from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
-from jax_deepcompile.analysis.work import PRODUCTS, work_of
+from jax_deepcompile.analysis.work import work_of
 from jax_deepcompile.ir.equation import Equation
+from jax_deepcompile.ir.primitives import PRODUCTS
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.ir.traversal import nested_jaxprs
 from jax_deepcompile.partition.layout import Split

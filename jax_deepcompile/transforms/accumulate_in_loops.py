@@ -28,7 +28,7 @@ from jax_deepcompile.analysis.loops import find_loops, reduces_gradients
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import ADDITIONS, Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Compute, ReadingMore, Replacement, replace_equations, rescan, split_operands
+from jax_deepcompile.ir.retrace import Compute, ReadingMore, Replacement, replace_equations, rescan
 from jax_deepcompile.transforms.decision import Decision
 
 
@@ -99,7 +99,7 @@ def _adding(sums: list[_Sum]) -> Compute:
     """Runs the loop on the stacks that its outputs are added to."""
 
     def run(eqn, operands: list) -> list:
-        consts, carry, stacks = split_operands(eqn, operands)
+        consts, carry, stacks = Scan(eqn).split(operands)
 
         def step(carry: list, slices: list) -> list:
             mine, before = slices[: len(slices) - len(sums)], slices[len(slices) - len(sums) :]

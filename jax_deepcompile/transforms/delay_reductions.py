@@ -30,14 +30,14 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr
 from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, variables
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.names import reduction_names
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import ADDITIONS, KEEPS_ZERO, Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Compute, rescan, split_operands
+from jax_deepcompile.ir.retrace import Compute, rescan
 from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused
 from jax_deepcompile.transforms.replace_loops import replace_loops
 
@@ -110,14 +110,12 @@ class Term:
 
 def find_terms(eqn) -> dict[int, Term]:
     """By position in the carry of a ``scan``, the terms that are reduced and then only added to what it carries."""
-    body = Scan(eqn).body
-    num_consts, num_carry = scan_counts(eqn)
+    scan, body = Scan(eqn), Scan(eqn).body
     places = {var: place for place, each in enumerate(body.eqns) for var in each.outvars}
     readers = Counter(atom for each in body.eqns for atom in set(variables(each.invars)))
     readers.update(variables(body.outvars))
     found = {}
-    for position, out in enumerate(body.outvars[:num_carry]):
-        before = body.invars[num_consts + position]
+    for position, (before, out) in enumerate(zip(scan.inputs.carry, scan.outputs.carry, strict=True)):
         if isinstance(out, jex.Literal) or (readers[before], readers[out]) != (1, 1) or out not in places:
             continue
         if _adds_to(before, body.eqns[places[out]]):
@@ -199,7 +197,7 @@ def delaying(loop: Loop, sums: Sequence[int], first_apart: bool = False) -> Comp
         return [given.get(position, value) for position, value in enumerate(carry)]
 
     def run(eqn, operands: list) -> list:
-        own_consts, carry, stacks = split_operands(eqn, operands)
+        own_consts, carry, stacks = Scan(eqn).split(operands)
         consts, own = [*closed_consts(Scan(eqn).closed), *own_consts], len(carry)
 
         def iteration(carry: list, slices: list) -> list:
@@ -242,17 +240,16 @@ def _read(terms: Sequence[Term]) -> list:
 
 def _pieces(eqn, terms: Sequence[Term]) -> tuple[jex.Jaxpr, jex.Jaxpr]:
     """What adds ``terms`` to sums, of both; and the rest of the body, whose carry ends with what ``terms`` read."""
-    body = Scan(eqn).body
-    num_consts, num_carry = scan_counts(eqn)
-    carried, moved = body.invars[num_consts : num_consts + num_carry], [each for term in terms for each in term.eqns]
+    scan, body = Scan(eqn), Scan(eqn).body
+    carried, moved = scan.inputs.carry, [each for term in terms for each in term.eqns]
     pending, sums = _read(terms), [term.position for term in terms]
     adding = new_jaxpr(
         [*(carried[position] for position in sums), *pending],
         [body.outvars[position] for position in sums],
         moved,
     )
-    kept = [carried[place] if place in sums else out for place, out in enumerate(body.outvars[:num_carry])]
-    outputs = [*kept, *pending, *body.outvars[num_carry:]]
+    kept = [carried[place] if place in sums else out for place, out in enumerate(scan.outputs.carry)]
+    outputs = [*kept, *pending, *scan.outputs.ys]
     away = set(map(id, moved))
     eqns = [each for each in body.eqns if id(each) not in away]
     rest = slim_barriers(needed_for(eqns, outputs), outputs)

@@ -24,7 +24,7 @@ from jax_deepcompile.analysis.names import gather_names
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import replace_equations, rescan, split_operands
+from jax_deepcompile.ir.retrace import replace_equations, rescan
 from jax_deepcompile.ir.rewrite import with_renamed_operands
 from jax_deepcompile.transforms.decision import Decision, loop_named, positions
 
@@ -73,9 +73,9 @@ def _positions(program: Program, choice: KeptGathers) -> list[int]:
 
 def _hoist(eqn, operands: list, kept: Collection[int]) -> list:
     body = Scan(eqn).body
-    num_consts = Scan(eqn).num_consts
+    consts, carry, stacks = Scan(eqn).split(operands)
     gathers = [gather for index, gather in enumerate(hoistable_gathers(eqn)) if index in kept]
-    given = constants_of(eqn) | dict(zip(body.invars[:num_consts], operands[:num_consts], strict=True))
+    given = constants_of(eqn) | dict(zip(Scan(eqn).inputs.consts, consts, strict=True))
     first = {gather.key: gather.result for gather in reversed(gathers)}
     results = list(first.values())
     ahead = slice_of(body, results)
@@ -86,6 +86,5 @@ def _hoist(eqn, operands: list, kept: Collection[int]) -> list:
     rest = [with_renamed_operands(other, known) for other in body.eqns if not set(other.outvars) & set(known)]
     rest = slim_barriers(rest, body.outvars)
     inner = new_jaxpr([*body.constvars, *results, *body.invars], body.outvars, rest)
-    consts = [*closed_consts(Scan(eqn).closed), *values, *operands[:num_consts]]
-    _, carry, stacks = split_operands(eqn, operands)
+    consts = [*closed_consts(Scan(eqn).closed), *values, *consts]
     return rescan(eqn, lambda carry, slices: eval_local(inner, [*consts, *carry, *slices]), carry, stacks)

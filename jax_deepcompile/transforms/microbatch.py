@@ -31,7 +31,7 @@ from jax_deepcompile._jax_compat import open_jaxpr, provenance
 from jax_deepcompile.analysis.microbatches import Round, Rounds, Total, choose_rounds, is_heavy
 from jax_deepcompile.ir.light_loops import split_light_loops
 from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.ir.primitives import axis_names
+from jax_deepcompile.ir.primitives import Collective, axis_names
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.ir.retrace import compute, read, trace_blocks
 
@@ -138,16 +138,16 @@ def _finish(total: Total, value: jax.Array, axis: str) -> jax.Array:
 
 def _assemble(total: Total, pieces: jax.Array, axis: str) -> jax.Array:
     """The pieces of all iterations, stacked along a new first dimension, put in their places along their own."""
-    params = total.eqn.params
-    dim, others = params["all_gather_dimension"], _others(params["axis_name"], axis)
+    dim, others = Collective(total.eqn).dimension, _others(axis_names(total.eqn), axis)
+    assert dim is not None, "gathers over microbatches are tiled"
     with provenance(total.eqn):
         pieces = jnp.moveaxis(pieces, 0, dim)
         whole = pieces.reshape(*pieces.shape[:dim], math.prod(pieces.shape[dim : dim + 2]), *pieces.shape[dim + 2 :])
         return lax.all_gather(whole, others, axis=dim, tiled=True) if others else whole
 
 
-def _others(names: str | Sequence[str], axis: str) -> tuple[str, ...]:
-    return tuple(name for name in ((names,) if isinstance(names, str) else names) if name != axis)
+def _others(names: Sequence[str], axis: str) -> tuple[str, ...]:
+    return tuple(name for name in names if name != axis)
 
 
 def _repeat(eqn, values: Sequence[jax.Array], axis: str, length: int) -> list[jax.Array]:

@@ -29,14 +29,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import eval_local, has_side_effects, provenance, scan_counts
+from jax_deepcompile._jax_compat import eval_local, has_side_effects, provenance
 from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.loops import Loop, constants_of, reduces_gradients
-from jax_deepcompile.analysis.work import COLLECTIVES
 from jax_deepcompile.ir.iterations import Iterations, run_uncounted
-from jax_deepcompile.ir.primitives import Scan
-from jax_deepcompile.ir.retrace import Compute, compute, read, split_operands
+from jax_deepcompile.ir.primitives import COLLECTIVES, Scan
+from jax_deepcompile.ir.retrace import Compute, compute, read
 from jax_deepcompile.ir.traversal import inside
 
 _MOST_PEELED = 2
@@ -104,10 +103,7 @@ def find_halves(eqn) -> Halves | None:
 
 def _is_carried(eqn) -> bool:
     """Whether ``eqn`` is a loop that reads and writes stacks by index, as pipelined ones do."""
-    if eqn.primitive.name != "scan":
-        return False
-    num_consts, num_carry = scan_counts(eqn)
-    return num_consts + num_carry == len(eqn.invars) and num_carry == len(eqn.outvars)
+    return eqn.primitive.name == "scan" and not Scan(eqn).operands.xs and not Scan(eqn).results.ys
 
 
 def _communicates(eqn) -> bool:
@@ -116,14 +112,12 @@ def _communicates(eqn) -> bool:
 
 
 def _halves(eqn, body, forward, backward) -> Halves | None:
-    num_consts, num_carry = scan_counts(eqn)
-    carried = set(body.invars[num_consts : num_consts + num_carry])
     if reached_from(body.eqns, forward.outvars).isdisjoint(variables(backward.invars)):
         return None
     ahead = slim_barriers(needed_for(body.eqns, forward.outvars), forward.outvars)
-    if carried.intersection(free_variables(ahead, forward.outvars)):
+    if not set(Scan(eqn).inputs.carry).isdisjoint(free_variables(ahead, forward.outvars)):
         return None
-    own = reached_from(body.eqns, body.invars[num_consts + num_carry :])
+    own = reached_from(body.eqns, Scan(eqn).inputs.xs)
     made = {var for other in ahead for var in other.outvars if var in own or _communicates(other)}
     made |= set(forward.outvars)
     rest = needed_for([other for other in body.eqns if not made.issuperset(other.outvars)], body.outvars)
@@ -187,29 +181,22 @@ class _Microbatches:
 
     def _given(self, turn) -> dict:
         """What all microbatches read, and what the one whose turn it is does."""
-        loop, variables = self.loop, self._body.invars
-        num_consts, num_carry = len(loop.consts), len(loop.carry)
-        shared = zip(variables[:num_consts], loop.consts, strict=True)
-        sliced = zip(variables[num_consts + num_carry :], loop.slices(turn), strict=True)
-        return constants_of(loop.eqn) | dict((*shared, *sliced))
+        loop, inputs = self.loop, Scan(self.loop.eqn).inputs
+        values = (*loop.consts, *loop.slices(turn))
+        return constants_of(loop.eqn) | dict(zip((*inputs.consts, *inputs.xs), values, strict=True))
 
     def _until_backward(self, turn, state: _State) -> dict:
         """All values of the second half that are there before its layer loop."""
-        num_consts, num_carry = len(self.loop.consts), len(state.carry)
-        carried = self._body.invars[num_consts : num_consts + num_carry]
+        carried = Scan(self.loop.eqn).inputs.carry
         made = dict(zip((*carried, *self.halves.handed), (*state.carry, *state.handed), strict=True))
         return compute(self.halves.before, self._given(turn) | made)
 
     def _finished(self, turn, known: dict, outputs: Sequence) -> tuple[list, list]:
         """What is carried on, and the stacked outputs with this microbatch's."""
         known = compute(self.halves.after, known)
-        results = [jnp.asarray(read(atom, known)) for atom in self._body.outvars]
-        num_carry = len(self.loop.carry)
-        return results[:num_carry], self.loop.written(outputs, turn, results[num_carry:])
-
-    @property
-    def _body(self):
-        return Scan(self.loop.eqn).body
+        scan = Scan(self.loop.eqn)
+        carry, slices = scan.split_results(jnp.asarray(read(atom, known)) for atom in scan.body.outvars)
+        return carry, self.loop.written(outputs, turn, slices)
 
 
 def _operands(eqn, known: dict) -> list:
@@ -221,7 +208,7 @@ def _side_by_side(loops: Sequence[tuple[Any, list]]) -> list[list]:
     trips = min(Scan(eqn).length for eqn, _ in loops)
     steps, starts = [], []
     for eqn, operands in loops:
-        consts, carry, _ = split_operands(eqn, operands)
+        consts, carry, _ = Scan(eqn).split(operands)
         step = partial(_iteration, eqn, consts)
         for _ in range(Scan(eqn).length - trips):
             carry = step(carry)

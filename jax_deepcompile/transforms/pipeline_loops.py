@@ -34,14 +34,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jax_deepcompile._jax_compat import eval_local, scan_counts
+from jax_deepcompile._jax_compat import eval_local
 from jax_deepcompile.analysis.dataflow import needed_for, reached_from, without_barriers
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
 from jax_deepcompile.analysis.parts import Part, SplitBody, split_body
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import split_operands
 from jax_deepcompile.transforms.decision import Decision, loop_named, refused
 from jax_deepcompile.transforms.replace_loops import replace_loops
 
@@ -168,14 +167,13 @@ class _Pipeline:
         return min(max(self.schedule.first_layers, self.schedule.delay_layers), self.loop.length)
 
     def run(self, eqn, operands: list) -> Sequence:
-        body = Scan(eqn).body
-        num_consts, num_carry = scan_counts(eqn)
-        consts, carry, stacks = split_operands(eqn, operands)
+        scan = Scan(eqn)
+        consts, carry, stacks = scan.split(operands)
         slices = dict(zip(self.loop.slices, stacks, strict=True))
-        known = constants_of(eqn) | dict(zip(body.invars[:num_consts], consts, strict=True))
-        work = _Work(self, known, slices, body.invars[num_consts : num_consts + num_carry])
+        known = constants_of(eqn) | dict(zip(scan.inputs.consts, consts, strict=True))
+        work = _Work(self, known, slices, scan.inputs.carry)
         begin = jnp.zeros if self.divided else lax.empty  # XLA divides zeros, and not what is left undefined
-        outs = [begin(var.aval.shape, var.aval.dtype) for var in eqn.outvars[num_carry:]]
+        outs = [begin(var.aval.shape, var.aval.dtype) for var in scan.results.ys]
         for output, var in self.split.in_place:
             outs[output] = slices.pop(var)
         gathered = tuple(work.gather(t) for t in range(min(self.schedule.prefetch_layers, self.loop.length)))

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, scan_counts
+from jax_deepcompile._jax_compat import eval_local, new_jaxpr
 from jax_deepcompile.analysis.dataflow import renamed, slim_barriers
 from jax_deepcompile.analysis.gathers import Gather, slice_of
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
@@ -36,7 +36,7 @@ from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Compute, rescan, split_operands
+from jax_deepcompile.ir.retrace import Compute, rerun
 from jax_deepcompile.ir.rewrite import with_renamed_operands
 from jax_deepcompile.transforms.decision import Decision, listed, loop_named, positions
 from jax_deepcompile.transforms.replace_loops import replace_loops
@@ -79,8 +79,7 @@ def slice_names(program: Program, loop: Loop) -> list[str]:
 
 def stacked_names(program: Program, loop: Loop) -> list[str]:
     """What the reductions that make stacked outputs of ``loop`` are called, in the order of ``stacked_reductions``."""
-    _, num_carry = scan_counts(loop.eqn)
-    return reduction_names(program, loop, [num_carry + each.output for each in stacked_reductions(loop.eqn)])
+    return reduction_names(program, loop, [loop.scan.num_carry + each.output for each in stacked_reductions(loop.eqn)])
 
 
 def stack_collectives(
@@ -112,28 +111,20 @@ def _chosen(program: Program, choice: StackCollectives) -> tuple[list[int], list
 
 def _outside(eqn, operands: list, wanted: Sequence[int], reduced: Sequence[int], at_once_bytes: int) -> list:
     eqn = scan_along_leading_dimension(eqn)
-    body, length = Scan(eqn).body, Scan(eqn).length
-    num_consts, num_carry = scan_counts(eqn)
-    consts, carry, stacks = split_operands(eqn, operands)
-    slices = body.invars[num_consts + num_carry :]
+    body, length, num_carry = Scan(eqn).body, Scan(eqn).length, Scan(eqn).num_carry
+    stacks = dict(zip(Scan(eqn).inputs.xs, Scan(eqn).split(operands).xs, strict=True))
     groups = [group for index, group in enumerate(sliced_gathers(eqn)) if index in wanted]
     gathered = []
     for gather, *_ in groups:
         part = new_jaxpr([gather.source], [gather.result], slice_of(body, [gather.result]))
         at_once = length * gather.size_bytes <= at_once_bytes
-        gathered.append(_each_layer(part, stacks[slices.index(gather.source)], at_once))
+        gathered.append(_each_layer(part, stacks[gather.source], at_once))
 
     reductions = [each for index, each in enumerate(stacked_reductions(eqn)) if index in reduced]
     outvars = list(body.outvars)
     for each in reductions:
         outvars[num_carry + each.output] = each.operand
-    inner = given_gathers(body, outvars, groups)
-    consts = [*closed_consts(Scan(eqn).closed), *consts]
-
-    def step(carry: list, layer: list) -> list:
-        return eval_local(inner, [*consts, *carry, *layer])
-
-    made = rescan(eqn, step, carry, [*stacks, *gathered])
+    made = rerun(eqn, given_gathers(body, outvars, groups), operands, gathered)
     for each in reductions:
         part = new_jaxpr([each.operand], [each.eqns[-1].outvars[0]], each.eqns)
         made[num_carry + each.output] = _each_layer(part, made[num_carry + each.output], at_once=True)

@@ -25,9 +25,8 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import has_side_effects
 from jax_deepcompile.analysis.dataflow import literal_bits
-from jax_deepcompile.analysis.work import COLLECTIVES
 from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.ir.primitives import While, closed_like
+from jax_deepcompile.ir.primitives import COLLECTIVES, While, closed_like
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.rewrite import Walk
 from jax_deepcompile.ir.traversal import equations

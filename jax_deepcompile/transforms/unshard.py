@@ -20,11 +20,12 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import with_names
 from jax_deepcompile.analysis.gathers import Gather, find_gathers
 from jax_deepcompile.analysis.names import gather_names
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import closed_like
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.transforms.decision import Decision, positions
 from jax_deepcompile.transforms.delay_reductions import IN_LOOPS
@@ -56,7 +57,7 @@ class ReusedGathers(Decision, kind="unshard", after=OF_LOOPS):
         if not again:
             return program
         kept = keep_until_backward(jaxpr, jaxpr.invars, again)
-        return program.replace(jaxpr=type(program.jaxpr)(kept, closed_consts(program.jaxpr)))
+        return program.replace(jaxpr=closed_like(program.jaxpr, kept))
 
 
 def repeated_gathers(program: Program) -> dict[str, tuple[Gather, Gather]]:

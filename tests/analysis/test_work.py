@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jax_deepcompile._jax_compat import described_gpu
-from jax_deepcompile.analysis.work import PRODUCTS, fuses, work_of
+from jax_deepcompile.analysis.work import fuses, work_of
+from jax_deepcompile.ir.primitives import PRODUCTS
 from jax_deepcompile.ir.traversal import equations
 
 pytestmark = pytest.mark.pure

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jax_deepcompile.costs.memory import MemoryUse, memory_of
-from jax_deepcompile.costs.simulator import simulate
-from tests.costs.snippets import COSTS, GROUPS, module
+from tests.costs.snippets import GROUPS, module
 
 pytestmark = pytest.mark.pure
 
@@ -244,16 +243,3 @@ def test_constants_and_views_take_nothing():
 ROOT %r = f32[] custom-call(%g, %c), custom_call_target="sum"
 """)
     assert use.temporary_bytes == 0
-
-
-def test_a_simulation_knows_its_memory_over_time():
-    entry = """
-%x = f32[62528]{0} parameter(0)
-%a = f32[62528]{0} copy(%x)
-%b = f32[62528]{0} copy(%a)
-ROOT %r = f32[62528]{0} copy(%b)
-"""
-    run = simulate(module(entry), COSTS)
-    size, copy_s = 4 * 62528, 2 * 4 * 62528 / 1e6
-    assert run.peak_bytes == 4 * size
-    assert run.live_curve == ((0.0, 3 * size), (pytest.approx(copy_s), 4 * size), (pytest.approx(2 * copy_s), 3 * size))

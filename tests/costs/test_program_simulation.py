@@ -258,7 +258,6 @@ def test_live_bytes_of_arguments_temporaries_and_results():
     assert run.memory.live_bytes == (3000, 3000, 3000, 2000)
     assert (run.memory.argument_bytes, run.memory.output_bytes, run.memory.temporary_bytes) == (1000, 1000, 1000)
     assert run.memory.peak_values == ((1000, "rev.0"),)
-    assert run.live_curve == ((0.0, 3000), (pytest.approx(0.002), 3000))
 
 
 @pure

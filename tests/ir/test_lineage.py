@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jax_deepcompile.ir.lineage import carried_inputs, lineage
+from jax_deepcompile.ir.lineage import lineage
 from jax_deepcompile.ir.traversal import inline_calls
 
 pytestmark = pytest.mark.pure
@@ -22,7 +22,7 @@ def carried(function, *args) -> list[set[int]]:
     """Positions of the inputs that each result carries on."""
     closed = inline_calls(jax.make_jaxpr(function)(*args))
     count = len(closed.jaxpr.invars)
-    return [{position for position in range(count) if bits >> position & 1} for bits in carried_inputs(closed)]
+    return [{position for position in range(count) if bits >> position & 1} for bits in lineage(closed).carried]
 
 
 def loss(w, x):

@@ -12,8 +12,9 @@ import jax
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, open_jaxpr, provenance
-from jax_deepcompile.frontend.canonicalize.equations import with_equations
+from jax_deepcompile._jax_compat import eval_local, provenance
+from jax_deepcompile.ir.primitives import While
+from jax_deepcompile.ir.rewrite import Walk
 
 
 def with_one_condition(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -27,36 +28,31 @@ def with_one_condition(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
         while(x): any(cond(x)); x = select(cond(x), body(x), x)
     """
-    return with_equations(closed, lambda jaxpr: _rewritten)
+    walk = Walk(closed, with_one_condition)
+    walk.eqns += map(_rewritten, walk)
+    return walk.result()
 
 
 def _rewritten(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
-    if eqn.primitive.name != "while" or not open_jaxpr(eqn.params["cond_jaxpr"]).outvars[0].aval.shape:
+    loop = While(eqn)
+    if eqn.primitive.name != "while" or not loop.condition.outvars[0].aval.shape:
         return eqn
-    params, conds = eqn.params, eqn.params["cond_nconsts"]
-    body_first = conds + params["body_nconsts"]
-    consts, carry = eqn.invars[:conds], eqn.invars[body_first:]
+    tested, read, carry = loop.operands
 
     def condition(*operands) -> list:
-        (going,) = _run(params["cond_jaxpr"], operands)
+        (going,) = eval_local(loop.closed_condition, operands)
         return [lax.reduce_or_p.bind(going, axes=tuple(range(going.ndim)))]
 
     def body(*operands) -> list:
-        tested, rest, old = operands[:conds], operands[conds:body_first], operands[body_first:]
-        (going,) = _run(params["cond_jaxpr"], [*tested, *old])
-        new = _run(params["body_jaxpr"], [*rest, *old])
+        tested, read, old = loop.split(operands)
+        (going,) = eval_local(loop.closed_condition, [*tested, *old])
+        new = eval_local(loop.closed_body, [*read, *old])
         return [_select(going, after, before) for after, before in zip(new, old, strict=True)]
 
     with provenance(eqn):
-        bodies = {
-            "cond_jaxpr": _traced(condition, [*consts, *carry]),
-            "body_jaxpr": _traced(body, eqn.invars),
-        }
-    return eqn.replace(invars=[*consts, *eqn.invars], params={**params, **bodies, "body_nconsts": body_first})
-
-
-def _run(closed: Any, operands: Sequence) -> list:
-    return eval_local(open_jaxpr(closed), [*closed_consts(closed), *operands])
+        bodies = {"cond_jaxpr": _traced(condition, [*tested, *carry]), "body_jaxpr": _traced(body, eqn.invars)}
+    params = {**eqn.params, **bodies, "body_nconsts": len(tested) + len(read)}
+    return eqn.replace(invars=[*tested, *eqn.invars], params=params)
 
 
 def _traced(fun: Any, atoms: Sequence) -> Any:

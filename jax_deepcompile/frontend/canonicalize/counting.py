@@ -11,7 +11,8 @@ from jax import core
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.frontend.canonicalize.scope import Scope, shape_of, whole_operands
+from jax_deepcompile.frontend.canonicalize.scope import Scope, shape_of
+from jax_deepcompile.ir.primitives import Scan
 
 
 class Claim(NamedTuple):
@@ -42,9 +43,9 @@ def holds(claim: Claim | None, atom, scope: Scope) -> bool:
         elif eqn.primitive.name == "iota":
             return eqn.params["dimension"] == claim.dim
         elif eqn.primitive.name == "scan":
-            (scope,) = scope.regions(eqn)["jaxpr"]
+            (scope,) = scope.regions(eqn)
             atom = open_jaxpr(scope.jaxpr).outvars[index]
-            claim = claim.shifted(-1) if index >= whole_operands(eqn)[1] else None
+            claim = claim.shifted(-1) if index >= Scan(eqn).num_carry else None
         else:
             operand, claim = _step_back(eqn, index, claim, scope)
             atom = eqn.invars[operand]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,13 +11,11 @@ from jax import core
 from jax.extend import core as jex
 from jax.extend.core import primitives
 
-from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
-from jax_deepcompile.ir.traversal import with_regions
+from jax_deepcompile.ir.primitives import ADDITIONS, CONTROL_FLOW
+from jax_deepcompile.ir.rewrite import Walk
 
 _ZERO_OF_ZEROS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev", "slice"})
 """What only puts zeros elsewhere."""
-
-_ADDITIONS = frozenset({"add", "add_any"})
 
 
 def without_empty_arrays(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -38,45 +37,26 @@ def without_empty_arrays(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
         g:f32[4,3] = a
     """
-    jaxpr = open_jaxpr(closed)
-    rewriter = _Rewriter()
-    eqns = [new for eqn in jaxpr.eqns for new in rewriter.rewritten(eqn)]
-    if not rewriter.changed:
-        return closed
-    outvars = [rewriter.read(atom) for atom in jaxpr.outvars]
-    return jex.ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), closed_consts(closed))
+    walk = _Walk(closed, without_empty_arrays)
+    for eqn in walk:
+        walk.eqns += walk.rewritten(eqn)
+    return walk.result()
 
 
-class _Rewriter:
-    """Goes through the equations of one jaxpr.
+@dataclass
+class _Walk(Walk):
+    """One that knows which variables are zero everywhere."""
 
-    Attributes:
-      same: for variables that another stands for, that one.
-      zeros: variables that are known to be zero everywhere.
-      changed: whether any equation is another now.
-    """
-
-    def __init__(self) -> None:
-        self.same: dict[Any, Any] = {}
-        self.zeros: set[Any] = set()
-        self.changed = False
-
-    def read(self, atom: Any) -> Any:
-        return atom if isinstance(atom, jex.Literal) else self.same.get(atom, atom)
+    zeros: set = field(default_factory=set)
 
     def rewritten(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
         """What to compute in the place of ``eqn``."""
-        operands = [self.read(atom) for atom in eqn.invars]
-        within = with_regions(eqn, without_empty_arrays)
-        if operands != eqn.invars or within is not eqn:
-            self.changed = True
-            eqn = within.replace(invars=operands)
         name = eqn.primitive.name
         if name == "concatenate" and not _is_empty(eqn.outvars[0]):
             return self._concatenated(eqn)
         if name == "split":
             return self._split(eqn)
-        if name in _ADDITIONS and any(map(self._is_zero, eqn.invars)):
+        if name in ADDITIONS and any(map(self._is_zero, eqn.invars)):
             return self._added(eqn)
         if self._makes_zeros(eqn):
             self.zeros.add(eqn.outvars[0])
@@ -92,7 +72,6 @@ class _Rewriter:
         pieces = [atom for atom in eqn.invars if _shape(atom)[eqn.params["dimension"]]]
         if len(pieces) == len(eqn.invars):
             return [eqn]
-        self.changed = True
         return self._renamed(eqn.outvars[0], pieces[0]) if len(pieces) == 1 else [eqn.replace(invars=pieces)]
 
     def _split(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
@@ -100,7 +79,6 @@ class _Rewriter:
         pieces = [var for var in eqn.outvars if var not in empty]
         if not empty or not pieces:
             return [eqn]
-        self.changed = True
         sizes = tuple(_shape(var)[eqn.params["axis"]] for var in pieces)
         split = eqn.replace(outvars=pieces, params={**eqn.params, "sizes": sizes})
         rest = [split] if len(pieces) > 1 else self._renamed(pieces[0], eqn.invars[0])
@@ -112,7 +90,7 @@ class _Rewriter:
             return False
         name, first = eqn.primitive.name, eqn.invars[0]
         if _is_empty(eqn.outvars[0]):
-            return name not in ("scan", "while", "cond", "optimization_barrier")
+            return name not in CONTROL_FLOW and name != "optimization_barrier"
         if name == "reduce_sum":
             return _is_empty(first) or self._is_zero(first)
         if name == "pad":
@@ -124,14 +102,12 @@ class _Rewriter:
         return not isinstance(atom, jex.Literal) and atom in self.zeros
 
     def _constant(self, eqn: jex.JaxprEqn, var: Any) -> jex.JaxprEqn:
-        self.changed = True
         zero = jex.Literal(np.zeros((), _dtype(var)), core.ShapedArray((), _dtype(var)))
         params = {"shape": _shape(var), "broadcast_dimensions": (), "sharding": None}
         return jex.new_jaxpr_eqn([zero], [var], primitives.broadcast_in_dim_p, params, jex.no_effects, eqn.source_info)
 
     def _renamed(self, var: Any, atom: Any) -> list[jex.JaxprEqn]:
-        self.changed = True
-        self.same[var] = atom
+        self.names[var] = atom
         return []
 
 

@@ -8,9 +8,10 @@ from jax import core
 from jax.extend import core as jex
 from jax.extend.core import primitives
 
-from jax_deepcompile._jax_compat import closed_consts, new_var, open_jaxpr
+from jax_deepcompile._jax_compat import new_var
 from jax_deepcompile.frontend.canonicalize.counting import Claim, holds
 from jax_deepcompile.frontend.canonicalize.scope import Scope, shape_of
+from jax_deepcompile.ir.rewrite import Walk, with_regions
 
 
 def without_explicit_indices(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -72,23 +73,17 @@ class _Rewriter:
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
-        self.eqns: list[jex.JaxprEqn] = []
+        self.walk = Walk(scope.jaxpr)
 
     def run(self) -> jex.ClosedJaxpr:
-        closed, changed = self.scope.jaxpr, False
-        for eqn in open_jaxpr(closed).eqns:
+        for eqn in self.walk:
             rewritten = self._batched(eqn) if eqn.primitive.name in _INDEXED else self._with_regions(eqn)
-            changed |= rewritten is not eqn
-            self.eqns.append(rewritten)
-        return jex.ClosedJaxpr(open_jaxpr(closed).replace(eqns=self.eqns), closed_consts(closed)) if changed else closed
+            self.walk.eqns.append(rewritten)
+        return self.walk.result()
 
     def _with_regions(self, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
-        changed = {}
-        for name, scopes in self.scope.regions(eqn).items():
-            bodies = tuple(_Rewriter(scope).run() for scope in scopes)
-            if any(body is not scope.jaxpr for body, scope in zip(bodies, scopes, strict=True)):
-                changed[name] = bodies if isinstance(eqn.params[name], tuple) else bodies[0]
-        return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+        inner = {id(scope.jaxpr): _Rewriter(scope) for scope in self.scope.regions(eqn)}
+        return with_regions(eqn, lambda body: inner[id(body)].run()) if inner else eqn
 
     def _batched(self, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
         chosen = _choose_batching(eqn, self.scope)
@@ -124,5 +119,5 @@ class _Rewriter:
         """Adds an equation on behalf of ``eqn``, whose result is that wide in the last dimension."""
         result = new_var(core.ShapedArray((*shape_of(operands[0])[:-1], width), operands[0].aval.dtype))
         origin = eqn.source_info, eqn.ctx
-        self.eqns.append(jex.new_jaxpr_eqn(operands, [result], primitive, params, jex.no_effects, *origin))
+        self.walk.eqns.append(jex.new_jaxpr_eqn(operands, [result], primitive, params, jex.no_effects, *origin))
         return result

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from jax_deepcompile.frontend.canonicalize.equations import Rewrite, with_equations
+from jax_deepcompile.ir.rewrite import Walk
 
 
 def without_ravel(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -21,28 +21,24 @@ def without_ravel(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
         dot_general[dimension_numbers=(([0, 1], [0, 1]), ([], []))] x y
     """
-    return with_equations(closed, _rewrite_in)
+    walk = Walk(closed, without_ravel)
+    reshaped = {
+        eqn.outvars[0]: eqn.invars[0]
+        for eqn in walk.jaxpr.eqns
+        if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is None
+    }
+    walk.eqns += [_rewritten(eqn, reshaped) for eqn in walk]
+    return walk.result()
 
 
-def _rewrite_in(jaxpr: jex.Jaxpr) -> Rewrite:
-    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-
-    def before_reshape(atom: Any) -> Any:
-        made = None if isinstance(atom, jex.Literal) else makers.get(atom)
-        plain = made is not None and made.primitive.name == "reshape" and made.params["dimensions"] is None
-        return made.invars[0] if made is not None and plain else atom
-
-    def rewrite(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
-        if eqn.primitive.name != "dot_general":
-            return eqn
-        result: Any = eqn.outvars[0].aval
-        (left, right), _ = eqn.params["dimension_numbers"]
-        sources = [before_reshape(atom) for atom in eqn.invars]
-        x, y = (source.aval.shape for source in sources)
-        reshaped = all(source is not atom for source, atom in zip(sources, eqn.invars, strict=True))
-        if result.shape or not reshaped or tuple(left) != tuple(right) or x != y:
-            return eqn
-        dims = tuple(range(len(x)))
-        return eqn.replace(invars=sources, params={**eqn.params, "dimension_numbers": ((dims, dims), ((), ()))})
-
-    return rewrite
+def _rewritten(eqn: jex.JaxprEqn, reshaped: dict) -> jex.JaxprEqn:
+    """``eqn`` without what was ``reshaped`` for it: values, and what they were before."""
+    if eqn.primitive.name != "dot_general" or any(isinstance(atom, jex.Literal) for atom in eqn.invars):
+        return eqn
+    result: Any = eqn.outvars[0].aval
+    (left, right), _ = eqn.params["dimension_numbers"]
+    sources: list[Any] = [reshaped.get(atom) for atom in eqn.invars]
+    if None in sources or result.shape or tuple(left) != tuple(right) or sources[0].aval.shape != sources[1].aval.shape:
+        return eqn
+    dims = tuple(range(len(sources[0].aval.shape)))
+    return eqn.replace(invars=sources, params={**eqn.params, "dimension_numbers": ((dims, dims), ((), ()))})

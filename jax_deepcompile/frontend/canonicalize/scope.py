@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile.ir.primitives import Cond, Scan, While
 
 
 class Scope:
@@ -35,12 +37,10 @@ class Scope:
     def maker(self, atom) -> tuple[jex.JaxprEqn | None, int]:
         return (None, 0) if isinstance(atom, jex.Literal) else self.definitions.get(atom, (None, 0))
 
-    def regions(self, eqn: jex.JaxprEqn) -> dict[str, list[Scope]]:
-        """The jaxprs of a loop or branch, by the name of their parameter."""
+    def regions(self, eqn: jex.JaxprEqn) -> list[Scope]:
+        """The jaxprs of a loop or branch."""
         if id(eqn) not in self._regions:
-            self._regions[id(eqn)] = {
-                name: [Scope(body, self, operands) for body in bodies] for name, bodies, operands in _regions(eqn)
-            }
+            self._regions[id(eqn)] = [Scope(body, self, operands) for body, operands in _regions(eqn)]
         return self._regions[id(eqn)]
 
 
@@ -48,27 +48,15 @@ def shape_of(atom) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def _regions(eqn: jex.JaxprEqn) -> Iterator[tuple[str, Sequence, list]]:
-    """For each parameter with jaxprs: its name, the jaxprs, and what is given to their inputs; None if carried."""
-    atoms, params = list(eqn.invars), eqn.params
+def _regions(eqn: jex.JaxprEqn) -> Iterator[tuple[Any, list]]:
+    """Each jaxpr of a loop or branch, and what is given to its inputs: None if carried, as are those after the last."""
     match eqn.primitive.name:
         case "scan":
-            consts, carried = whole_operands(eqn)
-            yield "jaxpr", [params["jaxpr"]], [*atoms[:consts], *[None] * carried, *atoms[consts + carried :]]
+            consts, carry, stacks = Scan(eqn).operands
+            yield Scan(eqn).closed, [*consts, *[None] * len(carry), *stacks]
         case "while":
-            conds, bodies = params["cond_nconsts"], params["body_nconsts"]
-            carry = [None] * (len(atoms) - conds - bodies)
-            yield "cond_jaxpr", [params["cond_jaxpr"]], [*atoms[:conds], *carry]
-            yield "body_jaxpr", [params["body_jaxpr"]], [*atoms[conds : conds + bodies], *carry]
+            tested, read, _ = While(eqn).operands
+            yield While(eqn).closed_condition, tested
+            yield While(eqn).closed_body, read
         case "cond":
-            yield "branches", params["branches"], atoms[1:]
-
-
-def whole_operands(eqn: jex.JaxprEqn) -> tuple[int, int]:
-    """How many constants a scan has and how much it carries, from ranks: versions differ in which parameter says so."""
-    body = open_jaxpr(eqn.params["jaxpr"])
-    whole, carried = (
-        sum(len(shape_of(a)) == len(shape_of(b)) for a, b in zip(outside, inside, strict=True))
-        for outside, inside in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
-    )
-    return whole - carried, carried
+            yield from ((branch, Cond(eqn).operands) for branch in Cond(eqn).closed_branches)

@@ -92,8 +92,7 @@ def _gathered_before_s(program: Program, loop: Loop, costs: CostModel) -> float:
 
     For loops outside of others, without any in them: their code is there twice then.
     """
-    body = open_jaxpr(loop.eqn.params["jaxpr"])
-    if len(loop.path) > 1 or any(loops_in(body)):
+    if len(loop.path) > 1 or any(loops_in(loop.body)):
         return 0.0
     jaxpr, gathers = open_jaxpr(program.jaxpr), parameter_gathers(program)
     place = next(index for index, eqn in enumerate(jaxpr.eqns) if eqn is loop.eqn)
@@ -119,7 +118,7 @@ class Reductions:
 
 def reductions_of(loop: Loop, mesh: MeshAxes, costs: CostModel) -> Reductions:
     """What an iteration of ``loop`` reduces, and when its products are done that this waits for."""
-    body = open_jaxpr(loop.eqn.params["jaxpr"])
+    body = loop.body
     times = equation_times(body, mesh, costs)
     done_s = list(accumulate((time.compute_s for time in times), initial=0.0))
     needed = dict(zip(map(id, body.eqns), needs(body.eqns, is_anchor), strict=True))

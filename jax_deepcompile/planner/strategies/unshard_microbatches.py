@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import first_uses, hoistable_gathers
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.costs.cost_model import CostModel
@@ -75,7 +74,7 @@ _HIDDEN = 0.1
 
 def repeats_of(program: Program, loop: Loop, costs: CostModel) -> list[Repeat]:
     """What ``loop`` gathers alike in every iteration."""
-    body, gathers = open_jaxpr(loop.eqn.params["jaxpr"]), hoistable_gathers(loop.eqn)
+    body, gathers = loop.body, hoistable_gathers(loop.eqn)
     times, names = equation_times(body, program.mesh, costs), hoistable_names(program, loop)
     places = [gather.position for gather in gathers]
     waits_s = exposed_seconds(
