@@ -20,7 +20,7 @@ from jax_deepcompile.planner.strategies import (
     ReduceInOrder,
     Unshard,
     UnshardMicrobatches,
-    UnshardStraightLine,
+    UnshardUnrolled,
 )
 from jax_deepcompile.planner.strategy import Proposal, Stage, Strategy
 from jax_deepcompile.transforms.decision import Decision
@@ -51,7 +51,7 @@ __all__ = [
     "Strategy",
     "Unshard",
     "UnshardMicrobatches",
-    "UnshardStraightLine",
+    "UnshardUnrolled",
     "register_rule",
     "shard",
     "simulate",

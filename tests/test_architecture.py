@@ -76,7 +76,7 @@ PUBLIC = {
     "Strategy",
     "Unshard",
     "UnshardMicrobatches",
-    "UnshardStraightLine",
+    "UnshardUnrolled",
     "errors",
     "register_rule",
     "shard",

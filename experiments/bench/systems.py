@@ -170,7 +170,7 @@ FULLY_SHARDED = Ours("fully sharded", ())
 PREFETCH = Ours(
     "+ prefetch", (deepcompile.PipelineLoops(), deepcompile.BucketCollectives(), deepcompile.PrefetchGathers())
 )
-UNSHARD = Ours("+ unshard", (deepcompile.Unshard(), deepcompile.UnshardStraightLine()))
+UNSHARD = Ours("+ unshard", (deepcompile.Unshard(), deepcompile.UnshardUnrolled()))
 ALL = Ours("all", None)
 
 

@@ -138,7 +138,7 @@ def compare(request: StepRequest, cluster: Cluster = _HERE) -> str:
     ours, _ = _sharded(request, cluster)
     mesh = bare.mesh
     if not isinstance(mesh, Mesh):
-        raise errors.StepSpecError(request.step, "its mesh is abstract: there is no hardware to judge it on")
+        raise errors.StepSpecError(request.step, "its mesh is abstract: there is no hardware to simulate it on")
     platform = mesh.devices.flat[0].platform
     options: dict[str, Any] = compile_options("cuda" if platform == "gpu" else platform)
     systems = {

@@ -55,7 +55,7 @@ class Iterations:
         return self.length - 1 - turn if Scan(self.eqn).reverse else turn
 
 
-def run_uncounted(trips: int, body: Callable[[jax.Array, Any], Any], start: Any) -> Any:
+def run_with_hidden_trip_count(trips: int, body: Callable[[jax.Array, Any], Any], start: Any) -> Any:
     """The state after ``body(trip, state) -> state`` ran ``trips`` times, from 0 on; XLA does not see how often."""
     bound = lax.optimization_barrier(jnp.int32(trips))
 

@@ -1,7 +1,7 @@
 """What loops gather alike in every iteration, gathered once before them.
 
 Where collectives stop compute that is all there is to plan: there is nothing to hide communication under, so no
-schedule to try and nothing to compile before deciding. What straight-line code gathers twice XLA:CPU merges by itself.
+schedule to try and nothing to compile before deciding. What is gathered twice outside of loops XLA:CPU merges.
 """
 
 from __future__ import annotations

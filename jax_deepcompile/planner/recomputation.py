@@ -19,7 +19,7 @@ from jax_deepcompile.transforms.keep_activations import activation_names
 
 
 @dataclass(frozen=True)
-class Turn:
+class RecomputeRegion:
     """A piece of a program that computes again what was computed before: in an earlier loop over the same layers, or in
     the piece itself.
 
@@ -63,10 +63,10 @@ class Turn:
 
 @dataclass
 class Demand:
-    """What is still computed of a turn as more and more of its activations are given.
+    """What is still computed of a region as more and more of its activations are given.
 
     Attributes:
-      turn: the turn.
+      region: the region.
       operands: what each equation reads, barriers left out.
       uses: how often each variable is read.
       makers: for each variable the position of its equation.
@@ -74,7 +74,7 @@ class Demand:
       needless: positions of the equations that nobody needs.
     """
 
-    turn: Turn
+    region: RecomputeRegion
     operands: list[list] = field(init=False)
     uses: Counter = field(init=False, default_factory=Counter)
     makers: dict[Any, int] = field(init=False, default_factory=dict)
@@ -82,7 +82,7 @@ class Demand:
     needless: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
-        body = self.turn.body
+        body = self.region.body
         guarded = unguarded(body)
         self.operands = [variables(renamed(atom, guarded) for atom in eqn.invars) for eqn in body.eqns]
         self.uses.update(variables(renamed(atom, guarded) for atom in body.outvars))
@@ -93,12 +93,12 @@ class Demand:
 
     def saved_s(self, position: int) -> float:
         """What a step takes less if the activation at ``position`` is given too, without handing it over."""
-        freed, _ = self._freed(self.turn.activations[position].again)
-        return self.turn.step_s(sum(self.turn.seconds[each] for each in freed))
+        freed, _ = self._freed(self.region.activations[position].again)
+        return self.region.step_s(sum(self.region.seconds[each] for each in freed))
 
     def give(self, position: int) -> None:
         """Gives the activation at ``position``."""
-        again = self.turn.activations[position].again
+        again = self.region.activations[position].again
         freed, less = self._freed(again)
         self.uses.subtract(less)
         self.given.update(again)
@@ -106,11 +106,11 @@ class Demand:
 
     def reads(self, position: int) -> bool:
         """Whether the activation at ``position`` is of use beside all that was given."""
-        return any(self.uses[var] > 0 for var in self.turn.activations[position].again)
+        return any(self.uses[var] > 0 for var in self.region.activations[position].again)
 
     def _freed(self, variables: Collection) -> tuple[list[int], Counter]:
         """The equations that nobody needs once ``variables`` are given, and how much less often each one is read."""
-        eqns, freed, less = self.turn.body.eqns, list[int](), Counter()
+        eqns, freed, less = self.region.body.eqns, list[int](), Counter()
         given = self.given | set(variables)
         waiting = [var for var in variables if var not in self.given]
         while waiting:
@@ -125,13 +125,13 @@ class Demand:
         return freed, less
 
 
-def find_turns(program: Program, costs: CostModel) -> list[Turn]:
+def find_recomputation(program: Program, costs: CostModel) -> list[RecomputeRegion]:
     """Where activations are computed again: pairs of loops in the same place, and what is in no such pair by itself."""
     loops = sorted((loop for loop in find_loops(program) if loop.length), key=lambda loop: loop.path)
     times = {(): 1} | {loop.path: math.prod(_lengths(loop, loops)) for loop in loops}
     jaxprs = {(): program.jaxpr} | {loop.path: loop.scan.closed for loop in loops}
     places = {path: Place(jaxpr) for path, jaxpr in jaxprs.items()}
-    turns: list[Turn] = []
+    regions: list[RecomputeRegion] = []
     taken: set[str] = set()
 
     def add(
@@ -141,7 +141,7 @@ def find_turns(program: Program, costs: CostModel) -> list[Turn]:
             names = activation_names(first, activations, outside_of_loops=not loops[0])
             seconds = tuple(time.compute_s for time in equation_times(body, program.mesh, costs))
             copy_s = tuple(costs.memory_s(2 * activation.size_bytes) for activation in activations)
-            turns.append(Turn(loops, body, activations, names, seconds, layers, often, copy_s))
+            regions.append(RecomputeRegion(loops, body, activations, names, seconds, layers, often, copy_s))
             taken.update(loops)
 
     for forward, backward in _in_order(loops):
@@ -154,7 +154,7 @@ def find_turns(program: Program, costs: CostModel) -> list[Turn]:
         if name not in taken:
             body = open_jaxpr(jaxprs[path])
             add((name, name), body, body, places[path].repeated(), 1, times[path])
-    return turns
+    return regions
 
 
 def _lengths(loop: Loop, loops: Sequence[Loop]) -> Iterator[int]:

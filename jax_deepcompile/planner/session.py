@@ -28,7 +28,7 @@ from jax_deepcompile.planner.keep_gathered import keep_gathered
 from jax_deepcompile.planner.limits import MemoryLimit, limit_bytes, require_room
 from jax_deepcompile.planner.plan import Plan, Rows
 from jax_deepcompile.planner.planner import argument_bytes, make_plan
-from jax_deepcompile.planner.recomputation import find_turns
+from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.planner.search import carried_out
 from jax_deepcompile.planner.selection import Passes, Selection
 from jax_deepcompile.planner.strategies import ONE_DEVICE, STRATEGIES
@@ -189,7 +189,7 @@ def _suitable(program: Program, environment: Environment) -> tuple[Strategy, ...
         return ()
     if environment.mesh.size > 1:
         return STRATEGIES
-    return ONE_DEVICE if find_turns(program, environment.costs) else ()
+    return ONE_DEVICE if find_recomputation(program, environment.costs) else ()
 
 
 def _keep_executables(cache: PlanCache, mesh: Mesh) -> None:

@@ -13,7 +13,7 @@ from jax_deepcompile.costs.program_time import ranks_per_node
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.transforms.hand_over import HandOver, shared_gathers, shared_names
+from jax_deepcompile.transforms.save_gathered import SavedGathers, shared_gathers, shared_names
 from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names, stack_collectives, stacked_names
 
 SMALL_STACK_BYTES = 64 << 20
@@ -74,7 +74,7 @@ def repeated_stacks(program: Program, taken: Iterable[StackCollectives]) -> list
     return [Stack(tuple(gathers), sizes[where]) for where, gathers in found.items()]
 
 
-def turning_stacks(
+def saved_stacks(
     program: Program, environment: Environment, plan: Plan, pairs: Sequence[tuple[Loop, Loop]]
 ) -> list[Stack]:
     """The stacks that a forward and a backward loop, with no loop around them, both gather.
@@ -82,10 +82,10 @@ def turning_stacks(
     Args:
       program: fully sharded.
       environment: what it is for.
-      plan: hands over nothing yet, or there is nothing left to hand over.
+      plan: saves nothing gathered yet, or there is nothing left to save.
       pairs: forward and backward loops.
     """
-    if plan.of(HandOver):
+    if plan.of(SavedGathers):
         return []
     names = {(forward.name, backward.name) for forward, backward in pairs if len(forward.path) == 1}
     stacked = stack_collectives(program, environment.mesh, plan.of(StackCollectives))
@@ -99,13 +99,13 @@ def turning_stacks(
     return found
 
 
-def handing_over(stacks: Iterable[Stack]) -> tuple[HandOver, ...]:
-    """The decisions to hand over what ``turning_stacks`` found."""
+def saving(stacks: Iterable[Stack]) -> tuple[SavedGathers, ...]:
+    """The decisions to save what ``saved_stacks`` found."""
     shared: dict[tuple[str, str], list[str]] = {}
     for stack in stacks:
         (forward, name), (backward, _) = stack.gathers
         shared.setdefault((forward, backward), []).append(name)
-    return tuple(HandOver(*loops, tuple(names)) for loops, names in shared.items())
+    return tuple(SavedGathers(*loops, tuple(names)) for loops, names in shared.items())
 
 
 def with_gathers(taken: Iterable[StackCollectives], stacks: Iterable[Stack]) -> tuple[StackCollectives, ...]:

@@ -41,7 +41,7 @@ from jax_deepcompile.ir.retrace import Compute, rescan
 from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused
 from jax_deepcompile.transforms.replace_loops import replace_loops
 
-IN_LOOPS = ("stack_collectives", "hand_over", "keep_activations", "pipeline_loops", "keep_gathered")
+IN_LOOPS = ("stack_collectives", "save_gathered", "keep_activations", "pipeline_loops", "keep_gathered")
 """The kinds of decisions that change what loops carry."""
 
 

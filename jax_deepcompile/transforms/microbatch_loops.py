@@ -1,7 +1,7 @@
 """How the loops around pipelined ones run: their trip counts hidden from XLA, forward beside backward where that helps.
 
 XLA doubles the body of every loop whose trips it can count: what layer loops carry then changes buffers without a copy.
-Around them it would double the whole program. ``uncounted_loops`` and ``overlap_microbatches`` say how such a loop
+Around them it would double the whole program. ``hide_trip_counts`` and ``overlap_microbatches`` say how such a loop
 runs; this decision is which of the two.
 """
 
@@ -14,9 +14,9 @@ from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.transforms.decision import Decision, loop_named, refused
+from jax_deepcompile.transforms.hide_trip_counts import hidden_trip_count
 from jax_deepcompile.transforms.overlap_microbatches import overlapped
 from jax_deepcompile.transforms.replace_loops import replace_loops
-from jax_deepcompile.transforms.uncounted_loops import uncounted
 
 
 @dataclass(frozen=True)
@@ -45,5 +45,5 @@ class MicrobatchLoop(Decision, kind="microbatch_loops"):
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[MicrobatchLoop]) -> Program:
-        ways = {each.loop: overlapped if each.overlap else uncounted for each in decisions}
+        ways = {each.loop: overlapped if each.overlap else hidden_trip_count for each in decisions}
         return replace_loops(program, mesh, ways)

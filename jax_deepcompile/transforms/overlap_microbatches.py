@@ -33,7 +33,7 @@ from jax_deepcompile._jax_compat import eval_local, has_side_effects, provenance
 from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.loops import Loop, constants_of, reduces_gradients
-from jax_deepcompile.ir.iterations import Iterations, run_uncounted
+from jax_deepcompile.ir.iterations import Iterations, run_with_hidden_trip_count
 from jax_deepcompile.ir.primitives import COLLECTIVES, Scan
 from jax_deepcompile.ir.retrace import Compute, compute, read
 from jax_deepcompile.ir.traversal import inside
@@ -164,7 +164,7 @@ class _Microbatches:
         halves, last = self.halves, self.loop.length - 1
         first = compute(halves.ahead, self._given(0))
         state = _State(self.loop.carry, [first[var] for var in halves.handed], self.loop.outputs())
-        state = run_uncounted(last, self._trip, state)
+        state = run_with_hidden_trip_count(last, self._trip, state)
         known = compute([halves.backward], self._until_backward(last, state))
         carry, outputs = self._finished(last, known, state.outputs)
         return [*carry, *outputs]

@@ -67,7 +67,7 @@ class Prefetch(Decision, kind="prefetch", after=(*OF_LOOPS, "unshard")):
 def choose_prefetches(
     program: Program, costs: CostModel, slack: float = 1.25, room_bytes: Sequence[float] | None = None
 ) -> tuple[Prefetch, ...]:
-    """The latest start of every straight-line gather that still hides it; the earliest with room, if that is later.
+    """The latest start of every gather outside of loops that still hides it; the earliest with room, if that is later.
 
     Gathers that would start with the program need no decision and get none.
 
@@ -139,7 +139,7 @@ def prefetch(program: Program, decisions: Sequence[Prefetch]) -> Program:
 
 
 def parameter_gathers(program: Program) -> tuple[Gather, ...]:
-    """The straight-line gathers of what came in, in program order."""
+    """The gathers outside of loops of what came in, in program order."""
     jaxpr = open_jaxpr(program.jaxpr)
     return outermost(find_gathers(jaxpr, jaxpr.invars))
 

@@ -74,7 +74,7 @@ def _chosen(program: Program, choice: ReusedGathers) -> list[Gather]:
 
 
 def regathers(jaxpr: Any, sources: Sequence) -> tuple[tuple[Gather, Gather], ...]:
-    """Pairs (first, again) of gathers of the same value in straight-line code."""
+    """Pairs (first, again) of gathers of the same value in code outside of loops."""
     first: dict = {}
     pairs = []
     for gather in find_gathers(jaxpr, sources):

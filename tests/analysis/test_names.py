@@ -24,15 +24,15 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.keep_gathered import keep_gathered
 from jax_deepcompile.planner.layers import pipelined
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.recomputation import find_turns
+from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.transforms import TRANSFORMS
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions, find_terms, sum_names
-from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules
 from jax_deepcompile.transforms.prefetch import parameter_gathers
+from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names, stacked_names
 from jax_deepcompile.transforms.unshard import repeated_gathers
 from models import llama, mixtral
@@ -313,8 +313,8 @@ def carried_out() -> list[Program]:
     assert len(inner_loops(program)) == 5
     plan = pipelined(Plan("0"), program, choose_schedules(program)).without(MicrobatchLoop)
     plan = plan.having(StackCollectives, [StackCollectives("stack @forward", ("stack/up",))])
-    plan = plan.having(HandOver, [HandOver("stack @forward", "stack @backward", ("stack/down",))])
-    turns = find_turns(plan.program(program, mesh, until=HandOver), CostModel())
+    plan = plan.having(SavedGathers, [SavedGathers("stack @forward", "stack @backward", ("stack/down",))])
+    turns = find_recomputation(plan.program(program, mesh, until=SavedGathers), CostModel())
     plan = plan.having(KeptActivations, [KeptActivations(*turn.loops, turn.names) for turn in turns])
     plan = plan.having(KeptGathers, keep_gathered(plan.program(program, mesh), float("inf")))
     planned = plan.program(program, mesh)

@@ -18,11 +18,11 @@ from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.planner.layers import pipelined
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.recomputation import find_turns
+from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions, find_terms, sum_names
-from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
+from jax_deepcompile.transforms.save_gathered import SavedGathers
 from models import llama
 from tests.equality.harness import assert_close
 
@@ -91,7 +91,7 @@ def test_so_it_does_with_every_activation_kept(create, microbatches):
     passes = (deepcompile.PipelineLoops(),)
     traced = deepcompile.shard(step, h100s, microbatches=microbatches, passes=passes).trace(state, TOKENS)
     plan = traced.plan()
-    turns = find_turns(plan.program(traced.sharded, h100s, until=HandOver), CostModel())
+    turns = find_recomputation(plan.program(traced.sharded, h100s, until=SavedGathers), CostModel())
     assert turns
     every = [KeptActivations(*turn.loops, turn.names) for turn in turns]
     assert_trains_alike(step, state, plan.having(KeptActivations, every), microbatches)

@@ -15,7 +15,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Prediction
-from jax_deepcompile.planner.recomputation import Demand, find_turns
+from jax_deepcompile.planner.recomputation import Demand, find_recomputation
 from jax_deepcompile.planner.stacks import Stack
 from jax_deepcompile.planner.strategies.keep_activations import Backward, Choice, KeepActivations, choose
 from jax_deepcompile.planner.strategy import Proposal
@@ -36,7 +36,7 @@ def wide_stack(layers: int = LAYERS) -> dict:
 
 
 PROGRAM, MESH = sharded(loss, {"stack": wide_stack()}, batch=(8 * ROWS, WIDTH))
-TURNS = find_turns(PROGRAM, CostModel())
+TURNS = find_recomputation(PROGRAM, CostModel())
 (TURN,) = TURNS
 PRODUCT_BYTES = 4 * LAYERS * ROWS * 2 * WIDTH
 """Of the one product that backward needs: tanh of it is computed again at no cost to speak of."""
@@ -108,7 +108,7 @@ def test_what_is_kept_already_stays():
 
 def test_small_products_are_computed_again():
     program, _ = sharded(loss, {"stack": stack_shapes()})
-    assert choose(find_turns(program, CostModel()), (), {}, PLENTY, Backward(1.0, 0.0, 1.0)).saved_s < 1e-4
+    assert choose(find_recomputation(program, CostModel()), (), {}, PLENTY, Backward(1.0, 0.0, 1.0)).saved_s < 1e-4
 
 
 def test_what_is_no_part_of_backward_loops_is_kept_whatever_they_wait_for():
@@ -122,7 +122,7 @@ def test_what_is_no_part_of_backward_loops_is_kept_whatever_they_wait_for():
 
     one = {name: shape[1:] for name, shape in wide_stack().items()}
     program, _ = sharded(both, {"stack": wide_stack(), "a": one, "b": one}, batch=(8 * ROWS, WIDTH))
-    found = find_turns(program, CostModel())
+    found = find_recomputation(program, CostModel())
     again = next(turn.loops for turn in found if turn.is_of_loops)
     assert {turn.loops for turn in found} == {again, ("", "")}
     waiting = choose(found, (), {}, PLENTY, Backward(1.0, 2.0, NETWORK_BYTES_PER_S))
@@ -139,7 +139,7 @@ def test_what_another_one_makes_needless_is_not_kept():
 
     shapes = wide_stack() | {"bias": (LAYERS, WIDTH)}
     program, _ = sharded(chain, {"stack": shapes}, batch=(8 * ROWS, WIDTH))
-    (turn,) = find_turns(program, CostModel())
+    (turn,) = find_recomputation(program, CostModel())
     (positions,) = choose([turn], (), {}, PLENTY, Backward(1.0, 0.0, 1.0)).activations.values()
     assert len(positions) == 1
 

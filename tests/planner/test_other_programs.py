@@ -14,13 +14,13 @@ from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.decision import Decision
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
-from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch, parameter_gathers
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
+from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
 from tests.partition.steps import shapes, training_step
@@ -46,8 +46,8 @@ def refused(program, *decisions: Decision, why: str) -> None:
     ("decision", "what"),
     [
         (StackCollectives("stak @forward"), "takes collectives out of"),
-        (HandOver("stak @forward", BACK, ("stack/up",)), "leaves gathered what is gathered by"),
-        (HandOver(AHEAD, "stak @forward", ("stack/up",)), "leaves gathered parameters for"),
+        (SavedGathers("stak @forward", BACK, ("stack/up",)), "leaves gathered what is gathered by"),
+        (SavedGathers(AHEAD, "stak @forward", ("stack/up",)), "leaves gathered parameters for"),
         (KeptActivations("stak @forward", BACK, ("layer tanh",)), "keeps activations of"),
         (KeptActivations(AHEAD, "stak @forward", ("layer tanh",)), "keeps activations of"),
         (KeptActivations("stak @forward", "stak @forward", ("layer tanh",)), "keeps activations of"),
@@ -83,7 +83,7 @@ def test_a_program_without_loops_has_no_nearest_ones():
             StackCollectives(AHEAD, (), ("stack/up",)),
             f"out of '{AHEAD}' the reduction of 'stack/up', of which there is none there",
         ),
-        (PROGRAM, HandOver(AHEAD, BACK, ("head",)), f"'head', {THERE_ARE}"),
+        (PROGRAM, SavedGathers(AHEAD, BACK, ("head",)), f"'head', {THERE_ARE}"),
         (
             PROGRAM,
             KeptActivations(AHEAD, BACK, ("layer dot",)),
@@ -147,7 +147,7 @@ def test_the_gather_of_another_phase_is_another():
             [LoopSchedule(AHEAD), LoopSchedule(AHEAD, 0, 0)],
             rf"what becomes of '{AHEAD}' twice \(pipeline_loops\)",
         ),
-        (PROGRAM, [HandOver(AHEAD, BACK, ()), HandOver(BACK, AHEAD, ())], "twice"),
+        (PROGRAM, [SavedGathers(AHEAD, BACK, ()), SavedGathers(BACK, AHEAD, ())], "twice"),
         (PROGRAM, [KeptActivations("", "", ())] * 2, "what becomes of .*code outside of loops.* twice"),
         (MICROBATCHED, [KeptGathers("microbatches", ())] * 2, "what becomes of 'microbatches' twice"),
         (MICROBATCHED, [DelayedReductions("microbatches", ())] * 2, "what becomes of 'microbatches' twice"),
@@ -170,13 +170,13 @@ def test_what_is_said_twice(program, decisions: list[Decision], why: str):
 @pytest.mark.parametrize(
     ("program", "decision", "why"),
     [
-        (PROGRAM, HandOver(BACK, AHEAD, ("stack/up",)), f"'{AHEAD}' does not follow '{BACK}' in the same place"),
+        (PROGRAM, SavedGathers(BACK, AHEAD, ("stack/up",)), f"'{AHEAD}' does not follow '{BACK}' in the same place"),
         (
             PROGRAM,
             KeptActivations(BACK, AHEAD, ("layer tanh",)),
             f"'{AHEAD}' does not follow '{BACK}' in the same place",
         ),
-        (MICROBATCHED, HandOver(AHEAD, "microbatches", ("stack/up",)), "in the same place"),
+        (MICROBATCHED, SavedGathers(AHEAD, "microbatches", ("stack/up",)), "in the same place"),
         (PROGRAM, LoopSchedule(AHEAD, prefetch_layers=-1), f"it pipelines '{AHEAD}' by -1 layers"),
         (PROGRAM, LoopSchedule(AHEAD, delay_layers=65), f"it pipelines '{AHEAD}' by 65 layers"),
         (PROGRAM, LoopSchedule(AHEAD, first_layers=1 << 62), f"it pipelines '{AHEAD}' by {1 << 62} layers"),

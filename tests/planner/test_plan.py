@@ -32,13 +32,13 @@ from jax_deepcompile.planner.plan import FORMAT, Plan, Prediction, Record
 from jax_deepcompile.transforms import TRANSFORMS
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
-from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
+from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
 from tests.planner.situations import HEADED, START, assert_same_values, headed_loss, in_pipelines
@@ -50,7 +50,7 @@ EXPECTED = Prediction(1.25, 1.0, 0.5, 0.25, 10**9)
 AHEAD, BACK = "layers @forward", "layers @backward"
 DECISIONS = (
     StackCollectives(AHEAD, ("norm", "bias"), ("bias",)),
-    HandOver(AHEAD, BACK, ("up", "down")),
+    SavedGathers(AHEAD, BACK, ("up", "down")),
     KeptActivations(AHEAD, BACK, ("mlp dot_general", "mlp tanh")),
     KeptActivations("", "", ("head dot_general @forward",)),
     *AROUND_PIPELINED,
@@ -309,7 +309,7 @@ NAMED_LATER = {DelayedReductions, ReusedGathers, Prefetch}
     ("kind", "dropped"),
     [
         (StackCollectives, NAMED_LATER),
-        (HandOver, NAMED_LATER),
+        (SavedGathers, NAMED_LATER),
         (KeptActivations, NAMED_LATER),
         (LoopSchedule, NAMED_LATER),
         (KeptGathers, NAMED_LATER),
@@ -331,7 +331,7 @@ def test_a_plan_that_says_nothing_changes_nothing():
     assert START.program(program, mesh) is program
     planned = in_pipelines(program)
     assert planned.program(program, mesh) is not program
-    assert planned.program(program, mesh, until=HandOver) is program
+    assert planned.program(program, mesh, until=SavedGathers) is program
 
 
 @pytest.mark.cpu_mesh
@@ -340,11 +340,16 @@ def test_a_plan_edited_by_hand_as_json_is_carried_out():
     document = json.loads(in_pipelines(program).to_json())
     schedules = [each for each in document["decisions"] if each["kind"] == "pipeline_loops"]
     schedules[0]["last_layers"] = 2
-    handed = {"kind": "hand_over", "forward": "stack @forward", "backward": "stack @backward", "gathers": ["stack/up"]}
+    handed = {
+        "kind": "save_gathered",
+        "forward": "stack @forward",
+        "backward": "stack @backward",
+        "gathers": ["stack/up"],
+    }
     document["decisions"] = [*schedules, handed]
     plan = Plan.from_json(json.dumps(document))
     assert plan.decisions == (
-        HandOver("stack @forward", "stack @backward", ("stack/up",)),
+        SavedGathers("stack @forward", "stack @backward", ("stack/up",)),
         LoopSchedule("stack @forward", 1, 0, 0, 2),
         LoopSchedule("stack @backward", 1, 1, 1, 1),
     )

@@ -17,8 +17,8 @@ from jax_deepcompile.planner import limits, search
 from jax_deepcompile.planner.cache import PlanCacheWarning
 from jax_deepcompile.planner.layers import not_pipelined
 from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
-from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from models import llama
 from tests.schedules import loop_bodies, work_while_under_way
@@ -129,7 +129,7 @@ def test_a_corrupt_entry_is_reported_and_planned_anew(planned, tmp_path):
 
 def test_an_edited_plan_is_carried_out_as_it_is(planned):
     """Nothing is pipelined, nothing kept."""
-    edited = not_pipelined(planned.plan()).without(StackCollectives, HandOver, KeptGathers).replace(latencies=())
+    edited = not_pipelined(planned.plan()).without(StackCollectives, SavedGathers, KeptGathers).replace(latencies=())
     traced = trace(plan=edited)
     assert traced.plan().replace(prediction=None) == edited
     assert expected(traced.plan()).step_s > expected(planned.plan()).step_s

@@ -23,7 +23,7 @@ from jax_deepcompile.planner.strategies.bucket_collectives import BucketCollecti
 from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.runtime.processes import ALONE
 from jax_deepcompile.transforms import TRANSFORMS
-from jax_deepcompile.transforms.hand_over import HandOver
+from jax_deepcompile.transforms.save_gathered import SavedGathers
 from tests.together import outcomes, processes
 from tests.transforms.programs import sharded, stack_loss, stack_shapes
 
@@ -101,7 +101,7 @@ def test_a_kept_plan_that_does_not_fit_is_said_and_made_anew(planned, tmp_path):
 
 def test_a_kept_plan_for_other_loops_is_said_and_made_anew(planned, tmp_path):
     cache = PlanCache(tmp_path)
-    cache.store(PLAN.replace(decisions=(HandOver("decoder @forward", "decoder @backward", ("up",)),)))
+    cache.store(PLAN.replace(decisions=(SavedGathers("decoder @forward", "decoder @backward", ("up",)),)))
     with pytest.warns(PlanCacheWarning, match="'decoder @forward', a loop that step does not have"):
         assert planned(caches=[cache]) == [(PLAN, "made for this run")]
     assert (tmp_path / "plans" / f"{MARK}.unusable").exists()

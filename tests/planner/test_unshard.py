@@ -16,9 +16,9 @@ from jax_deepcompile.planner.layers import layer_stacks
 from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.planner.strategies.unshard import Unshard, kept_layers
 from jax_deepcompile.planner.strategy import Proposal
-from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names
 from tests.planner.situations import HEADED, NO_MEMORY, START, accumulating, candidate, headed_loss, in_pipelines
 from tests.transforms.programs import LAYERS, WIDTH, sharded, stack_loss, stack_shapes
@@ -57,7 +57,7 @@ def proposals(
     if loop_bytes is not None:
         memory = replace(memory, names=("ahead", "while"), live_bytes=(loop_bytes - LAYER_BYTES, loop_bytes))
         loops = (Loop("ahead", "", LAYERS, True, 1.0, replace(trip, reduced_bytes=0)), backward)
-        plan = plan.having(HandOver, [HandOver(FORWARD, BACKWARD, (MATRIX,))])
+        plan = plan.having(SavedGathers, [SavedGathers(FORWARD, BACKWARD, (MATRIX,))])
     totals = Totals(communication_s=10.0, gathered_bytes=gathered_bytes)
     return proposals_for(PROGRAM, plan, Simulation(10.0, totals, loops, (), memory), free_bytes)
 
@@ -68,7 +68,7 @@ def proposals_for(program: Program, plan: Plan, run: Simulation, free_bytes: int
 
 
 def handed(proposal: Proposal) -> int:
-    return sum(len(choice.gathers) for choice in proposal.plan.of(HandOver))
+    return sum(len(choice.gathers) for choice in proposal.plan.of(SavedGathers))
 
 
 def trip(communication_s: float, compute_s: float = 1.0) -> Totals:

@@ -18,9 +18,9 @@ from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.transforms.accumulate_in_loops import accumulate_in_loops
+from jax_deepcompile.transforms.hide_trip_counts import hidden_trip_count
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
 from jax_deepcompile.transforms.replace_loops import replace_loops
-from jax_deepcompile.transforms.uncounted_loops import uncounted
 from tests.partition.steps import SCATTER, lines, shapes
 from tests.schedules import additions
 from tests.transforms.programs import (
@@ -186,7 +186,7 @@ def test_no_second_stack_is_filled_and_added():
 
     def compiled(program):
         pipelined = pipeline_loops(program, mesh, choose_schedules(program))
-        return compiled_for_h100s(replace_loops(pipelined, mesh, {"microbatches": uncounted}), mesh)
+        return compiled_for_h100s(replace_loops(pipelined, mesh, {"microbatches": hidden_trip_count}), mesh)
 
     stack = (layers, width // 8, width)
     before, after = compiled(program), compiled(accumulate_in_loops(program, mesh))

@@ -13,8 +13,8 @@ from jax import lax
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.transforms.compute_once import compute_once
-from jax_deepcompile.transforms.hand_over import HandOver, hand_over
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
+from jax_deepcompile.transforms.save_gathered import SavedGathers, save_gathered
 from tests.schedules import product_elements
 from tests.transforms.programs import (
     MATRICES,
@@ -56,8 +56,8 @@ def stored(stack, row, index: int):
 @pytest.mark.cpu_mesh
 def test_the_layer_at_the_turn_is_computed_once():
     program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
-    program = hand_over(
-        program, mesh, [HandOver("stack @forward", "stack @backward", ("stack/up", "stack/bias", "stack/down"))]
+    program = save_gathered(
+        program, mesh, [SavedGathers("stack @forward", "stack @backward", ("stack/up", "stack/bias", "stack/down"))]
     )
     pipelined = pipeline_loops(program, mesh, choose_schedules(program))
     merged = compute_once(pipelined)
@@ -68,7 +68,7 @@ def test_the_layer_at_the_turn_is_computed_once():
 def turning(params, *where):
     """Pipelined layers whose parameters stay gathered from forward to backward: the program and its mesh."""
     program, mesh = sharded(matrices_loss, params, *where)
-    handed = hand_over(program, mesh, [HandOver("w @forward", "w @backward", ("w",))])
+    handed = save_gathered(program, mesh, [SavedGathers("w @forward", "w @backward", ("w",))])
     return pipeline_loops(handed, mesh, choose_schedules(handed)), mesh
 
 

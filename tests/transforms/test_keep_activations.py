@@ -24,11 +24,11 @@ from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering, peak_bytes
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.recomputation import Turn, find_turns
+from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
 from jax_deepcompile.transforms import carry_out
-from jax_deepcompile.transforms.hand_over import HandOver, hand_over
 from jax_deepcompile.transforms.keep_activations import KeptActivations, keep_activations
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
+from jax_deepcompile.transforms.save_gathered import SavedGathers, save_gathered
 from tests.partition.steps import shapes, training_step
 from tests.schedules import instructions, product_elements
 from tests.transforms.programs import (
@@ -85,8 +85,8 @@ def inner_loop_loss(params, batch):
     return jnp.mean(lax.scan(layer, batch, params["stack"])[0] ** 2)
 
 
-def turns(program: Program) -> list[Turn]:
-    return find_turns(program, CostModel())
+def turns(program: Program) -> list[RecomputeRegion]:
+    return find_recomputation(program, CostModel())
 
 
 def everything(program: Program) -> list[KeptActivations]:
@@ -177,7 +177,7 @@ def test_what_xla_merges_by_itself_is_no_matter():
 @pytest.mark.cpu_mesh
 def test_beside_parameters_that_stay_gathered_values_stay_the_same():
     program, mesh = sharded(stack_loss, STACK)
-    handed = hand_over(program, mesh, [HandOver(*LOOPS, ("stack/up", "stack/bias"))])
+    handed = save_gathered(program, mesh, [SavedGathers(*LOOPS, ("stack/up", "stack/bias"))])
     assert everything(handed) == everything(program)
     same_bits(keep_activations(handed, mesh, everything(handed)), program, mesh)
 

@@ -26,11 +26,11 @@ from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.scheduler_latencies import scheduler_latencies
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
-from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.overlap_microbatches import find_halves
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
+from jax_deepcompile.transforms.save_gathered import SavedGathers
 from tests.partition.steps import shapes, training_step
 from tests.schedules import loop_bodies, work_while_under_way
 from tests.transforms.programs import (
@@ -167,8 +167,8 @@ def test_what_microbatches_keep_gathered_is_gathered_once():
 @pytest.mark.cpu_mesh
 def test_what_forward_hands_over():
     program, mesh = in_microbatches(stack_loss, STACK)
-    handed = HandOver("stack @forward", "stack @backward", ("stack/up",))
-    assert_same(program, mesh, pipelining(program).having(HandOver, [handed]))
+    handed = SavedGathers("stack @forward", "stack @backward", ("stack/up",))
+    assert_same(program, mesh, pipelining(program).having(SavedGathers, [handed]))
 
 
 @pytest.mark.cpu_mesh

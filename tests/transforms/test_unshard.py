@@ -19,10 +19,10 @@ from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import peak_bytes
 from jax_deepcompile.transforms import carry_out
+from jax_deepcompile.transforms.hide_trip_counts import hidden_trip_count
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
 from jax_deepcompile.transforms.replace_loops import replace_loops
-from jax_deepcompile.transforms.uncounted_loops import uncounted
 from jax_deepcompile.transforms.unshard import ReusedGathers, repeated_gathers
 from tests.partition.steps import shapes
 from tests.schedules import gathers, loop_bodies
@@ -241,7 +241,7 @@ def test_microbatches_gather_less_and_take_no_more_than_what_is_kept():
 
     def compiled(kept):
         planned = carry_out(program, mesh, [KeptGathers("microbatches", kept)])
-        return compiled_for_h100s(replace_loops(planned, mesh, {"microbatches": uncounted}), mesh)
+        return compiled_for_h100s(replace_loops(planned, mesh, {"microbatches": hidden_trip_count}), mesh)
 
     before, after = compiled(()), compiled(("head @forward",))
     modules = [read(each.as_text()) for each in (before, after)]

@@ -12,7 +12,7 @@ from jax_deepcompile.planner.strategies.prefetch import PrefetchGathers
 from jax_deepcompile.planner.strategies.reduce_in_order import ReduceInOrder
 from jax_deepcompile.planner.strategies.unshard import Unshard
 from jax_deepcompile.planner.strategies.unshard_microbatches import UnshardMicrobatches
-from jax_deepcompile.planner.strategies.unshard_straight_line import UnshardStraightLine
+from jax_deepcompile.planner.strategies.unshard_unrolled import UnshardUnrolled
 from jax_deepcompile.planner.strategy import Strategy
 
 STRATEGIES: tuple[Strategy, ...] = (
@@ -25,7 +25,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     UnshardMicrobatches(),
     DelayReductions(),
     PrefetchGathers(),
-    UnshardStraightLine(),
+    UnshardUnrolled(),
     ReduceInOrder(),
     DeepenLoops(),
 )

@@ -11,8 +11,8 @@ from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
 from jax_deepcompile.planner.layers import AS_READ, gathered_bytes, not_pipelined
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.straight_line import chosen_anew
 from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.planner.unrolled import chosen_anew
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 

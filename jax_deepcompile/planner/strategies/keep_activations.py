@@ -12,13 +12,13 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
 from jax_deepcompile.planner.layers import keep_over_loops, layer_stacks
-from jax_deepcompile.planner.recomputation import Demand, Turn, find_turns
-from jax_deepcompile.planner.stacks import Stack, every_layer, handing_over, turning_stacks
+from jax_deepcompile.planner.recomputation import Demand, RecomputeRegion, find_recomputation
+from jax_deepcompile.planner.stacks import Stack, every_layer, saved_stacks, saving
 from jax_deepcompile.planner.strategy import Proposal, Stage
-from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.prefetch import Prefetch
+from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.unshard import ReusedGathers
 
 
@@ -37,27 +37,27 @@ class KeepActivations:
         if environment.limit_bytes is None or best.plan.of(Prefetch) or best.plan.of(ReusedGathers):
             return
         free_bytes = budget.free_bytes(best, environment)
-        gathers = best.plan.program(base, environment.mesh, until=HandOver)
-        turns = find_turns(gathers, environment.costs)
-        stacks = turning_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if turns else []
-        already = positions_of(best.plan.of(KeptActivations), turns)
+        gathers = best.plan.program(base, environment.mesh, until=SavedGathers)
+        regions = find_recomputation(gathers, environment.costs)
+        stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
+        already = positions_of(best.plan.of(KeptActivations), regions)
         proposals = []
         for share in _SHARES:
-            choice = choose(turns, stacks, already, share * free_bytes, Backward.of(best))
-            plan = best.plan.having(KeptActivations, as_planned(choice.activations, turns))
+            choice = choose(regions, stacks, already, share * free_bytes, Backward.of(best))
+            plan = best.plan.having(KeptActivations, as_planned(choice.activations, regions))
             if choice.saved_s < WORTH_TRYING * best.prediction.step_s:
                 continue
             if choice.stacks:
-                plan = plan.having(HandOver, handing_over(choice.stacks))
+                plan = plan.having(SavedGathers, saving(choice.stacks))
             if plan.of(KeptGathers):
                 plan = keep_over_loops(base, plan, environment)
-            proposals.append(Proposal(plan, _decision(choice, turns)))
+            proposals.append(Proposal(plan, _decision(choice, regions)))
         if proposal := budget.ladder(proposals):
             yield proposal
 
 
-def _decision(choice: Choice, turns: Sequence[Turn]) -> str:
-    size = sum(turn.kept_bytes(choice.activations.get(turn.loops, ())) for turn in turns)
+def _decision(choice: Choice, regions: Sequence[RecomputeRegion]) -> str:
+    size = sum(region.kept_bytes(choice.activations.get(region.loops, ())) for region in regions)
     count = sum(map(len, choice.activations.values()))
     whose = " of every layer" if any(first != second for first, second in choice.activations) else ""
     decision = f"{count} activations{whose} are kept, {size / 2**30:.2f} GiB"
@@ -73,18 +73,18 @@ Kept = dict[tuple[str, str], tuple[int, ...]]
 """For the names of two loops the positions of the activations that the second need not compute again."""
 
 
-def as_planned(chosen: Kept, turns: Sequence[Turn]) -> tuple[KeptActivations, ...]:
+def as_planned(chosen: Kept, regions: Sequence[RecomputeRegion]) -> tuple[KeptActivations, ...]:
     """``chosen`` as a plan has it."""
-    names = {turn.loops: turn.names for turn in turns}
+    names = {region.loops: region.names for region in regions}
     return tuple(
         KeptActivations(*loops, tuple(names[loops][position] for position in positions))
         for loops, positions in chosen.items()
     )
 
 
-def positions_of(kept: Sequence[KeptActivations], turns: Sequence[Turn]) -> Kept:
+def positions_of(kept: Sequence[KeptActivations], regions: Sequence[RecomputeRegion]) -> Kept:
     """What a plan says is ``kept``, by position."""
-    names = {turn.loops: turn.names for turn in turns}
+    names = {region.loops: region.names for region in regions}
     loops = {(each.forward, each.backward): each.values for each in kept}
     return {
         each: tuple(names[each].index(value) for value in values) for each, values in loops.items() if each in names
@@ -133,23 +133,25 @@ class Choice:
 
 
 def choose(
-    turns: Sequence[Turn], stacks: Sequence[Stack], already: Kept, free_bytes: float, backward: Backward
+    regions: Sequence[RecomputeRegion], stacks: Sequence[Stack], already: Kept, free_bytes: float, backward: Backward
 ) -> Choice:
     """What is kept: one after the other what saves most for its bytes of what backward waits for.
 
     Args:
-      turns: where activations are computed again.
+      regions: where activations are computed again.
       stacks: of parameters that are gathered again.
       already: activations that are kept now.
       free_bytes: for what is kept besides.
       backward: what it takes now.
     """
-    demands = {turn.loops: Demand(turn) for turn in turns}
+    demands = {region.loops: Demand(region) for region in regions}
     chosen = {loops: set(already.get(loops, ())) for loops in demands}
     for loops, demand in demands.items():
         for position in chosen[loops]:
             demand.give(position)
-    offers = _Offers([_Offer(each, place) for each in demands.values() for place in range(len(each.turn.activations))])
+    offers = _Offers(
+        [_Offer(each, place) for each in demands.values() for place in range(len(each.region.activations))]
+    )
     left, gathered = list(stacks), list[Stack]()
     compute_s, network_s, saved_s = backward.compute_s, backward.network_s, 0.0
     while True:
@@ -163,11 +165,11 @@ def choose(
         offer = offers.best(free_bytes, in_loops=compute_s >= _HIDES * network_s)
         if offer is None:
             break
-        turn = offer.demand.turn
+        region = offer.demand.region
         free_bytes -= offer.size_bytes
         saved_s += offer.saved_s()
-        compute_s -= offer.saved_s() if turn.is_of_loops else 0.0
-        chosen[turn.loops].add(offer.position)
+        compute_s -= offer.saved_s() if region.is_of_loops else 0.0
+        chosen[region.loops].add(offer.position)
         offer.demand.give(offer.position)
     needed = {
         loops: tuple(position for position in sorted(chosen[loops]) if demand.reads(position))
@@ -198,19 +200,19 @@ class _Offer:
 
     @property
     def size_bytes(self) -> int:
-        return self.demand.turn.kept_bytes([self.position])
+        return self.demand.region.kept_bytes([self.position])
 
     def saved_s(self) -> float:
         """What a step takes less."""
-        return self.demand.saved_s(self.position) - self.demand.turn.handing_s(self.position)
+        return self.demand.saved_s(self.position) - self.demand.region.handing_s(self.position)
 
     def is_worthwhile(self) -> bool:
         """Whether computing it again takes clearly longer than bringing it from memory.
 
         Cheap work is not counted as well as all that: most of it XLA does beside other work.
         """
-        turn = self.demand.turn
-        return self.demand.saved_s(self.position) > 3 * turn.step_s(turn.copy_s[self.position])
+        region = self.demand.region
+        return self.demand.saved_s(self.position) > 3 * region.step_s(region.copy_s[self.position])
 
     @property
     def worth(self) -> float:
@@ -237,7 +239,7 @@ class _Offers:
           in_loops: whether what loops compute again counts; once it does not, it never does again.
         """
         if not in_loops:
-            self._left = {place: offer for place, offer in self._left.items() if not offer.demand.turn.is_of_loops}
+            self._left = {place: offer for place, offer in self._left.items() if not offer.demand.region.is_of_loops}
             self._heap = [(worth, place) for worth, place in self._heap if place in self._left]
             heapq.heapify(self._heap)
         return self._best(free_bytes) or self._best_anew(free_bytes)

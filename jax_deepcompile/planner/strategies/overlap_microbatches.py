@@ -16,11 +16,11 @@ from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.stacks import SMALL_STACK_BYTES, repeated_stacks, without_gathers
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
+from jax_deepcompile.transforms.hide_trip_counts import hidden_trip_count
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.overlap_microbatches import Halves, find_halves, overlapped
 from jax_deepcompile.transforms.replace_loops import replace_loops
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
-from jax_deepcompile.transforms.uncounted_loops import uncounted
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _all_halves(program: Program, mesh: AnyMesh, around: Collection[str]) -> dic
     outer = [loop for loop in find_loops(program) if loop.name in around]
     for each in sorted(outer, key=lambda loop: -len(loop.path)):
         inside = [other.name for other in outer if other.is_inside(each)]
-        ways = {other: overlapped if other in found else uncounted for other in inside}
+        ways = {other: overlapped if other in found else hidden_trip_count for other in inside}
         loops = find_loops(replace_loops(program, mesh, ways))
         halves = find_halves(next(loop.eqn for loop in loops if loop.name == each.name))
         if halves is not None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import Candidate, Environment
-from jax_deepcompile.planner.straight_line import room_bytes, waits, without_starts
 from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.planner.unrolled import room_bytes, waits, without_starts
 from jax_deepcompile.transforms.prefetch import Prefetch, choose_prefetches, parameter_gathers
 
 
 @dataclass(frozen=True)
 class PrefetchGathers:
-    """Every straight-line gather starts just early enough to be hidden, but not before memory has room for it.
+    """Every gather outside of loops starts just early enough to be hidden, but not before memory has room for it.
 
     Attributes:
       slacks: how early, in times of what the gather takes; one proposal each.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import Candidate, Environment
-from jax_deepcompile.planner.straight_line import waits
 from jax_deepcompile.planner.strategies.bucket_collectives import bandwidth_bound_bytes
 from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.planner.unrolled import waits
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions, reduce_in_order
 

@@ -16,15 +16,15 @@ from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.stacks import (
     Stack,
     every_layer,
-    handing_over,
     repeated_stacks,
-    turning_stacks,
+    saved_stacks,
+    saving,
     with_gathers,
 )
 from jax_deepcompile.planner.strategy import Proposal, Stage
-from jax_deepcompile.transforms.hand_over import HandOver
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 
 
@@ -38,7 +38,7 @@ class Unshard:
     def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
         if environment.limit_bytes is None or not best.waits:
             return
-        pairs = layer_stacks(_unpipelined(base, best.plan.without(HandOver), environment), best.plan)
+        pairs = layer_stacks(_unpipelined(base, best.plan.without(SavedGathers), environment), best.plan)
         if not _gathered_again(base, best.plan, environment, pairs):
             return
         free_bytes = budget.free_bytes(best, environment)
@@ -71,15 +71,15 @@ def _over_microbatches(base: Program, best: Candidate, environment: Environment,
 def _at_the_turn(
     base: Program, best: Candidate, environment: Environment, pairs: list[tuple[Loop, Loop]], free_bytes: int
 ) -> Iterator[Proposal]:
-    """Some parameters of every layer handed over from forward to backward; where none are left to, whole layers."""
+    """Some parameters of every layer saved from forward to backward; where none are left, whole layers."""
     waiting_bytes = _waiting_bytes(loop for loop in _layer_loops(best) if loop.trip.reduced_bytes)
     if not waiting_bytes:
         return
 
     def keeping(stacks: Sequence[Stack]) -> Plan:
-        return best.plan.having(HandOver, handing_over(stacks))
+        return best.plan.having(SavedGathers, saving(stacks))
 
-    stacks = turning_stacks(base, environment, best.plan, pairs)
+    stacks = saved_stacks(base, environment, best.plan, pairs)
     turning = _most_and_enough(stacks, free_bytes, waiting_bytes)
     for chosen in turning:
         yield _or_less(keeping, stacks, chosen)

@@ -13,8 +13,8 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.layers import AS_READ
-from jax_deepcompile.planner.straight_line import exposed_seconds
 from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.planner.unrolled import exposed_seconds
 from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 
 

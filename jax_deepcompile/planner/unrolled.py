@@ -21,7 +21,7 @@ from jax_deepcompile.transforms.unshard import ReusedGathers, repeated_gathers
 
 
 def chosen_anew(base: Program, plan: Plan, best: Candidate, environment: Environment, slack: float = 1.25) -> Plan:
-    """``plan``, whose loops are not ``best``'s, with straight-line gathers that stay and start early as there."""
+    """``plan``, whose loops are not ``best``'s, with gathers outside of loops that stay and start early as there."""
     if best.plan.of(ReusedGathers) and environment.limit_bytes is not None:
         free = free_bytes(repeats_of(base, best.plan, environment), best, environment)
         plan = plan.having(ReusedGathers, choose_unsharded(repeats_of(base, plan, environment), free))
@@ -46,7 +46,7 @@ _LAYERS = 8
 
 
 def without_starts(base: Program, plan: Plan, environment: Environment) -> Program:
-    """``base`` as all makes it that ``plan`` says but for the order of straight-line collectives."""
+    """``base`` as all makes it that ``plan`` says but for the order of collectives outside of loops."""
     return plan.without(Prefetch, OrderedReductions).program(base, environment.mesh)
 
 
@@ -62,7 +62,7 @@ def free_bytes(repeats: tuple[Repeat, ...], best: Candidate, environment: Enviro
 
 
 def starting(base: Program, plan: Plan, best: Candidate, environment: Environment, slack: float) -> Plan:
-    """``plan`` with straight-line gathers that start early enough."""
+    """``plan`` with gathers outside of loops that start early enough."""
     program = without_starts(base, plan, environment)
     room = room_bytes(program, best, environment)
     return plan.having(Prefetch, choose_prefetches(program, environment.costs, slack, room))

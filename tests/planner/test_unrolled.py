@@ -20,14 +20,14 @@ from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.layers import pipelined
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.straight_line import Repeat, choose_unsharded, chosen_anew, exposed_seconds
 from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
 from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
 from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.planner.strategies.prefetch import PrefetchGathers
 from jax_deepcompile.planner.strategies.reduce_in_order import ReduceInOrder
 from jax_deepcompile.planner.strategies.unshard import Unshard
-from jax_deepcompile.planner.strategies.unshard_straight_line import UnshardStraightLine
+from jax_deepcompile.planner.strategies.unshard_unrolled import UnshardUnrolled
+from jax_deepcompile.planner.unrolled import Repeat, choose_unsharded, chosen_anew, exposed_seconds
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
@@ -60,7 +60,7 @@ def stay(plan: Plan) -> int:
 def test_kept_prefetched_and_reduced_in_order_the_bits_are_the_same():
     program, best, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=2.0))
     (early, _) = PrefetchGathers().propose(program, best, environment)
-    (kept,) = UnshardStraightLine().propose(program, replace(best, plan=early.plan), environment)
+    (kept,) = UnshardUnrolled().propose(program, replace(best, plan=early.plan), environment)
     assert stay(kept.plan)
     assert kept.plan.of(Prefetch)
     planned = kept.plan.having(OrderedReductions, IN_ORDER).program(program, environment.mesh)
@@ -69,7 +69,7 @@ def test_kept_prefetched_and_reduced_in_order_the_bits_are_the_same():
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("proposer", [PrefetchGathers(), UnshardStraightLine(), ReduceInOrder()])
+@pytest.mark.parametrize("proposer", [PrefetchGathers(), UnshardUnrolled(), ReduceInOrder()])
 def test_layer_loops_are_left_to_their_own_passes(proposer):
     program, best, environment = situation(stack_loss, {"stack": stack_shapes()}, Clock())
     assert list(proposer.propose(program, best, environment)) == []
@@ -78,9 +78,9 @@ def test_layer_loops_are_left_to_their_own_passes(proposer):
 @pytest.mark.pure
 def test_nothing_is_kept_without_memory_or_need():
     program, best, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=2.0), limit=0)
-    assert list(UnshardStraightLine().propose(program, best, environment)) == []
+    assert list(UnshardUnrolled().propose(program, best, environment)) == []
     program, best, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=0.0))
-    assert list(UnshardStraightLine().propose(program, best, environment)) == []
+    assert list(UnshardUnrolled().propose(program, best, environment)) == []
 
 
 def mixed_loss(params, x):
@@ -105,7 +105,7 @@ def test_layers_beside_loops_are_kept_and_prefetched_to_the_same_bits():
     program, best, environment = beside_loops(mixed_loss, MIXED)
     (early, *_) = PrefetchGathers().propose(program, best, environment)
     assert early.plan.of(LoopSchedule) == best.plan.of(LoopSchedule)
-    (kept,) = UnshardStraightLine().propose(program, replace(best, plan=early.plan), environment)
+    (kept,) = UnshardUnrolled().propose(program, replace(best, plan=early.plan), environment)
     assert stay(kept.plan)
     assert kept.plan.of(Prefetch)
     planned = kept.plan.having(OrderedReductions, IN_ORDER).program(program, environment.mesh)
@@ -117,7 +117,7 @@ def test_what_surrounds_deeper_loops_is_chosen_anew():
     """One more iteration apart has gathers of its own."""
     program, best, environment = beside_loops(mixed_loss, MIXED)
     (early, *_) = PrefetchGathers().propose(program, best, environment)
-    (kept,) = UnshardStraightLine().propose(program, replace(best, plan=early.plan), environment)
+    (kept,) = UnshardUnrolled().propose(program, replace(best, plan=early.plan), environment)
     deeper = pipelined(kept.plan, program, choose_schedules(program, prefetch_layers=2, delay_layers=2))
     assert not deeper.of(Prefetch)
     assert not stay(deeper)
@@ -128,7 +128,7 @@ def test_what_surrounds_deeper_loops_is_chosen_anew():
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("proposer", [PrefetchGathers(), UnshardStraightLine(), ReduceInOrder()])
+@pytest.mark.parametrize("proposer", [PrefetchGathers(), UnshardUnrolled(), ReduceInOrder()])
 def test_what_surrounds_loops_is_no_matter_of_straight_lines(proposer):
     """Embeddings and heads, and layers where it is loops that wait."""
     program, best, environment = beside_loops(headed_loss, HEADED)

@@ -18,8 +18,8 @@ from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.transforms import carry_out
-from jax_deepcompile.transforms.hand_over import HandOver, hand_over, shared_gathers, shared_names
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
+from jax_deepcompile.transforms.save_gathered import SavedGathers, save_gathered, shared_gathers, shared_names
 from tests.partition.steps import shapes, training_step
 from tests.schedules import gathers, loop_bodies
 from tests.transforms.programs import (
@@ -49,13 +49,13 @@ def two_stacks_loss(params, batch):
     return jnp.mean(run_stack(params["b"], run_stack(params["a"], batch)) ** 2)
 
 
-def everything(program, loops=find_loops) -> HandOver:
+def everything(program, loops=find_loops) -> SavedGathers:
     """From the last forward loop to the first backward one, all that both gather."""
     gathering = [loop for loop in loops(program) if sliced_gathers(loop.eqn)]
     middle = len(gathering) // 2
     forward, backward = gathering[middle - 1], gathering[middle]
     names = shared_names(program, forward, shared_gathers(program, forward, backward))
-    return HandOver(forward.name, backward.name, tuple(names))
+    return SavedGathers(forward.name, backward.name, tuple(names))
 
 
 @pytest.mark.cpu_mesh
@@ -71,7 +71,7 @@ def everything(program, loops=find_loops) -> HandOver:
 @pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
 def test_values_stay_the_same(loss, params, pipelined):
     program, mesh = sharded(loss, params)
-    handed = hand_over(program, mesh, [everything(program)])
+    handed = save_gathered(program, mesh, [everything(program)])
     if pipelined:
         handed = pipeline_loops(handed, mesh, choose_schedules(program))
     verify(handed)
@@ -83,7 +83,7 @@ def test_values_stay_the_same(loss, params, pipelined):
 @pytest.mark.cpu_mesh
 def test_inside_of_another_loop_values_stay_the_same():
     program, mesh = sharded(in_two_iterations(stack_loss), STACK)
-    handed = hand_over(program, mesh, [everything(program, inner_loops)])
+    handed = save_gathered(program, mesh, [everything(program, inner_loops)])
     assert count(handed, "all_gather") < count(program, "all_gather")
     for got, expected in zip(run(handed, mesh), run(program, mesh), strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -95,7 +95,7 @@ def test_before_and_after():
     gather, product, reduce = "  all_gather", "  dot_general", "  reduce_scatter"
     backward = [product, product, reduce, product]
     assert outline(program) == ["scan 4", gather, product, "scan 4", gather, *backward]
-    handed = hand_over(program, mesh, [everything(program)])
+    handed = save_gathered(program, mesh, [everything(program)])
     assert outline(handed) == ["scan 4", gather, product, "scan 4", *backward]
     _, reader = find_loops(handed)
     assert (4, WIDTH, WIDTH) in [var.aval.shape for var in reader.eqn.invars]
@@ -104,14 +104,14 @@ def test_before_and_after():
 @pytest.mark.pure
 def test_some_of_them_is_enough():
     program, mesh = sharded(stack_loss, STACK)
-    handed = hand_over(program, mesh, [HandOver("stack @forward", "stack @backward", ("stack/bias",))])
+    handed = save_gathered(program, mesh, [SavedGathers("stack @forward", "stack @backward", ("stack/bias",))])
     assert count(handed, "all_gather") == count(program, "all_gather") - LAYERS
 
 
 @pytest.mark.pure
 def test_nothing_chosen_changes_nothing():
     program, mesh = sharded(stack_loss, STACK)
-    assert hand_over(program, mesh, [HandOver("stack @forward", "stack @backward", ())]) is program
+    assert save_gathered(program, mesh, [SavedGathers("stack @forward", "stack @backward", ())]) is program
 
 
 @pytest.mark.pure
@@ -125,10 +125,16 @@ def test_loops_over_different_layers_share_nothing():
 @pytest.mark.parametrize(
     ("choice", "why"),
     [
-        (HandOver("stack @backward", "stack @forward", ("stack/up",)), "does not follow 'stack @backward' in the same"),
-        (HandOver("stack @forward", "stack @forward", ("stack/up",)), "what becomes of 'stack @forward' twice"),
-        (HandOver("stack @forward", "stack", ()), "leaves gathered parameters for 'stack', a loop that step does not"),
-        (HandOver("stack @forward", "stack @backward", ("stack/u",)), "'stack/u', of which .*: 'stack/up', "),
+        (
+            SavedGathers("stack @backward", "stack @forward", ("stack/up",)),
+            "does not follow 'stack @backward' in the",
+        ),
+        (SavedGathers("stack @forward", "stack @forward", ("stack/up",)), "what becomes of 'stack @forward' twice"),
+        (
+            SavedGathers("stack @forward", "stack", ()),
+            "parameters for 'stack', a loop that step does not",
+        ),
+        (SavedGathers("stack @forward", "stack @backward", ("stack/u",)), "'stack/u', of which .*: 'stack/up', "),
     ],
     ids=["other way round", "of itself", "unknown loop", "unknown gather"],
 )
@@ -158,12 +164,12 @@ def test_backward_gathers_less_for_one_stack_of_memory_and_no_more():
     options = compile_options("cuda") | double_buffering()
 
     def compiled(choices):
-        handed = hand_over(program, mesh, choices)
+        handed = save_gathered(program, mesh, choices)
         planned = pipeline_loops(handed, mesh, choose_schedules(handed))
         return lower(planned, mesh, "cuda").compile(compiler_options=options)
 
     loops = [loop.name for loop in find_loops(program)]
-    before, after = compiled([]), compiled([HandOver(*loops, ("up",))])
+    before, after = compiled([]), compiled([SavedGathers(*loops, ("up",))])
     bodies = [loop_bodies(read(each.as_text())) for each in (before, after)]
     forward_and_backward = [[gathers(body.instructions) for body in each] for each in bodies]
     assert forward_and_backward == [[4, 4], [4, 2]], "two iterations in a body"

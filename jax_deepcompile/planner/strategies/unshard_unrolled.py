@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import Candidate, Environment
-from jax_deepcompile.planner.straight_line import choose_unsharded, free_bytes, repeats_of, starting, waits
 from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.planner.unrolled import choose_unsharded, free_bytes, repeats_of, starting, waits
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.unshard import ReusedGathers
 
 
 @dataclass(frozen=True)
-class UnshardStraightLine:
+class UnshardUnrolled:
     """Gathers that the backward pass would repeat, and wait for, stay from the forward where memory holds them."""
 
     slack: float = 1.25
-    name: str = "unshard_straight_line"
+    name: str = "unshard_unrolled"
     stage: Stage = Stage.MAIN
 
     def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:

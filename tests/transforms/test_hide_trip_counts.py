@@ -17,8 +17,8 @@ from jax_deepcompile.hlo.trip_counts import trip_count
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
+from jax_deepcompile.transforms.hide_trip_counts import hidden_trip_count
 from jax_deepcompile.transforms.replace_loops import replace_loops
-from jax_deepcompile.transforms.uncounted_loops import uncounted
 from tests.partition.steps import shapes, training_step
 from tests.schedules import gathers, instructions
 from tests.transforms.programs import (
@@ -53,7 +53,7 @@ def nested_loss(params, batch):
 
 
 def hide_trip_counts(program, mesh, loops):
-    return replace_loops(program, mesh, dict.fromkeys(loops, uncounted))
+    return replace_loops(program, mesh, dict.fromkeys(loops, hidden_trip_count))
 
 
 @pytest.mark.cpu_mesh

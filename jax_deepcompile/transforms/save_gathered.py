@@ -39,7 +39,7 @@ from jax_deepcompile.transforms.stack_collectives import given_gathers
 
 
 @dataclass(frozen=True)
-class HandOver(Decision, kind="hand_over"):
+class SavedGathers(Decision, kind="save_gathered"):
     """What one loop leaves gathered for another one.
 
     Attributes:
@@ -62,8 +62,8 @@ class HandOver(Decision, kind="hand_over"):
         return f"{self.forward}: leaves {listed(self.gathers, self.forward)} gathered for {self.backward}"
 
     @staticmethod
-    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[HandOver]) -> Program:
-        return hand_over(program, mesh, decisions)
+    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[SavedGathers]) -> Program:
+        return save_gathered(program, mesh, decisions)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def shared_names(program: Program, forward: Loop, shared: Shared) -> list[str]:
     return gather_names(program, forward.path, [ahead[0] for ahead, _ in shared.gathers])
 
 
-def _chosen(program: Program, choice: HandOver) -> tuple[Loop, Loop, Shared]:
+def _chosen(program: Program, choice: SavedGathers) -> tuple[Loop, Loop, Shared]:
     """The loops that ``choice`` names, and what it says that they share."""
     forward = loop_named(program, choice.forward, "leaves gathered what is gathered by")
     backward = loop_named(program, choice.backward, "leaves gathered parameters for")
@@ -114,7 +114,7 @@ def _chosen(program: Program, choice: HandOver) -> tuple[Loop, Loop, Shared]:
     return forward, backward, replace(shared, gathers=tuple(shared.gathers[place] for place in sorted(places)))
 
 
-def hand_over(program: Program, mesh: AnyMesh, choices: Sequence[HandOver]) -> Program:
+def save_gathered(program: Program, mesh: AnyMesh, choices: Sequence[SavedGathers]) -> Program:
     """``program`` with the chosen gathers done by the forward loops only; the same object if there are none.
 
     Args:

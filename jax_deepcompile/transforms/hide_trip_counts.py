@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from jax_deepcompile._jax_compat import eval_local
 from jax_deepcompile.analysis.loops import Loop
-from jax_deepcompile.ir.iterations import Iterations, run_uncounted
+from jax_deepcompile.ir.iterations import Iterations, run_with_hidden_trip_count
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.retrace import Compute
 
 
-def uncounted(_: Loop) -> Compute:
+def hidden_trip_count(_: Loop) -> Compute:
     """The way to run a ``scan`` as a loop of unknown length."""
     return _as_while
 
@@ -39,5 +39,5 @@ def _as_while(eqn, operands: list) -> list:
         results = eval_local(Scan(eqn).closed, [*loop.consts, *carry, *loop.slices(turn)])
         return results[:num_carry], loop.written(outputs, turn, results[num_carry:])
 
-    carry, outputs = run_uncounted(loop.length, body, (loop.carry, loop.outputs()))
+    carry, outputs = run_with_hidden_trip_count(loop.length, body, (loop.carry, loop.outputs()))
     return [*carry, *outputs]
