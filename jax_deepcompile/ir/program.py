@@ -92,7 +92,9 @@ class Program(Summarized):
     loop_names: Mapping[tuple[int, ...], str] = field(default_factory=dict)
 
     def replace(self, **changes) -> Program:
-        return replace(self, **changes)
+        """Itself where nothing is another object."""
+        same = all(value is getattr(self, name) for name, value in changes.items())
+        return self if same else replace(self, **changes)
 
     @property
     def mesh_text(self) -> str:

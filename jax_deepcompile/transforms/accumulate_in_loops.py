@@ -60,12 +60,7 @@ class AccumulateInLoops(Decision, kind="accumulate_in_loops"):
 
 
 def accumulate_in_loops(program: Program, mesh: AnyMesh) -> Program:
-    """``program`` with stacks added up in the loops that make them; the same object if there is nothing to add.
-
-    Args:
-      program: in the local view.
-      mesh: its mesh.
-    """
+    """``program`` with stacks added up in the loops that make them; the same object if there is nothing to add."""
     replacements: dict[int, Replacement] = {}
     for outer in find_loops(program):
         body = outer.body

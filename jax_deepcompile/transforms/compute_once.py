@@ -44,8 +44,7 @@ class ComputeOnce(Decision, kind="compute_once"):
 
 def compute_once(program: Program) -> Program:
     """``program`` without what it has at hand already; the same object if there is nothing of the kind."""
-    merged = _merged(program.jaxpr)
-    return program if merged is program.jaxpr else program.replace(jaxpr=merged)
+    return program.replace(jaxpr=_merged(program.jaxpr))
 
 
 def _merged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:

@@ -167,13 +167,7 @@ def _is_factor(value: Any) -> bool:
 
 
 def delay_reductions(program: Program, mesh: AnyMesh, delayed: Sequence[DelayedReductions]) -> Program:
-    """``program`` whose loops reduce an iteration later what ``delayed`` names.
-
-    Args:
-      program: in the local view.
-      mesh: its mesh.
-      delayed: at most one for each loop.
-    """
+    """``program`` whose loops reduce an iteration later what ``delayed`` names."""
     loops = {loop.name: loop for loop in find_loops(program)}
     wanted = {each.loop: each for each in delayed if each.sums or each.first_apart}
     sums = {name: _positions(program, loops[name], each) for name, each in wanted.items()}

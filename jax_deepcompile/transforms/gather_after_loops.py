@@ -48,8 +48,7 @@ class GatherAfterLoops(Decision, kind="gather_after_loops"):
 
 def gather_after_loops(program: Program) -> Program:
     """``program`` with gathers that wait for the loops before them; the same object if none has to."""
-    waiting = _waiting(program.jaxpr)
-    return program if waiting is program.jaxpr else program.replace(jaxpr=waiting)
+    return program.replace(jaxpr=_waiting(program.jaxpr))
 
 
 def _waiting(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:

@@ -20,18 +20,20 @@ from the forward loop to the end of the backward one, what is outside of loops t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
-from jax_deepcompile._jax_compat import closed_consts, new_jaxpr, new_var, open_jaxpr
+from jax_deepcompile._jax_compat import new_jaxpr, new_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import with_names
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.names import value_names
-from jax_deepcompile.analysis.recomputed import Activation, Place, SharedLayers
+from jax_deepcompile.analysis.recomputed import Activation, Place
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import closed_like
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, Replacement, replace_equations, rerun
 from jax_deepcompile.transforms.decision import Decision, listed, loop_named, positions, refused
+from jax_deepcompile.transforms.hand_over import Bridge
 from jax_deepcompile.transforms.replace_loops import replace_loops
 
 
@@ -72,11 +74,6 @@ def activation_names(body: Any, activations: Sequence[Activation], outside_of_lo
 def keep_activations(program: Program, mesh: AnyMesh, choices: Sequence[KeptActivations]) -> Program:
     """``program`` with the chosen activations computed once only; the same object if there are none.
 
-    Args:
-      program: in the local view.
-      mesh: its mesh.
-      choices: each loop in at most one of them.
-
     Raises:
       PlanError: the program has no such activations.
     """
@@ -89,8 +86,9 @@ def keep_activations(program: Program, mesh: AnyMesh, choices: Sequence[KeptActi
             raise refused(f"{choice.backward!r} does not follow {choice.forward!r} in the same place")
         shared = Place(places[forward.path[:-1]]).shared(forward.eqn, backward.eqn)
         kept = _chosen(shared.forward, shared.activations, choice)
-        bridge = _Bridge(replace(shared, activations=kept))
-        replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read} if kept else {}
+        if kept:
+            bridge = Bridge(shared.forward, [each.first for each in kept], _given_activations(shared.backward, kept))
+            replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read}
     bridged = replace_equations(program, mesh, replacements) if replacements else program
     apart = {each.forward: each for each in choices if each.forward == each.backward}
     for name in filter(None, apart):
@@ -120,7 +118,7 @@ def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptAc
     program = replace_loops(program, mesh, {name: run for name in choices if name})
     if "" not in choices:
         return program
-    return program.replace(jaxpr=type(program.jaxpr)(once(program.jaxpr, ""), closed_consts(program.jaxpr)))
+    return program.replace(jaxpr=closed_like(program.jaxpr, once(program.jaxpr, "")))
 
 
 def _given_activations(body: Any, kept: Sequence[Activation]) -> Any:
@@ -129,22 +127,3 @@ def _given_activations(body: Any, kept: Sequence[Activation]) -> Any:
     names = {var: made for activation, made in zip(kept, given, strict=True) for var in activation.again}
     rest = with_names(body, names)
     return new_jaxpr([*body.constvars, *body.invars, *given], rest.outvars, rest.eqns)
-
-
-@dataclass
-class _Bridge:
-    """The stacks on their way from one loop to the other, while both are traced."""
-
-    shared: SharedLayers
-    stacks: list = field(default_factory=list)
-
-    def write(self, eqn, operands: list) -> list:
-        body, kept = self.shared.forward, [each.first for each in self.shared.activations]
-        inner = new_jaxpr([*body.constvars, *body.invars], [*body.outvars, *kept], body.eqns)
-        made = rerun(eqn, inner, operands)
-        self.stacks = made[len(eqn.outvars) :]
-        return made[: len(eqn.outvars)]
-
-    def read(self, eqn, operands: list) -> list:
-        inner = _given_activations(self.shared.backward, self.shared.activations)
-        return rerun(eqn, inner, operands, self.stacks)

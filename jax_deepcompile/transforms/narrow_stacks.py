@@ -46,12 +46,7 @@ class NarrowStacks(Decision, kind="narrow_stacks"):
 
 
 def narrow_stacks(program: Program, mesh: AnyMesh) -> Program:
-    """``program`` with stacks of gradients widened where they are read; the same object if there are none to widen.
-
-    Args:
-      program: in the local view.
-      mesh: its mesh.
-    """
+    """``program`` with stacks of gradients widened where they are read; the same object if there are none to widen."""
     loops = list(find_loops(program))
     scopes = {loop.path: loop.body for loop in loops}
     replacements: dict[int, Compute] = {}

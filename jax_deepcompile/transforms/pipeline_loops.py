@@ -109,13 +109,7 @@ def choose_schedules(program: Program, prefetch_layers: int = 1, delay_layers: i
 
 
 def pipeline_loops(program: Program, mesh: AnyMesh, schedules: Sequence[LoopSchedule]) -> Program:
-    """``program`` with its loops run as ``schedules`` say; the same object if they say nothing.
-
-    Args:
-      program: in the local view.
-      mesh: its mesh.
-      schedules: at most one for each loop.
-    """
+    """``program`` with its loops run as ``schedules`` say; the same object if they say nothing."""
     wanted = {schedule.loop: schedule for schedule in schedules}
     divided = len(mesh.axis_names) > len(program.mesh.devices.names)
     pipelined = {name: lambda loop: _Pipeline(loop, wanted[loop.name], divided).run for name in wanted}
@@ -310,11 +304,8 @@ class _Work:
     def _as_outside(self, value, related: Collection):
         """A slice of a stack in memory as the stack is outside of the loop, if it is transposed for a collective.
 
-        XLA would rather have whole stacks as the collective wants a slice, and transpose them outside of the loop.
-
-        Args:
-          value: the slice.
-          related: variables that are made of it, or that it is made of.
+        XLA would rather have whole stacks as the collective wants a slice, and transpose them outside of the loop. What
+        is made of the slice, or it is made of, is ``related``.
         """
         split = self.pipeline.split
         eqns = (eqn for part in (split.early, split.late) for eqn in part.jaxpr.eqns)

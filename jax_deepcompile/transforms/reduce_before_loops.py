@@ -46,8 +46,7 @@ class ReduceBeforeLoops(Decision, kind="reduce_before_loops"):
 
 def reduce_before_loops(program: Program) -> Program:
     """``program`` with loops that wait for the reductions before them; the same object if none has to."""
-    waiting = _waiting(program.jaxpr)
-    return program if waiting is program.jaxpr else program.replace(jaxpr=waiting)
+    return program.replace(jaxpr=_waiting(program.jaxpr))
 
 
 def _waiting(closed: Any) -> Any:

@@ -65,9 +65,7 @@ class OrderedReductions(Decision, kind="reduce_in_order"):
 def reduction_buckets(jaxpr: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Where the equations are that reduce over devices and scatter, loops aside, in the order gradients are ready.
 
-    Args:
-      jaxpr: local.
-      bucket_bytes: those that follow one another are together until they have so many bytes.
+    Those that follow one another are together until they have ``bucket_bytes``.
     """
     eqns = open_jaxpr(jaxpr).eqns
     needed = needs(eqns, is_anchor)
@@ -83,15 +81,8 @@ def reduction_buckets(jaxpr: Any, bucket_bytes: int) -> tuple[tuple[int, ...], .
 
 
 def reduce_in_order(program: Program, bucket_bytes: int, in_loops: bool = False) -> Program:
-    """``program`` whose reductions wait for those in the bucket before; the same object if there is one bucket.
-
-    Args:
-      program: in the local view.
-      bucket_bytes: of a bucket, at least.
-      in_loops: whether those in the bodies of loops do, too.
-    """
-    ordered = _ordered(program.jaxpr, bucket_bytes, in_loops)
-    return program if ordered is program.jaxpr else program.replace(jaxpr=ordered)
+    """``program`` whose reductions wait for those in the bucket before; the same object if there is one bucket."""
+    return program.replace(jaxpr=_ordered(program.jaxpr, bucket_bytes, in_loops))
 
 
 def _ordered(closed: jex.ClosedJaxpr, bucket_bytes: int, in_loops: bool) -> jex.ClosedJaxpr:

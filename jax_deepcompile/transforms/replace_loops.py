@@ -13,10 +13,7 @@ from jax_deepcompile.ir.retrace import Compute, replace_equations
 def replace_loops(program: Program, mesh: AnyMesh, ways: Mapping[str, Callable[[Loop], Compute]]) -> Program:
     """``program`` with each loop that ``ways`` names run as it says; the same object if it names none.
 
-    Args:
-      program: in the local view.
-      mesh: its mesh.
-      ways: by the loops' names in ``program``, whatever becomes of loops beside them.
+    A loop keeps its name, whatever becomes of loops beside it.
     """
     depths = {len(loop.path) for loop in find_loops(program) if loop.name in ways}
     for depth in sorted(depths, reverse=True):

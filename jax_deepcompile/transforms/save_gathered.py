@@ -115,38 +115,40 @@ def _chosen(program: Program, choice: SavedGathers) -> tuple[Loop, Loop, Shared]
 
 
 def save_gathered(program: Program, mesh: AnyMesh, choices: Sequence[SavedGathers]) -> Program:
-    """``program`` with the chosen gathers done by the forward loops only; the same object if there are none.
-
-    Args:
-      program: in the local view.
-      mesh: its mesh.
-      choices: each loop in at most one of them.
-    """
+    """``program`` with the chosen gathers done by the forward loops only; the same object if there are none."""
     replacements: dict[int, Replacement] = {}
     for choice in choices:
         forward, backward, shared = _chosen(program, choice)
         if shared.gathers:
-            bridge = _Bridge(shared)
-            replacements |= {id(forward.eqn): bridge.gather, id(backward.eqn): bridge.read}
+            left = [group[0].result for group, _ in shared.gathers]
+            given = given_gathers(shared.backward, shared.backward.outvars, [group for _, group in shared.gathers])
+            bridge = Bridge(shared.forward, left, given)
+            replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read}
     return replace_equations(program, mesh, replacements) if replacements else program
 
 
 @dataclass
-class _Bridge:
-    """The stacks on their way from one loop to the other, while both are traced."""
+class Bridge:
+    """Stacks on their way from one loop to another, while both are traced.
 
-    shared: Shared
+    Attributes:
+      body: of the first loop.
+      left: what each of its iterations leaves.
+      given: the body of the second, whose constants are its first inputs, and slices of what was left its last.
+      stacks: of what was left.
+    """
+
+    body: Any
+    left: Sequence
+    given: Any
     stacks: list = field(default_factory=list)
 
-    def gather(self, eqn, operands: list) -> list:
-        body = self.shared.forward
-        results = [group[0].result for group, _ in self.shared.gathers]
-        inner = new_jaxpr([*body.constvars, *body.invars], [*body.outvars, *results], body.eqns)
+    def write(self, eqn, operands: list) -> list:
+        body = self.body
+        inner = new_jaxpr([*body.constvars, *body.invars], [*body.outvars, *self.left], body.eqns)
         made = rerun(eqn, inner, operands)
         self.stacks = made[len(eqn.outvars) :]
         return made[: len(eqn.outvars)]
 
     def read(self, eqn, operands: list) -> list:
-        body = self.shared.backward
-        inner = given_gathers(body, body.outvars, [group for _, group in self.shared.gathers])
-        return rerun(eqn, inner, operands, self.stacks)
+        return rerun(eqn, self.given, operands, self.stacks)

@@ -87,11 +87,7 @@ def stack_collectives(
 ) -> Program:
     """``program`` with the chosen collectives taken out of their loops; the same object if none is.
 
-    Args:
-      program: in the local view.
-      mesh: its mesh.
-      choices: at most one for each loop.
-      at_once_bytes: up to this size a whole stack is gathered by one collective.
+    Up to ``at_once_bytes`` a whole stack is gathered by one collective.
     """
     chosen = {each.loop: _chosen(program, each) for each in choices if each.gathers or each.reductions}
 

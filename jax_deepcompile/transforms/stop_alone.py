@@ -39,8 +39,7 @@ def stop_alone(program: Program, mesh: AnyMesh) -> Program:
     """``program``, in the local view, with such loops; the same object if it has none."""
     if len(mesh.axis_names) > len(program.mesh.devices.names):
         return program
-    jaxpr = _rewritten(program.jaxpr)
-    return program if jaxpr is program.jaxpr else program.replace(jaxpr=jaxpr)
+    return program.replace(jaxpr=_rewritten(program.jaxpr))
 
 
 def _rewritten(closed: Any) -> Any:

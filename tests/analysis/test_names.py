@@ -40,6 +40,7 @@ from tests.partition.steps import shapes
 from tests.transforms.programs import (
     BATCH,
     MATRICES,
+    STACK,
     WIDTH,
     inner_loops,
     loop_names,
@@ -55,7 +56,6 @@ from tests.transforms.test_unshard import accumulating
 
 pytestmark = pytest.mark.pure
 
-STACK = {"stack": stack_shapes()}
 FORWARD, BACKWARD = "layers @forward", "layers @backward"
 TOKENS = jax.ShapeDtypeStruct((16, 17), jnp.int32)
 

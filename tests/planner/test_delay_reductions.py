@@ -24,18 +24,8 @@ from jax_deepcompile.planner.strategies.delay_reductions import (
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions, find_terms
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
-from tests.planner.situations import (
-    START,
-    UNROLLED,
-    WAITS,
-    Clock,
-    accumulating,
-    assert_same_values,
-    candidate,
-    eight_layers,
-    unrolled_loss,
-)
-from tests.transforms.programs import sharded
+from tests.planner.situations import START, UNROLLED, WAITS, Clock, accumulating, candidate, eight_layers, unrolled_loss
+from tests.transforms.programs import assert_same_values, sharded
 
 CLOCK = Clock(gather_s=2.0)
 

@@ -11,15 +11,8 @@ from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.planner.keep_gathered import keep_gathered
 from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 from tests.partition.steps import shapes
-from tests.planner.situations import (
-    MICROBATCHES,
-    START,
-    UNROLLED,
-    accumulating,
-    assert_same_values,
-    unrolled_loss,
-)
-from tests.transforms.programs import BATCH, WIDTH, count, sharded, stack_loss, stack_shapes
+from tests.planner.situations import MICROBATCHES, START, UNROLLED, accumulating, unrolled_loss
+from tests.transforms.programs import BATCH, WIDTH, assert_same_values, count, sharded, stack_loss, stack_shapes
 
 ROOM_BYTES = 1 << 30
 

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import pytest
-from jax import lax
 
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.stacks import Stack, repeated_stacks, small_stacks, with_gathers, without_gathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives, stack_collectives
-from tests.transforms.programs import LAYERS, count, run_stack, sharded, stack_loss, stack_shapes
+from tests.transforms.programs import LAYERS, STACK, count, halves_loss, sharded, stack_loss
 
 pytestmark = pytest.mark.pure
 
-STACK = {"stack": stack_shapes()}
 AHEAD, BACK = "stack @forward", "stack @backward"
-
-
-def nested_loss(params, batch):
-    def again(total, part):
-        return total + jnp.mean(run_stack(params["stack"], part) ** 2), None
-
-    return lax.scan(again, 0.0, jnp.stack([batch, 2 * batch]))[0]
 
 
 def stack_of(*gathers: tuple[str, str]) -> Stack:
@@ -30,7 +20,7 @@ def stack_of(*gathers: tuple[str, str]) -> Stack:
 
 
 def test_forward_and_backward_gather_the_same_stacks():
-    program, _ = sharded(nested_loss, STACK)
+    program, _ = sharded(halves_loss, STACK)
     stacks = repeated_stacks(program, ())
     whole = sum(4 * layers * rows * columns for layers, rows, columns in [(LAYERS, 16, 32), (LAYERS, 32, 16)])
     assert sum(stack.size_bytes for stack in stacks) >= whole

@@ -39,14 +39,13 @@ from tests.planner.situations import (
     UNROLLED,
     WAITS,
     Clock,
-    assert_same_values,
     candidate,
     headed_loss,
     in_pipelines,
     situation,
     unrolled_loss,
 )
-from tests.transforms.programs import count, layer, run_stack, sharded, stack_loss, stack_shapes
+from tests.transforms.programs import assert_same_values, count, layer, run_stack, sharded, stack_loss, stack_shapes
 
 IN_ORDER = [OrderedReductions(1)]
 

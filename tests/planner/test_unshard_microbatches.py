@@ -17,18 +17,8 @@ from jax_deepcompile.planner.strategies.unshard_microbatches import (
     repeats_of,
 )
 from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
-from tests.planner.situations import (
-    START,
-    UNROLLED,
-    WAITS,
-    Clock,
-    accumulating,
-    assert_same_values,
-    candidate,
-    eight_layers,
-    unrolled_loss,
-)
-from tests.transforms.programs import count, sharded
+from tests.planner.situations import START, UNROLLED, WAITS, Clock, accumulating, candidate, eight_layers, unrolled_loss
+from tests.transforms.programs import assert_same_values, count, sharded
 
 CLOCK = Clock(gather_s=2.0)
 

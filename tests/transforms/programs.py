@@ -41,6 +41,26 @@ def stack_loss(params, batch):
     return jnp.mean(run_stack(params["stack"], batch) ** 2)
 
 
+STACK = {"stack": stack_shapes()}
+
+
+def backwards_loss(params, batch):
+    return jnp.mean(run_stack(params["stack"], batch, reverse=True) ** 2)
+
+
+def two_stacks_loss(params, batch):
+    return jnp.mean(run_stack(params["b"], run_stack(params["a"], batch)) ** 2)
+
+
+def halves_loss(params, batch):
+    """The same layers for two halves of the batch, as microbatches run them."""
+
+    def again(total, part):
+        return total + jnp.mean(run_stack(params["stack"], part) ** 2), None
+
+    return lax.scan(again, 0.0, jnp.stack([batch, 2 * batch]))[0]
+
+
 MATRICES = {"w": (4, WIDTH, WIDTH)}
 UNDER_A_HEAD = MATRICES | {"head": (WIDTH, 3 * WIDTH)}
 
@@ -158,8 +178,13 @@ def outline(program: Program, *others: str) -> list[str]:
 
 def assert_same_work(planned: Program, program: Program, mesh) -> None:
     """That ``planned`` is valid, communicates as often as ``program``, and computes the same bits."""
-    verify(planned)
     for primitive in ("all_gather", "reduce_scatter", "psum"):
         assert count(planned, primitive) == count(program, primitive)
+    assert_same_values(planned, program, mesh)
+
+
+def assert_same_values(planned: Program, program: Program, mesh) -> None:
+    """That ``planned`` is valid, and computes the same bits."""
+    verify(planned)
     for got, expected in zip(run(planned, mesh), run(program, mesh), strict=True):
         np.testing.assert_array_equal(got, expected)

@@ -121,7 +121,7 @@ def test_every_row_is_what_was_stored_last(stores, reads):
 )
 def test_what_is_not_at_hand_stays(function):
     program, merged = once(function, np.zeros((ROWS, 3), np.float32), np.ones(3, np.float32), 2)
-    assert merged is program
+    assert merged.jaxpr is program.jaxpr
 
 
 @pytest.mark.pure
@@ -166,7 +166,7 @@ def test_random_bits_are_drawn_as_often_as_before():
         return lax.rng_uniform(0.0, 1.0, (3,)) + lax.rng_uniform(0.0, 1.0, (3,)) + key
 
     program, merged = once(function, np.ones(3, np.float32))
-    assert merged is program
+    assert merged.jaxpr is program.jaxpr
 
 
 @pytest.mark.h100_aot

@@ -26,8 +26,9 @@ from jax_deepcompile.transforms.delay_reductions import (
     sum_names,
 )
 from jax_deepcompile.transforms.reduce_in_order import reduce_in_order
-from tests.transforms.programs import count, outer_loops, stack_loss, stack_shapes
-from tests.transforms.test_unshard import UNROLLED, accumulating, assert_same, unrolled_loss
+from tests.planner.situations import UNROLLED, unrolled_loss
+from tests.transforms.programs import assert_same_values, count, outer_loops, stack_loss, stack_shapes
+from tests.transforms.test_unshard import accumulating
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_any_of_them_may_wait_to_the_same_bits(unrolled, data):
     sums = tuple(data.draw(st.lists(st.sampled_from(sums_of(program)), min_size=1, unique=True)))
     first_apart = data.draw(st.booleans())
     delayed = carry_out(program, mesh, [DelayedReductions("step", sums, first_apart)])
-    assert_same(program, delayed, mesh)
+    assert_same_values(delayed, program, mesh)
     # Those of the last iteration follow the loop.
     more = 0 if first_apart else len(sums)
     assert count(delayed, "reduce_scatter") == count(program, "reduce_scatter") + more
@@ -103,7 +104,7 @@ def test_what_waits_follows_an_order_too(unrolled):
     delayed = delay_reductions(program, mesh, [DelayedReductions("step", tuple(sums_of(program)[:4]))])
     ordered = reduce_in_order(delayed, 64, in_loops=True)
     assert ordered is not delayed
-    assert_same(program, ordered, mesh)
+    assert_same_values(ordered, program, mesh)
 
 
 @pytest.mark.pure

@@ -19,6 +19,7 @@ from tests.partition.steps import SUM, lines, shapes
 from tests.transforms.programs import (
     BATCH,
     MATRICES,
+    STACK,
     WIDTH,
     assert_same_work,
     compiled_for_h100s,
@@ -28,10 +29,7 @@ from tests.transforms.programs import (
     loop_names,
     sharded,
     stack_loss,
-    stack_shapes,
 )
-
-STACK = {"stack": stack_shapes()}
 
 
 def narrow_layer(x, params):

@@ -16,7 +16,6 @@ from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
-from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.planner.layers import AROUND_PIPELINED, not_pipelined, pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms import carry_out
@@ -24,26 +23,23 @@ from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_sched
 from tests.transforms.programs import (
     LAYERS,
     MATRICES,
+    STACK,
     WIDTH,
+    assert_same_values,
     count,
     layer,
     matrices_loss,
     outline,
-    run,
     run_stack,
     sharded,
     stack_loss,
     stack_shapes,
 )
 
-STACK = {"stack": stack_shapes()}
-
 
 def assert_same(program, mesh, schedules):
     planned = pipeline_loops(program, mesh, schedules)
-    verify(planned)
-    for got, expected in zip(run(planned, mesh), run(program, mesh), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    assert_same_values(planned, program, mesh)
     return planned
 
 

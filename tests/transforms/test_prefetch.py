@@ -20,38 +20,16 @@ from jax_deepcompile.planner.unrolled import room_bytes
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.prefetch import Prefetch, choose_prefetches, parameter_gathers, prefetch
 from tests.partition.steps import lines, shapes, training_step
-from tests.transforms.programs import WIDTH, assert_same_work, layer, sharded, stack_loss, stack_shapes
+from tests.planner.situations import UNROLLED, Clock, unrolled_loss
+from tests.transforms.programs import WIDTH, assert_same_work, sharded, stack_loss, stack_shapes
 
 LAYERS = 4
 CHAIN = {f"layer{index}": (WIDTH, WIDTH) for index in range(LAYERS)}
-UNROLLED = {f"layer{index}": {k: v[1:] for k, v in stack_shapes().items()} for index in range(3)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Clock(CostModel):
-    """A product takes a second, a collective as long as it is told, all else nothing."""
-
-    gather_s: float = 1.0
-
-    def matmul_s(self, flops, dtype, size_bytes):
-        return 1.0
-
-    def memory_s(self, size_bytes):
-        return 0.0
-
-    def collective_s(self, kind, size_bytes, group_size, ranks_per_node):
-        return self.gather_s
 
 
 def chain_loss(params, x):
     for index in range(LAYERS):
         x = jnp.tanh(x @ params[f"layer{index}"])
-    return jnp.mean(x**2)
-
-
-def unrolled_loss(params, x):
-    for index in range(3):
-        x = jax.checkpoint(layer)(x, params[f"layer{index}"])
     return jnp.mean(x**2)
 
 

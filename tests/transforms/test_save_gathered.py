@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -14,7 +13,6 @@ from jax_deepcompile import errors
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers
 from jax_deepcompile.hlo.reader import read
-from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.transforms import carry_out
@@ -25,28 +23,20 @@ from tests.schedules import gathers, loop_bodies
 from tests.transforms.programs import (
     LAYERS,
     MATRICES,
+    STACK,
     WIDTH,
+    assert_same_values,
+    backwards_loss,
     count,
     in_two_iterations,
     inner_loops,
     matrices_loss,
     outline,
-    run,
-    run_stack,
     sharded,
     stack_loss,
     stack_shapes,
+    two_stacks_loss,
 )
-
-STACK = {"stack": stack_shapes()}
-
-
-def backwards_loss(params, batch):
-    return jnp.mean(run_stack(params["stack"], batch, reverse=True) ** 2)
-
-
-def two_stacks_loss(params, batch):
-    return jnp.mean(run_stack(params["b"], run_stack(params["a"], batch)) ** 2)
 
 
 def everything(program, loops=find_loops) -> SavedGathers:
@@ -74,10 +64,8 @@ def test_values_stay_the_same(loss, params, pipelined):
     handed = save_gathered(program, mesh, [everything(program)])
     if pipelined:
         handed = pipeline_loops(handed, mesh, choose_schedules(program))
-    verify(handed)
     assert count(handed, "all_gather") == count(program, "all_gather") - 3 * LAYERS
-    for got, expected in zip(run(handed, mesh), run(program, mesh), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    assert_same_values(handed, program, mesh)
 
 
 @pytest.mark.cpu_mesh
@@ -85,8 +73,7 @@ def test_inside_of_another_loop_values_stay_the_same():
     program, mesh = sharded(in_two_iterations(stack_loss), STACK)
     handed = save_gathered(program, mesh, [everything(program, inner_loops)])
     assert count(handed, "all_gather") < count(program, "all_gather")
-    for got, expected in zip(run(handed, mesh), run(program, mesh), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    assert_same_values(handed, program, mesh)
 
 
 @pytest.mark.pure
