@@ -33,8 +33,8 @@ from jax_deepcompile.ir.primitives import closed_like
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, Replacement, replace_equations, rerun
 from jax_deepcompile.transforms.decision import Decision, listed, loop_named, positions, refused
-from jax_deepcompile.transforms.hand_over import Bridge
 from jax_deepcompile.transforms.replace_loops import replace_loops
+from jax_deepcompile.transforms.save_gathered import Bridge
 
 
 @dataclass(frozen=True)
