@@ -82,7 +82,7 @@ def updated_leaves(ports: Sequence[Port], pairs: Mapping[int, int], lineage: Lin
     alike: dict[tuple[int, ...], int] = defaultdict(int)
     elementwise = 0
     for leaf, result in pairs.items():
-        if ports[leaf].shape and jnp.issubdtype(ports[leaf].dtype, jnp.floating):
+        if ports[leaf].shape and "float" in ports[leaf].dtype:
             alike[ports[leaf].shape] |= 1 << leaf
             is_kept = carried[leaf] >> leaf & 1 and not lineage.is_input(result) and not lineage.mixed >> leaf & 1
             elementwise |= is_kept << leaf
