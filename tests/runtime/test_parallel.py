@@ -68,8 +68,9 @@ def test_work_under_way_ends_with_the_item_it_is_at(monkeypatch):
     assert len(begun) <= 3
 
 
-@pytest.mark.parametrize(("caught", "code", "said"), [(False, -signal.SIGINT, "")], ids=["uncaught"])
-def test_ctrl_c_is_heard_while_workers_are_inside_native_code(tmp_path, caught: bool, code: int, said: str):
+@pytest.mark.parametrize(("caught", "code"), [(False, -signal.SIGINT), (True, 5)], ids=["uncaught", "caught"])
+def test_ctrl_c_is_heard_while_workers_are_inside_native_code(tmp_path, caught: bool, code: int):
+    """A program that was started where Ctrl-C is ignored, as in the background of a shell, would ignore it, too."""
     script = tmp_path / "script.py"
     script.write_text(f"""
 import ctypes, importlib.util, sys, threading, time
@@ -89,7 +90,13 @@ def waits():
         {"sys.exit(5)" if caught else "raise"}
 waits()
 """)
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
