@@ -73,7 +73,8 @@ def test_ctrl_c_is_heard_while_workers_are_inside_native_code(tmp_path, caught: 
     """A program that was started where Ctrl-C is ignored, as in the background of a shell, would ignore it, too."""
     script = tmp_path / "script.py"
     script.write_text(f"""
-import ctypes, importlib.util, sys, threading, time
+import ctypes, importlib.util, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 spec = importlib.util.spec_from_file_location("parallel", {str(Path(parallel.__file__))!r})
 parallel = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(parallel)
@@ -90,13 +91,7 @@ def waits():
         {"sys.exit(5)" if caught else "raise"}
 waits()
 """)
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.2)
