@@ -1,18 +1,20 @@
-"""GPT-2, a decoder-only language model, in Flax Linen with its layers unrolled.
+"""GPT-2, a decoder-only language model, in Flax Linen, with its layers one by one or stacked and scanned.
 
 References:
   Language Models are Unsupervised Multitask Learners (Radford et al. 2019),
     https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
   The released code and weights, https://github.com/openai/gpt-2
   GELU and its tanh form (Hendrycks & Gimpel 2016), https://arxiv.org/abs/1606.08415
+  MPT, the same architecture at larger sizes, https://github.com/mosaicml/llm-foundry/tree/main/scripts/train/yamls/pretrain
 
 Shapes are written in the names: x_BxTxD has the dimensions
   B batch    T tokens of a sequence    D model width    F feed-forward width    V vocabulary
   H heads    C channels of a head
 """
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -29,6 +31,10 @@ class GPT2Config:
       dropout_rate: of the embeddings, the attention weights and each residual branch.
       param_dtype: dtype in which parameters are stored and updated.
       dtype: dtype of the activations and of the parameters as they enter a computation.
+      remat_policy: what a layer saves for its backward pass, one of `jax.checkpoint_policies`; None saves everything
+        without any `jax.checkpoint`.
+      scan_layers: one loop over stacked layers; else layer after layer, each with parameters of its own.
+      attention: "xla", or "cudnn": `jax.nn.dot_product_attention` by cuDNN, which drops no attention weights.
     """
 
     vocab_size: int
@@ -41,6 +47,9 @@ class GPT2Config:
     init_std: float = 0.02
     param_dtype: Any = jnp.float32
     dtype: Any = jnp.float32
+    remat_policy: Callable[..., Any] | None = None
+    scan_layers: bool = False
+    attention: Literal["xla", "cudnn"] = "xla"
 
     @property
     def head_dim(self) -> int:
@@ -52,6 +61,22 @@ class GPT2Config:
 
 
 GPT2_SMALL = GPT2Config(vocab_size=50_257, max_length=1024, d_model=768, n_layers=12, n_heads=12)
+
+# llm-foundry's mpt-7b.yaml, mpt-13b.yaml, mpt-30b.yaml and mpt-70b.yaml.
+MPT_7B = GPT2Config(
+    vocab_size=50_368,
+    max_length=2048,
+    d_model=4096,
+    n_layers=32,
+    n_heads=32,
+    dropout_rate=0.0,
+    dtype=jnp.bfloat16,
+    scan_layers=True,
+    attention="cudnn",
+)
+MPT_13B = replace(MPT_7B, d_model=5120, n_layers=40, n_heads=40)
+MPT_30B = replace(MPT_7B, d_model=7168, n_layers=48, n_heads=56)
+MPT_70B = replace(MPT_7B, d_model=8192, n_layers=80, n_heads=64)
 
 # Reads raw bytes.
 GPT2_TINY = GPT2Config(vocab_size=256, max_length=64, d_model=64, n_layers=2, n_heads=4)
@@ -68,25 +93,41 @@ class GPT2(nn.Module):
         embed = _embed(cfg, cfg.vocab_size, "token_embed")  # also the output layer
         x_1xTxD = _embed(cfg, cfg.max_length, "position_embed")(jnp.arange(tokens_BxT.shape[1]))[None, :, :]
         x_BxTxD = nn.Dropout(cfg.dropout_rate, deterministic=not train)(embed(tokens_BxT) + x_1xTxD)
-        for i in range(cfg.n_layers):
-            x_BxTxD = Layer(cfg, name=f"layer_{i}")(x_BxTxD, train=train)
+        layer = Layer
+        if cfg.remat_policy is not None:
+            layer = nn.remat(Layer, policy=cfg.remat_policy, prevent_cse=not cfg.scan_layers, static_argnums=(2,))
+        if cfg.scan_layers:
+            layers = nn.scan(
+                layer,
+                length=cfg.n_layers,
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                in_axes=nn.broadcast,
+            )
+            x_BxTxD, _ = layers(cfg, name="layers")(x_BxTxD, train)
+        else:
+            for i in range(cfg.n_layers):
+                x_BxTxD, _ = layer(cfg, name=f"layer_{i}")(x_BxTxD, train)
         x_BxTxD = _layer_norm(cfg, "final_norm")(x_BxTxD)
         return embed.attend(x_BxTxD).astype(jnp.float32)
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward network, each on its own residual branch, each normalised on its way in."""
+    """Attention and a feed-forward network, each on its own residual branch, each normalised on its way in.
+
+    In the (carry in, carry out) form of a scan.
+    """
 
     config: GPT2Config
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, *, train: bool) -> jax.Array:
+    def __call__(self, x_BxTxD: jax.Array, train: bool) -> tuple[jax.Array, None]:
         cfg = self.config
         dropout = nn.Dropout(cfg.dropout_rate, deterministic=not train)
         y_BxTxD = Attention(cfg, name="attention")(_layer_norm(cfg, "attention_norm")(x_BxTxD), train=train)
         x_BxTxD += dropout(y_BxTxD)
         y_BxTxD = MLP(cfg, name="mlp")(_layer_norm(cfg, "mlp_norm")(x_BxTxD))
-        return x_BxTxD + dropout(y_BxTxD)
+        return x_BxTxD + dropout(y_BxTxD), None
 
 
 class Attention(nn.Module):
@@ -100,8 +141,14 @@ class Attention(nn.Module):
         q_BxTxHxC, k_BxTxHxC, v_BxTxHxC = (
             _linear(cfg, (cfg.n_heads, cfg.head_dim), name)(x_BxTxD) for name in ("query", "key", "value")
         )
-        T = x_BxTxD.shape[1]
-        y_BxTxHxC = nn.dot_product_attention(
+        y_BxTxHxC = self.attend(q_BxTxHxC, k_BxTxHxC, v_BxTxHxC, train)
+        return _linear(cfg, cfg.d_model, "out", axis=(-2, -1), residual=True)(y_BxTxHxC)
+
+    def attend(self, q_BxTxHxC: jax.Array, k_BxTxHxC: jax.Array, v_BxTxHxC: jax.Array, train: bool) -> jax.Array:
+        cfg, T = self.config, q_BxTxHxC.shape[1]
+        if cfg.attention == "cudnn":
+            return jax.nn.dot_product_attention(q_BxTxHxC, k_BxTxHxC, v_BxTxHxC, is_causal=True, implementation="cudnn")
+        return nn.dot_product_attention(
             q_BxTxHxC,
             k_BxTxHxC,
             v_BxTxHxC,
@@ -112,7 +159,6 @@ class Attention(nn.Module):
             deterministic=not train,
             dtype=cfg.dtype,
         )
-        return _linear(cfg, cfg.d_model, "out", axis=(-2, -1), residual=True)(y_BxTxHxC)
 
 
 class MLP(nn.Module):

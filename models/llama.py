@@ -1,7 +1,8 @@
-"""Llama 3, a decoder-only language model, in Flax Linen with its layers stacked and scanned.
+"""Llama, a decoder-only language model, in Flax Linen, with its layers stacked and scanned or one by one.
 
 References:
   The Llama 3 Herd of Models (Grattafiori et al. 2024), https://arxiv.org/abs/2407.21783
+  Llama 2 (Touvron et al. 2023), https://arxiv.org/abs/2307.09288
   RoPE, rotary positions (Su et al. 2021), https://arxiv.org/abs/2104.09864
   Grouped-query attention (Ainslie et al. 2023), https://arxiv.org/abs/2305.13245
   SwiGLU (Shazeer 2020), https://arxiv.org/abs/2002.05202
@@ -13,13 +14,14 @@ Shapes are written in the names: x_BxTxD has the dimensions
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class LlamaConfig:
       param_dtype: dtype in which parameters are stored and updated.
       dtype: dtype of the activations and of the parameters as they enter a computation.
       remat_policy: what a layer saves for its backward pass, one of `jax.checkpoint_policies`; None saves everything.
+        `save_only_these_names` knows query, key, value (rotated), context, out, gate, up and down, which are what the
+        layer's linear maps and its attention return.
+      scan_layers: one loop over stacked layers; else layer after layer, each with parameters of its own.
       attention: implementation of `jax.nn.dot_product_attention`.
     """
 
@@ -45,12 +50,20 @@ class LlamaConfig:
     param_dtype: Any = jnp.float32
     dtype: Any = jnp.bfloat16
     remat_policy: Callable[..., Any] | None = jax.checkpoint_policies.nothing_saveable
+    scan_layers: bool = True
     attention: Literal["xla", "cudnn"] = "xla"
 
     @property
     def head_dim(self) -> int:
         return self.d_model // self.n_heads
 
+
+# Tables 1 and 3 of the Llama 2 paper and Llama 2's configuration files.
+LLAMA2_7B = LlamaConfig(
+    vocab_size=32_000, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=32, d_ff=11_008, rope_theta=10_000.0
+)
+LLAMA2_13B = replace(LLAMA2_7B, d_model=5120, n_layers=40, n_heads=40, n_kv_heads=40, d_ff=13_824)
+LLAMA2_70B = replace(LLAMA2_7B, d_model=8192, n_layers=80, n_heads=64, n_kv_heads=8, d_ff=28_672)
 
 # Table 3 of the Llama 3 paper.
 LLAMA3_8B = LlamaConfig(vocab_size=128_256, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, d_ff=14_336)
@@ -76,12 +89,16 @@ class Llama(nn.Module):
             param_dtype=cfg.param_dtype,
             name="embed",
         )
-        layer = Layer
+        layer, x_BxTxD = Layer, embed(tokens_BxT)
         if cfg.remat_policy is not None:
-            layer = nn.remat(Layer, policy=cfg.remat_policy, prevent_cse=False)  # a scan separates the two passes
-        layers = nn.scan(layer, length=cfg.n_layers, variable_axes={"params": 0}, split_rngs={"params": True})
-
-        x_BxTxD, _ = layers(cfg, name="layers")(embed(tokens_BxT))
+            # A scan separates the two passes; layers one by one must be kept from being merged with their repetition.
+            layer = nn.remat(Layer, policy=cfg.remat_policy, prevent_cse=not cfg.scan_layers)
+        if cfg.scan_layers:
+            layers = nn.scan(layer, length=cfg.n_layers, variable_axes={"params": 0}, split_rngs={"params": True})
+            x_BxTxD, _ = layers(cfg, name="layers")(x_BxTxD)
+        else:
+            for i in range(cfg.n_layers):
+                x_BxTxD, _ = layer(cfg, name=f"layer_{i}")(x_BxTxD)
         x_BxTxD = _rms_norm(cfg, "final_norm")(x_BxTxD)
         logits_BxTxV = _linear(cfg, cfg.vocab_size, "lm_head")(x_BxTxD)
         return logits_BxTxV.astype(jnp.float32)
@@ -111,9 +128,11 @@ class Attention(nn.Module):
         q_BxTxHxC = _linear(cfg, (cfg.n_heads, cfg.head_dim), "query")(x_BxTxD)
         k_BxTxKxC = _linear(cfg, (cfg.n_kv_heads, cfg.head_dim), "key")(x_BxTxD)
         v_BxTxKxC = _linear(cfg, (cfg.n_kv_heads, cfg.head_dim), "value")(x_BxTxD)
-        q_BxTxHxC, k_BxTxKxC = rotary(q_BxTxHxC, cfg.rope_theta), rotary(k_BxTxKxC, cfg.rope_theta)
-        y_BxTxHxC = causal_attention(q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, cfg.attention)
-        return _linear(cfg, cfg.d_model, "out", axis=(-2, -1))(y_BxTxHxC)
+        q_BxTxHxC = checkpoint_name(rotary(q_BxTxHxC, cfg.rope_theta), "query")
+        k_BxTxKxC = checkpoint_name(rotary(k_BxTxKxC, cfg.rope_theta), "key")
+        v_BxTxKxC = checkpoint_name(v_BxTxKxC, "value")
+        y_BxTxHxC = checkpoint_name(causal_attention(q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, cfg.attention), "context")
+        return checkpoint_name(_linear(cfg, cfg.d_model, "out", axis=(-2, -1))(y_BxTxHxC), "out")
 
 
 class SwiGLU(nn.Module):
@@ -124,9 +143,9 @@ class SwiGLU(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         cfg = self.config
-        gate_BxTxF = _linear(cfg, cfg.d_ff, "gate")(x_BxTxD)
-        up_BxTxF = _linear(cfg, cfg.d_ff, "up")(x_BxTxD)
-        return _linear(cfg, cfg.d_model, "down")(nn.silu(gate_BxTxF) * up_BxTxF)
+        gate_BxTxF = checkpoint_name(_linear(cfg, cfg.d_ff, "gate")(x_BxTxD), "gate")
+        up_BxTxF = checkpoint_name(_linear(cfg, cfg.d_ff, "up")(x_BxTxD), "up")
+        return checkpoint_name(_linear(cfg, cfg.d_model, "down")(nn.silu(gate_BxTxF) * up_BxTxF), "down")
 
 
 def rotary(x_BxTxHxC: jax.Array, theta: float) -> jax.Array:

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from models import gpt2
-from tests.models.checks import assert_a_gradient_step_lowers, assert_causal
+from tests.models.checks import (
+    assert_a_gradient_step_lowers,
+    assert_causal,
+    assert_stacked_layers_compute_the_same,
+)
 
 TINY = gpt2.GPT2_TINY
 MODEL = gpt2.GPT2(TINY)
@@ -78,3 +82,19 @@ def test_training_without_a_dropout_key_is_refused():
         jax.eval_shape(lambda params: MODEL.apply(params, TOKENS_BxT, train=True), params)
     without = gpt2.GPT2(replace(TINY, dropout_rate=0.0))
     jax.eval_shape(lambda params: without.apply(params, TOKENS_BxT, train=True), params)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.nothing_saveable])
+def test_stacked_layers_compute_the_same(params, policy):
+    scanned = gpt2.GPT2(replace(TINY, scan_layers=True, remat_policy=policy, dropout_rate=0.0))
+    one_by_one = gpt2.GPT2(replace(TINY, remat_policy=policy, dropout_rate=0.0))
+    assert_stacked_layers_compute_the_same(one_by_one, scanned, params, TOKENS_BxT, train=True)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(("config", "billions"), [(gpt2.MPT_7B, 6.7), (gpt2.MPT_30B, 30.0)])
+def test_mpt_has_its_size(config, billions):
+    model = gpt2.GPT2(replace(config, attention="xla"))
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BxT)
+    assert sum(math.prod(p.shape) for p in jax.tree.leaves(params)) / 1e9 == pytest.approx(billions, abs=0.05)

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from models import llama
-from tests.models.checks import assert_a_gradient_step_lowers, assert_causal
+from tests.models.checks import (
+    assert_a_gradient_step_lowers,
+    assert_causal,
+    assert_stacked_layers_compute_the_same,
+)
 
 TINY = llama.LLAMA_TINY
 MODEL = llama.Llama(TINY)
@@ -115,3 +119,27 @@ def test_attention_matches_its_definition():
         np.einsum("bhts,bshc->bthc", weights_BxHxTxT, v_BxTxHxC),
         atol=1e-5,
     )
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.save_only_these_names("query", "context", "up")])
+def test_layers_one_by_one_compute_the_same(policy):
+    one_by_one = llama.Llama(replace(TINY, scan_layers=False, remat_policy=policy))
+    params = jax.jit(one_by_one.init)(jax.random.key(0), TOKENS_BxT)
+    scanned = llama.Llama(replace(TINY, remat_policy=policy))
+    assert_stacked_layers_compute_the_same(one_by_one, scanned, params, TOKENS_BxT)
+
+
+@pytest.mark.pure
+def test_a_policy_saves_by_name():
+    policy = jax.checkpoint_policies.save_only_these_names(
+        "query", "key", "value", "context", "out", "gate", "up", "down"
+    )
+    model = llama.Llama(replace(TINY, remat_policy=policy))
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BxT)
+    jaxpr = jax.make_jaxpr(jax.grad(partial(loss_of, model=model)))(params)
+    forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    saved = [v.aval.shape[1:] for v in forward.outvars[forward.params["num_carry"] :]]
+    heads, width = (2, 16, TINY.n_heads, 16), (2, 16, TINY.d_model)
+    pairs = (2, 16, TINY.n_kv_heads, 16)
+    assert sorted(saved) == sorted([width, heads, pairs, pairs, heads, width, (2, 16, TINY.d_ff), (2, 16, TINY.d_ff)])
