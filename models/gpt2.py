@@ -95,19 +95,18 @@ class GPT2(nn.Module):
         x_BxTxD = nn.Dropout(cfg.dropout_rate, deterministic=not train)(embed(tokens_BxT) + x_1xTxD)
         layer = Layer
         if cfg.remat_policy is not None:
-            layer = nn.remat(Layer, policy=cfg.remat_policy, prevent_cse=not cfg.scan_layers, static_argnums=(2,))
+            layer = nn.remat(Layer, policy=cfg.remat_policy, prevent_cse=not cfg.scan_layers)
         if cfg.scan_layers:
             layers = nn.scan(
                 layer,
                 length=cfg.n_layers,
                 variable_axes={"params": 0},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=nn.broadcast,
             )
-            x_BxTxD, _ = layers(cfg, name="layers")(x_BxTxD, train)
+            x_BxTxD, _ = layers(cfg, train, name="layers")(x_BxTxD)
         else:
             for i in range(cfg.n_layers):
-                x_BxTxD, _ = layer(cfg, name=f"layer_{i}")(x_BxTxD, train)
+                x_BxTxD, _ = layer(cfg, train, name=f"layer_{i}")(x_BxTxD)
         x_BxTxD = _layer_norm(cfg, "final_norm")(x_BxTxD)
         return embed.attend(x_BxTxD).astype(jnp.float32)
 
@@ -119,12 +118,13 @@ class Layer(nn.Module):
     """
 
     config: GPT2Config
+    train: bool
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, train: bool) -> tuple[jax.Array, None]:
+    def __call__(self, x_BxTxD: jax.Array) -> tuple[jax.Array, None]:
         cfg = self.config
-        dropout = nn.Dropout(cfg.dropout_rate, deterministic=not train)
-        y_BxTxD = Attention(cfg, name="attention")(_layer_norm(cfg, "attention_norm")(x_BxTxD), train=train)
+        dropout = nn.Dropout(cfg.dropout_rate, deterministic=not self.train)
+        y_BxTxD = Attention(cfg, name="attention")(_layer_norm(cfg, "attention_norm")(x_BxTxD), train=self.train)
         x_BxTxD += dropout(y_BxTxD)
         y_BxTxD = MLP(cfg, name="mlp")(_layer_norm(cfg, "mlp_norm")(x_BxTxD))
         return x_BxTxD + dropout(y_BxTxD), None

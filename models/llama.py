@@ -34,6 +34,7 @@ class LlamaConfig:
       remat_policy: what a layer saves for its backward pass, one of `jax.checkpoint_policies`; None saves everything.
         `save_only_these_names` knows query, key, value (rotated), context, out, gate, up and down, which are what the
         layer's linear maps and its attention return.
+      logits_dtype: dtype in which the last product is computed; as all others if None.
       scan_layers: one loop over stacked layers; else layer after layer, each with parameters of its own.
       attention: implementation of `jax.nn.dot_product_attention`.
     """
@@ -50,6 +51,7 @@ class LlamaConfig:
     param_dtype: Any = jnp.float32
     dtype: Any = jnp.bfloat16
     remat_policy: Callable[..., Any] | None = jax.checkpoint_policies.nothing_saveable
+    logits_dtype: Any = None
     scan_layers: bool = True
     attention: Literal["xla", "cudnn"] = "xla"
 
@@ -100,7 +102,8 @@ class Llama(nn.Module):
             for i in range(cfg.n_layers):
                 x_BxTxD, _ = layer(cfg, name=f"layer_{i}")(x_BxTxD)
         x_BxTxD = _rms_norm(cfg, "final_norm")(x_BxTxD)
-        logits_BxTxV = _linear(cfg, cfg.vocab_size, "lm_head")(x_BxTxD)
+        head = replace(cfg, dtype=cfg.logits_dtype or cfg.dtype)
+        logits_BxTxV = _linear(head, cfg.vocab_size, "lm_head")(x_BxTxD)
         return logits_BxTxV.astype(jnp.float32)
 
 

@@ -12,6 +12,8 @@ import tyro
 from experiments.bench.configs import BENCHMARKS
 from experiments.bench.rows import Results, load, measure
 from experiments.bench.table import table
+from experiments.validation import command as validation
+from experiments.validation.runs import RUNS
 from jax_deepcompile.cli.values import bounded, nearest_name
 from jax_deepcompile.runtime.files import write_whole
 
@@ -49,6 +51,12 @@ def run(
     if list:
         for each, benchmark in BENCHMARKS.items():
             print(f"{each:<20}{benchmark.title} ({len(benchmark.workloads)} rows)")
+        print(f"{'validation':<20}{validation.TITLE} ({len(RUNS)} rows)")
+        return 0
+    if name == "validation":
+        if any(row >= len(RUNS) for row in rows):
+            return _mistake(f"validation has no row {max(rows)}: its rows are 0 to {len(RUNS) - 1}")
+        validation.measure(out, rows or range(len(RUNS)), resume)
         return 0
     if name is None:
         return _mistake(f"say which benchmark: {', '.join(BENCHMARKS)}")

@@ -35,11 +35,14 @@ class Cluster:
     def network(self) -> str:
         return f"{self.nics_per_node} x {self.nic_gbps:g} Gb/s"
 
+    def target(self) -> deepcompile.targets.Target:
+        """The cluster to compile for."""
+        make = getattr(deepcompile.targets, self.gpu)
+        return make(self.nodes, self.gpus_per_node, nics_per_node=self.nics_per_node, nic_gbps=self.nic_gbps)
+
     def make_mesh(self) -> Mesh:
         """All GPUs along one axis "fsdp"."""
-        make = getattr(deepcompile.targets, self.gpu)
-        target = make(self.nodes, self.gpus_per_node, nics_per_node=self.nics_per_node, nic_gbps=self.nic_gbps)
-        return target.make_mesh((self.gpus,), ("fsdp",))
+        return self.target().make_mesh((self.gpus,), ("fsdp",))
 
 
 @dataclasses.dataclass(frozen=True)

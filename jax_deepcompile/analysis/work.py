@@ -35,65 +35,110 @@ def is_anchor(eqn: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one matrix product asks of the machine.
+class Product:
+    """Matrix products of one shape: ``batch`` times an (m, k) by a (k, n) matrix.
 
     Attributes:
-      flops: multiplications and additions.
       dtype: type of the factors' elements, as XLA calls it; ``f32-highest`` for full float32.
-      size_bytes: read and written in device memory.
     """
 
-    flops: float
+    batch: float
+    m: float
+    n: float
+    k: float
     dtype: str
-    size_bytes: float
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        return 2.0 * self.batch * self.m * self.n * self.k
 
 
-def work_of(eqn: Any) -> Work:
-    """The work of one of ``PRODUCTS``."""
-    moved = float(sum(size_bytes(atom) for atom in (*variables(eqn.invars), *eqn.outvars)))
-    if eqn.primitive.name in ATTENTION:
-        return Work(_attention(eqn), _factor(eqn), moved)
-    return Work(2.0 * _depth(eqn) * math.prod(eqn.outvars[0].aval.shape), _factor(eqn), moved)
+@dataclass(frozen=True)
+class Attention:
+    """Fused attention.
 
-
-def attention_flops(
-    scores: Sequence[int], head_size: int, mask_type: str, window: int | None, is_gradient: bool
-) -> float:
-    """Multiplications and additions of cuDNN's fused attention, which leaves out what a mask of its own hides.
-
-    Args:
-      scores: sequences, heads, queries and keys.
+    Attributes:
+      heads: of all sequences together.
+      queries, keys: of a sequence.
       head_size: elements of a query.
-      mask_type: cuDNN's name of the mask.
-      window: keys that a query attends to at most, the last ones; all if there is none.
+      seen: the share of pairs of a query and a key that are computed; a mask that the kernel knows hides the others.
       is_gradient: five products instead of two; the scores are computed again.
+      dtype: as of a ``Product``.
     """
-    sequences, heads, queries, keys = scores
-    share = min(window or keys, keys) / keys
-    seen = share * (1 - share / 2) if window or "CAUSAL" in mask_type else 1.0
-    return 2.0 * (5 if is_gradient else 2) * sequences * heads * queries * keys * head_size * seen
+
+    heads: float
+    queries: int
+    keys: int
+    head_size: int
+    seen: float
+    is_gradient: bool
+    dtype: str
+
+    @classmethod
+    def of(
+        cls,
+        scores: Sequence[int],
+        head_size: int,
+        mask_type: str,
+        window: int | None,
+        is_gradient: bool,
+        dtype: str,
+    ) -> Attention:
+        """cuDNN's fused attention, which leaves out what a mask of its own hides.
+
+        Args:
+          scores: sequences, heads, queries and keys.
+          head_size: elements of a query.
+          mask_type: cuDNN's name of the mask.
+          window: keys that a query attends to at most, the last ones; all if there is none.
+          is_gradient: of the backward pass.
+          dtype: of the queries.
+        """
+        sequences, heads, queries, keys = scores
+        share = min(window or keys, keys) / keys
+        seen = share * (1 - share / 2) if window or "CAUSAL" in mask_type else 1.0
+        return cls(sequences * heads, queries, keys, head_size, seen, is_gradient, dtype)
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions."""
+        products = 5 if self.is_gradient else 2
+        return 2.0 * products * self.heads * self.queries * self.keys * self.head_size * self.seen
 
 
-def _attention(eqn: Any) -> float:
-    """FLOPs of ``query[b, t, h, d], key[b, s, h, d], ...``, or with heads before positions."""
+def work_of(eqn: Any) -> Product | Attention:
+    """What one of ``PRODUCTS`` computes."""
+    name, dtype = eqn.primitive.name, _factor(eqn)
+    left, right = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    outputs = math.prod(eqn.outvars[0].aval.shape)
+    if name in ATTENTION:
+        return _attention(eqn, dtype)
+    if name == "dot_general":
+        (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
+        batch, k = math.prod(left[dim] for dim in batched), math.prod(left[dim] for dim in contracted)
+        m = math.prod(left) / max(batch * k, 1)
+        return Product(batch, m, outputs / max(batch * m, 1), k, dtype)
+    if name == "conv_general_dilated":
+        channels = max(right[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
+        return Product(1, outputs / channels, channels, math.prod(right) / channels, dtype)
+    # XLA:GPU multiplies every row of a ragged product with every group's matrix
+    return Product(right[0], outputs / right[-1], right[-1], left[-1], dtype)
+
+
+def alone_bytes(eqn: Any) -> float:
+    """What an equation alone reads and writes in device memory."""
+    return float(sum(size_bytes(atom) for atom in (*variables(eqn.invars), *eqn.outvars)))
+
+
+def _attention(eqn: Any, dtype: str) -> Attention:
+    """Of ``query[b, t, h, d], key[b, s, h, d], ...``, or with heads before positions."""
     heads_first = eqn.params["layout"] == 1
     (batch, *query, head_size), key = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
     queries, heads = reversed(query) if heads_first else query
     scores = batch, heads, queries, key[2 if heads_first else 1]
     name, window = eqn.primitive.name, eqn.params["sliding_window_length"]
-    return attention_flops(scores, head_size, eqn.params["mask_type"].name, window, "_bwd" in name)
-
-
-def _depth(eqn: Any) -> float:
-    """Products that are summed for one element of the result."""
-    left, right = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return math.prod(left[dim] for dim in contracted)
-    if eqn.primitive.name == "conv_general_dilated":
-        return math.prod(right) / max(right[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
-    return right[0] * left[-1]  # XLA:GPU multiplies every row of a ragged product with every group's matrix
+    return Attention.of(scores, head_size, eqn.params["mask_type"].name, window, "_bwd" in name, dtype)
 
 
 def _factor(eqn: Any) -> str:

@@ -13,7 +13,9 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.devices import hardware_of, machine_of, network_of
 from jax_deepcompile.costs.entries import CollectiveFit, CopyDirection
+from jax_deepcompile.costs.overlap import overlap_of
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.costs.rates import published_rates
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.streams import Stream
 
@@ -78,8 +80,10 @@ def costs_of(mesh: Mesh, profile: Profile | None = None) -> CostModel:
       ProfileMismatchError: the profile is of other devices.
     """
     kind, network = mesh.devices.flat[0].device_kind, network_of(mesh.devices.flat)
+    hardware = hardware_of(kind)
+    rates, overlap = published_rates(hardware.name), overlap_of(hardware.name)
     if profile is None:
-        return CostModel(hardware_of(kind), network)
+        return CostModel(hardware, network, rates, overlap)
     found = {axis.name: axis.size for axis in profile.machine.axes}
     for what, expected, measured in (
         ("device kind", kind, profile.machine.device_kind),
@@ -88,7 +92,7 @@ def costs_of(mesh: Mesh, profile: Profile | None = None) -> CostModel:
     ):
         if measured != expected:
             raise errors.ProfileMismatchError(what, expected, measured)
-    return MeasuredCostModel(hardware_of(kind), network, profile=profile)
+    return MeasuredCostModel(hardware, network, rates, overlap, profile=profile)
 
 
 _ASSUMED = "400 Gbit/s a GPU"

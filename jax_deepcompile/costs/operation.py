@@ -22,15 +22,11 @@ def timing_of(module: Module, computation: Computation, instruction: Instruction
         return _collective(module, kind, runs, instruction, operands, costs)
     direction = _direction(runs, [home.by_name[name] for name in runs.operands])
     if direction is not None:
-        size_bytes = written_bytes(module, home, runs)
-        stream = Stream.TO_HOST if direction is Direction.TO_HOST else Stream.FROM_HOST
-        return Timing(stream, costs.copy_s(size_bytes, direction), kind, size_bytes)
+        return costs.copy(written_bytes(module, home, runs), direction, kind)
     work = work_of(module, home, runs)
-    if work.matmul_flops:
-        seconds = costs.matmul_s(work.matmul_flops, work.dtype, work.bytes)
-    else:
-        seconds = costs.vector_s(work.vector_flops, work.bytes)
-    return Timing(Stream.COMPUTE, costs.kernel_s(seconds, module.source(instruction)), kind)
+    kernel = costs.matmul(work.products, work.bytes) if work.products else costs.vector(work.vector_flops, work.bytes)
+    seconds = costs.kernel_s(kernel.seconds, module.source(instruction))
+    return Timing(Stream.COMPUTE, seconds, kind, is_memory_bound=kernel.is_memory_bound)
 
 
 def _unwrapped(module: Module, computation: Computation, instruction: Instruction) -> tuple[Computation, Instruction]:
@@ -52,7 +48,9 @@ def _collective(
     seconds = costs.collective_s(kind, size_bytes, groups.size, ranks)
     settings = issued.config.get("collective_backend_config") or runs.config.get("collective_backend_config") or {}
     is_sync = bool(settings.get("is_sync", False))
-    return Timing(Stream(kind), seconds, kind, size_bytes, is_sync, sent_bytes(kind, size_bytes, groups.size))
+    sent = sent_bytes(kind, size_bytes, groups.size)
+    taken = costs.taken_by_collective(sent, seconds)
+    return Timing(Stream(kind), seconds, kind, size_bytes, is_sync, sent, taken=taken)
 
 
 def _direction(instruction: Instruction, operands: list[Instruction]) -> Direction | None:

@@ -2,7 +2,8 @@
 
 The compute stream runs kernels one after another. Collectives of each kind, and copies in each direction between device
 and host, have a stream of their own; streams that share a queue, as all collectives but permutations do, wait for each
-other. What the compute stream waits for them is exposed.
+other. What the compute stream waits for them is exposed. Kernels are slower while other streams run: each queue takes
+from them what the last operation that it was given takes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self, TypeAlias, TypeVar
 
+from jax_deepcompile.costs.overlap import NONE, Taken
 from jax_deepcompile.costs.simulation import Event, Loop, Totals
 from jax_deepcompile.costs.streams import Queue, Stream, Timing
 
@@ -36,6 +38,7 @@ class Player:
     Attributes:
       now_s: when the compute stream is free.
       free: when each of the other queues has done all it was given.
+      taken: what each of them takes from kernels until then.
       trips: how often a step runs what is being played.
       loop: the innermost loop that it is in, by name; empty where events do not say.
       is_recorded: whether events and loops are kept.
@@ -45,6 +48,7 @@ class Player:
 
     now_s: float = 0.0
     free: dict[Queue, Due] = field(default_factory=dict)
+    taken: dict[Queue, Taken] = field(default_factory=dict)
     trips: int = 1
     loop: str = ""
     is_recorded: bool = True
@@ -65,19 +69,44 @@ class Player:
         if stream is Stream.COMPUTE:
             self.wait(operands)
             begin_s, after = self.now_s, {}
-            self.now_s = begin_s + timing.seconds
+            seconds = self._kernel_s(timing)
+            self.now_s = begin_s + seconds
         else:
             after = merged([operands, self.free.get(stream.queue, {})])
             begin_s = max([earliest_s, *after.values()])
-        due = {**after, stream: begin_s + timing.seconds}
+            seconds = self._other_s(timing, begin_s)
+        due = {**after, stream: begin_s + seconds}
         if stream is not Stream.COMPUTE:
-            self.free[stream.queue] = due
-        self.totals = self.totals.plus(Totals.of(timing))
+            self.free[stream.queue], self.taken[stream.queue] = due, timing.taken
+        self.totals = self.totals.plus(Totals.of(timing, seconds))
         if self.is_recorded:
             recorded = operation()
             where = recorded.op_name, recorded.source, timing.kind, timing.sent_bytes, self.loop
             self.events.append(Event(stream, recorded.name, begin_s, due[stream], self.trips, *where))
         return due
+
+    def _kernel_s(self, timing: Timing) -> float:
+        """What a kernel takes that begins now, slower as long as other queues are busy."""
+        at_s, left_s = self.now_s, timing.seconds
+        ends = sorted((max(due.values()), queue) for queue, due in self.free.items())
+        for place, (busy_s, _) in enumerate(ends):
+            beside = sum((self.taken[queue] for _, queue in ends[place:] if queue in self.taken), NONE)
+            slowdown = beside.slowdown(timing.is_memory_bound)
+            if busy_s <= at_s or slowdown == 1:
+                continue
+            if left_s * slowdown <= busy_s - at_s:
+                return at_s - self.now_s + left_s * slowdown
+            left_s -= (busy_s - at_s) / slowdown
+            at_s = busy_s
+        return at_s - self.now_s + left_s
+
+    def _other_s(self, timing: Timing, begin_s: float) -> float:
+        """What another operation takes; a copy is slower as long as the other direction is busy."""
+        beside_s = 0.0
+        if timing.stream.is_copy:
+            other = Queue.FROM_HOST if timing.stream is Stream.TO_HOST else Queue.TO_HOST
+            beside_s = max(0.0, max(self.free.get(other, {}).values(), default=0.0) - begin_s)
+        return timing.seconds + min(beside_s / timing.both_ways, timing.seconds) * (timing.both_ways - 1)
 
     def wait(self, due: Due) -> None:
         """Holds the compute stream until all that ``due`` names is done."""
@@ -90,10 +119,10 @@ class Player:
         """Plays that one of ``branches`` which ends last by ``end_s``, and returns what it returns."""
         played = []
         for play in branches:
-            branch = replace(self, free=dict(self.free), events=[], loops=[])
+            branch = replace(self, free=dict(self.free), taken=dict(self.taken), events=[], loops=[])
             played.append((branch, play(branch)))
         branch, result = max(played, key=lambda each: end_s(*each))
-        self.now_s, self.free, self.totals = branch.now_s, branch.free, branch.totals
+        self.now_s, self.free, self.taken, self.totals = branch.now_s, branch.free, branch.taken, branch.totals
         self.events += branch.events
         self.loops += branch.loops
         return result

@@ -12,7 +12,7 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.kernels import kernels_of
-from jax_deepcompile.analysis.work import work_of
+from jax_deepcompile.analysis.work import alone_bytes, work_of
 from jax_deepcompile.costs.collective_bytes import sent_bytes
 from jax_deepcompile.costs.combining import Thresholds, combined
 from jax_deepcompile.costs.cost_model import CostModel, Direction
@@ -86,11 +86,12 @@ def timing_of(eqn: Any, moved_bytes: int, mesh: MeshAxes, costs: CostModel) -> T
     if name in COLLECTIVES:
         return collective_of(eqn, mesh, costs)
     if name in PRODUCTS:
-        work = work_of(eqn)
-        return Timing(Stream.COMPUTE, costs.matmul_s(work.flops, work.dtype, work.size_bytes), name)
+        kernel = costs.matmul((work_of(eqn),), alone_bytes(eqn))
+        return Timing(Stream.COMPUTE, kernel.seconds, name, is_memory_bound=kernel.is_memory_bound)
     if name == "device_put":
         return _copy(eqn, costs)
-    return Timing(Stream.COMPUTE, costs.memory_s(moved_bytes) if moved_bytes else 0.0, name)
+    seconds = costs.memory_s(moved_bytes) if moved_bytes else 0.0
+    return Timing(Stream.COMPUTE, seconds, name, is_memory_bound=True)
 
 
 def collective_of(eqn: Any, mesh: MeshAxes, costs: CostModel, joined_bytes: int = 0) -> Timing:
@@ -103,7 +104,8 @@ def collective_of(eqn: Any, mesh: MeshAxes, costs: CostModel, joined_bytes: int 
     seconds = costs.collective_s(kind, joined_bytes + size, group, ranks)
     if joined_bytes:
         seconds -= costs.collective_s(kind, joined_bytes, group, ranks)
-    return Timing(Stream(kind), seconds, kind, size, sent_bytes=sent_bytes(kind, size, group))
+    sent = sent_bytes(kind, size, group)
+    return Timing(Stream(kind), seconds, kind, size, sent_bytes=sent, taken=costs.taken_by_collective(sent, seconds))
 
 
 def is_on_host(atom: Any) -> bool:
@@ -140,7 +142,7 @@ def _copy(eqn: Any, costs: CostModel) -> Timing:
     to_host = sum(size_bytes(out) for operand, out in pairs if is_on_host(out) and not is_on_host(operand))
     from_host = sum(size_bytes(out) for operand, out in pairs if is_on_host(operand) and not is_on_host(out))
     if to_host:
-        return Timing(Stream.TO_HOST, costs.copy_s(to_host, Direction.TO_HOST), "copy", to_host)
+        return costs.copy(to_host, Direction.TO_HOST)
     if from_host:
-        return Timing(Stream.FROM_HOST, costs.copy_s(from_host, Direction.FROM_HOST), "copy", from_host)
+        return costs.copy(from_host, Direction.FROM_HOST)
     return Timing(Stream.COMPUTE, 0.0, "copy")

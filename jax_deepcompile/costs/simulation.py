@@ -17,6 +17,8 @@ class Totals:
 
     Attributes:
       compute_s: on the compute stream, without waiting.
+      slowed_s: of that, what kernels took longer because other streams ran beside them.
+      delayed_s: what the other streams cost kernels at least, by running at all, if none of it is exposed.
       communication_s: of collectives, hidden or not.
       copy_s: of copies between device and host, hidden or not.
       gathered_bytes: whole results of all-gathers.
@@ -25,6 +27,8 @@ class Totals:
     """
 
     compute_s: float = 0.0
+    slowed_s: float = 0.0
+    delayed_s: float = 0.0
     communication_s: float = 0.0
     copy_s: float = 0.0
     gathered_bytes: int = 0
@@ -40,15 +44,16 @@ class Totals:
         return sum(seconds for stream, seconds in self.exposed_s.items() if stream.is_copy)
 
     @classmethod
-    def of(cls, timing: Timing) -> Totals:
-        """Of one operation, but for what is waited for."""
+    def of(cls, timing: Timing, seconds: float) -> Totals:
+        """Of one operation that took ``seconds`` beside others, but for what is waited for."""
         if timing.stream is Stream.COMPUTE:
-            return cls(compute_s=timing.seconds)
+            return cls(compute_s=seconds, slowed_s=seconds - timing.seconds)
+        delayed_s = timing.seconds * timing.taken.least
         if timing.stream.is_copy:
-            return cls(copy_s=timing.seconds)
+            return cls(copy_s=seconds, delayed_s=delayed_s)
         gathered = timing.bytes if timing.stream is Stream.ALL_GATHER else 0
         reduced = timing.bytes if timing.stream in (Stream.REDUCE_SCATTER, Stream.ALL_REDUCE) else 0
-        return cls(communication_s=timing.seconds, gathered_bytes=gathered, reduced_bytes=reduced)
+        return cls(communication_s=seconds, delayed_s=delayed_s, gathered_bytes=gathered, reduced_bytes=reduced)
 
     @classmethod
     def of_wait(cls, stream: Stream, waited_s: float) -> Totals:
@@ -200,8 +205,12 @@ class Simulation(Summarized):
 
     @property
     def bound_s(self) -> float:
-        """What no schedule of the same operations beats: the busiest stream alone, or one phase after the other."""
-        return max(self.compute_s, self.communication_s, self.in_order_s)
+        """What no schedule of the same operations beats: the busiest stream alone, or one phase after the other.
+
+        Kernels are as fast as alone, but for the least that collectives and copies beside them cost.
+        """
+        alone_s = self.compute_s - self.totals.slowed_s
+        return max(alone_s + self.totals.delayed_s, self.communication_s, self.in_order_s)
 
     @property
     def attainable_s(self) -> float:

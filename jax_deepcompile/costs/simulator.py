@@ -34,7 +34,8 @@ def simulate(module: Module, costs: CostModel) -> Simulation:
         raise errors.UnscheduledHloError(module.name)
     schedule, run = _Schedule(module, costs), _Run()
     schedule.play(module.entry, run)
-    in_order_s = max((needed_s + run.totals.compute_s - done_s for needed_s, done_s in schedule.loop_ends), default=0.0)
+    alone_s = run.totals.compute_s - run.totals.slowed_s
+    in_order_s = max((needed_s + alone_s - done_s for needed_s, done_s in schedule.loop_ends), default=0.0)
     return Simulation(run.ended_s, run.totals, tuple(run.loops), tuple(run.events), memory_of(module), in_order_s)
 
 
@@ -73,7 +74,7 @@ class _Schedule:
 
     Attributes:
       loop_ends: at the end of each of the program's own loops: seconds of the collectives that loops have waited for by
-        then, and of all compute by then.
+        then, and of all kernels by then, as fast as alone.
     """
 
     module: Module
@@ -127,7 +128,8 @@ class _Schedule:
             return
 
         def trip(before: _Run, carried: Mapping[int, _UnderWay]) -> _Run:
-            after = _Run(before.now_s, dict(before.free), trips * run.trips, loop.name, carried=carried)
+            streams = before.now_s, dict(before.free), dict(before.taken)
+            after = _Run(*streams, trips * run.trips, loop.name, carried=carried)
             self.play(body, after)
             return after
 
@@ -148,10 +150,10 @@ class _Schedule:
         waited_s = first.waited_s + (trips - 1) * steady.waited_s
         if not run.loop:
             needed_s = self.loop_ends[-1][0] if self.loop_ends else 0.0
-            self.loop_ends.append((needed_s + waited_s, run.totals.compute_s))
+            self.loop_ends.append((needed_s + waited_s, run.totals.compute_s - run.totals.slowed_s))
         else:
             run.waited_s += waited_s
-        run.now_s = first.now_s + (trips - 1) * trip_s
+        run.now_s, run.taken = first.now_s + (trips - 1) * trip_s, steady.taken
         delay_s = run.now_s - steady.now_s
         run.free = {
             queue: {stream: end_s + delay_s for stream, end_s in due.items()} for queue, due in steady.free.items()

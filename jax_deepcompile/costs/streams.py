@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from jax_deepcompile.costs.overlap import NONE, Taken
+
 
 class Queue(StrEnum):
     """What runs operations one after another.
@@ -57,6 +59,9 @@ class Timing:
       bytes: of a collective or copy, as ``CostModel`` counts them; 0 for kernels.
       is_sync: whether XLA runs it on the compute stream although it is written as asynchronous.
       sent_bytes: that one device sends to others, in a ring.
+      is_memory_bound: of a kernel: whether it waits for device memory rather than for arithmetic.
+      taken: of a collective or copy: what it takes from kernels beside it.
+      both_ways: of a copy: how many times longer it takes while one the other way runs.
     """
 
     stream: Stream
@@ -65,3 +70,6 @@ class Timing:
     bytes: int = 0
     is_sync: bool = False
     sent_bytes: int = 0
+    is_memory_bound: bool = False
+    taken: Taken = NONE
+    both_ways: float = 1.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_deepcompile.analysis.work import attention_flops
+from jax_deepcompile.analysis.work import Attention, Product
 from jax_deepcompile.hlo import opcodes
 from jax_deepcompile.hlo.reader import Array, Computation, Instruction, Module, Shape, bytes_of, leaves
 
@@ -30,16 +30,19 @@ class Work:
     """What one operation does.
 
     Attributes:
-      matmul_flops: multiplications and additions in matrix products.
-      dtype: element type of their factors.
+      products: matrix products, and fused attention.
       vector_flops: other arithmetic.
       bytes: read from and written to device memory.
     """
 
-    matmul_flops: float = 0.0
-    dtype: str = ""
+    products: tuple[Product | Attention, ...] = ()
     vector_flops: float = 0.0
     bytes: int = 0
+
+    @property
+    def matmul_flops(self) -> float:
+        """Multiplications and additions in matrix products."""
+        return sum(product.flops for product in self.products)
 
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
@@ -50,9 +53,9 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
         return _fusion(module, module.body(instruction))
     if opcode == "custom-call":
         return _custom_call(instruction, operands)
-    matmul_flops, dtype = _matmul(instruction, operands)
     read = sum(_read(instruction, number, operand.shape) for number, operand in enumerate(operands))
-    return Work(matmul_flops, dtype, _vector_flops(instruction, operands), read + _written(instruction, operands))
+    moved = read + _written(instruction, operands)
+    return Work(_products(instruction, operands), _vector_flops(instruction, operands), moved)
 
 
 def _fusion(module: Module, body: Computation) -> Work:
@@ -60,18 +63,17 @@ def _fusion(module: Module, body: Computation) -> Work:
     needed = _needed(body)
     read = sum(_bytes_needed(parameter, needed[parameter.name]) for parameter in body.parameters)
     written = sum(_result_bytes(body, result) for result in _results(body))
-    matmul_flops, dtype, vector_flops = 0.0, "", 0.0
+    products, vector_flops = (), 0.0
     for step in body.instructions:
         operands = [body.by_name[name] for name in step.operands]
-        flops, factor = _matmul(step, operands)
-        matmul_flops, dtype = matmul_flops + flops, factor or dtype
+        products += _products(step, operands)
         vector_flops += _vector_flops(step, operands) * _share(step, needed[step.name])
         if step.opcode in ("fusion", "call", "custom-call"):
             is_library = step.opcode == "custom-call"
             inner = _custom_call(step, operands) if is_library else _fusion(module, module.body(step))
-            matmul_flops, dtype = matmul_flops + inner.matmul_flops, inner.dtype or dtype
+            products += inner.products
             vector_flops += inner.vector_flops
-    return Work(matmul_flops, dtype, vector_flops, read + written)
+    return Work(products, vector_flops, read + written)
 
 
 def results_of(instruction: Instruction) -> Shape:
@@ -200,20 +202,25 @@ def _elements(instruction: Instruction) -> int:
     return sum(math.prod(array.dims) for _, array in leaves(instruction.shape))
 
 
-def _matmul(instruction: Instruction, operands: Sequence[Instruction]) -> tuple[float, str]:
-    """FLOPs of a ``dot`` or ``convolution`` and the type of its factors; nothing for other operations."""
+def _products(instruction: Instruction, operands: Sequence[Instruction]) -> tuple[Product, ...]:
+    """Those of a ``dot`` or ``convolution``; none of other operations."""
     if instruction.opcode == "convolution":
-        return _convolution_flops(instruction, _array(operands[1]), _array(instruction)), _factor(instruction, operands)
+        shapes = _array(operands[1]), _array(instruction)
+        return (_convolution(instruction, *shapes, _factor(instruction, operands)),)
     if instruction.opcode not in ("dot", "ragged-dot", "scaled-dot"):
-        return 0.0, ""
-    contracted = _numbers(instruction.attribute("lhs_contracting_dims"))
-    return _dot_flops(instruction, operands, contracted), _factor(instruction, operands)
+        return ()
+    contracted, batched = (_numbers(instruction.attribute(f"lhs_{name}_dims")) for name in ("contracting", "batch"))
+    return (_dot(instruction, operands, contracted, batched, _factor(instruction, operands)),)
 
 
-def _dot_flops(result: Instruction, operands: Sequence[Instruction], contracted: Sequence[int]) -> float:
-    """Two for each element of the result and each element along the contracted dimensions of the left factor."""
-    left = _array(operands[0])
-    return 2.0 * math.prod(_array(result).dims) * math.prod(left.dims[dim] for dim in contracted)
+def _dot(
+    result: Instruction, operands: Sequence[Instruction], contracted: Sequence[int], batched: Sequence[int], dtype: str
+) -> Product:
+    """A product for each element along ``batched`` dimensions of the left factor."""
+    left, outputs = _array(operands[0]), math.prod(_array(result).dims)
+    batch, k = math.prod(left.dims[dim] for dim in batched), math.prod(left.dims[dim] for dim in contracted)
+    m = math.prod(left.dims) / max(batch * k, 1)
+    return Product(batch, m, outputs / max(batch * m, 1), k, dtype)
 
 
 def _factor(instruction: Instruction, operands: Sequence[Instruction], highest: bool = False) -> str:
@@ -235,8 +242,8 @@ def _custom_call(instruction: Instruction, operands: Sequence[Instruction]) -> W
         backward_input = instruction.target.endswith("BackwardInput")
         kernel = _array(instruction) if backward_filter else _array(operands[1])
         output = _array(operands[1 if backward_filter else 0]) if backward_filter or backward_input else None
-        flops = _convolution_flops(instruction, kernel, output or _array(instruction))
-        return Work(flops, _factor(instruction, operands), 0.0, moved)
+        dtype = _factor(instruction, operands)
+        return Work((_convolution(instruction, kernel, output or _array(instruction), dtype),), 0.0, moved)
     return Work(bytes=moved)
 
 
@@ -244,18 +251,22 @@ def _library_matmul(
     key: str, config: Mapping[str, Any], instruction: Instruction, operands: Sequence[Instruction], moved: int
 ) -> Work:
     if key == "gemm_backend_config":
-        contracted = [int(dim) for dim in config["dot_dimension_numbers"].get("lhs_contracting_dimensions", [])]
+        contracted, batched = (
+            [int(dim) for dim in config["dot_dimension_numbers"].get(f"lhs_{name}_dimensions", [])]
+            for name in ("contracting", "batch")
+        )
         precision = config.get("precision_config", {}).get("operand_precision", [])
         factor = _factor(instruction, operands, highest="HIGHEST" in precision)
-        return Work(_dot_flops(instruction, operands, contracted), factor, 0.0, moved)
-    flops = attention_flops(
+        return Work((_dot(instruction, operands, contracted, batched, factor),), 0.0, moved)
+    attention = Attention.of(
         scores=[int(size) for size in config["intermediate_tensor_shape"]["dimensions"]],
         head_size=_array(operands[0]).dims[-1],
         mask_type=config.get("mask_type", ""),
         window=config.get("sliding_window_length"),
         is_gradient="Backward" in instruction.target,
+        dtype=_factor(instruction, operands),
     )
-    return Work(flops, _factor(instruction, operands), 0.0, moved)
+    return Work((attention,), 0.0, moved)
 
 
 def _without_workspace(instruction: Instruction) -> Shape:
@@ -267,10 +278,11 @@ def _without_workspace(instruction: Instruction) -> Shape:
     return shape[:-1] if isinstance(last, Array) and last.dtype in ("s8", "u8") else shape
 
 
-def _convolution_flops(instruction: Instruction, kernel: Array, output: Array) -> float:
-    """Two for each element of the output and each element of the kernel that one output channel has."""
+def _convolution(instruction: Instruction, kernel: Array, output: Array, dtype: str) -> Product:
+    """An output channel is the product of a part of its kernel and a patch of the input."""
     kernel_labels = re.split(r"_|->", instruction.attribute("dim_labels") or "")[1]
-    return 2.0 * math.prod(output.dims) * math.prod(kernel.dims) / kernel.dims[kernel_labels.index("o")]
+    channels = kernel.dims[kernel_labels.index("o")]
+    return Product(1, math.prod(output.dims) / channels, channels, math.prod(kernel.dims) / channels, dtype)
 
 
 def _array(instruction: Instruction) -> Array:

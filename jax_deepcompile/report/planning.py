@@ -77,7 +77,7 @@ def _measured(profile: Profile) -> list[str]:
 
 
 def _expected(expected: Prediction, limit_bytes: int | None) -> list[str]:
-    bound_s = max(expected.compute_s, expected.communication_s, expected.bound_s)
+    bound_s = expected.bound_s or max(expected.compute_s, expected.communication_s)
     over = f"{100 * (expected.step_s / bound_s - 1):.1f} % above its bound" if bound_s else "nothing to do"
     lines = [
         f"expected step: {expected.step_s:.4g} s, simulated: {over} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jax_deepcompile.analysis.work import Product
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.hardware import H100_SXM, H200_SXM
 from jax_deepcompile.costs.network import Network
@@ -14,19 +15,25 @@ pytestmark = pytest.mark.pure
 H100 = CostModel()
 
 
+def product_s(costs: CostModel, size: int, dtype: str = "bf16", size_bytes: float = 0.0) -> float:
+    return costs.matmul((Product(1, size, size, size, dtype),), size_bytes).seconds
+
+
 def test_a_large_gemm_runs_at_seventy_percent_of_the_peak():
     flops, size_bytes = 2.0 * 8192**3, 3 * 2 * 8192**2
-    assert flops / H100.matmul_s(flops, "bf16", size_bytes) == pytest.approx(0.70 * 989.4e12, rel=0.01)
+    assert flops / product_s(H100, 8192, size_bytes=size_bytes) == pytest.approx(0.70 * 989.4e12, rel=0.01)
 
 
 def test_a_thin_gemm_runs_at_the_memory():
     size_bytes = 2 * 8192**2
-    assert H100.matmul_s(2.0 * 8192**2, "bf16", size_bytes) == pytest.approx(size_bytes / (0.85 * 3.35e12), rel=0.1)
+    kernel = H100.matmul((Product(1, 1, 8192, 8192, "bf16"),), size_bytes)
+    assert kernel.seconds == pytest.approx(size_bytes / (0.85 * 3.35e12), rel=0.1)
+    assert kernel.is_memory_bound
 
 
 @pytest.mark.parametrize(("dtype", "times"), [("f8e4m3fn", 0.5), ("f32", 2.0), ("f32-highest", 14.8), ("s64", 14.8)])
 def test_other_types_have_other_rates(dtype: str, times: float):
-    assert H100.matmul_s(1e15, dtype, 0) / H100.matmul_s(1e15, "bf16", 0) == pytest.approx(times, rel=0.01)
+    assert product_s(H100, 8192, dtype) / product_s(H100, 8192) == pytest.approx(times, rel=0.01)
 
 
 def test_the_smallest_kernel():
@@ -35,7 +42,7 @@ def test_the_smallest_kernel():
 
 def test_h200_differs_in_its_memory():
     assert CostModel(H200_SXM).memory_s(1e9) < H100.memory_s(1e9)
-    assert CostModel(H200_SXM).matmul_s(1e15, "bf16", 0) == H100.matmul_s(1e15, "bf16", 0)
+    assert product_s(CostModel(H200_SXM), 8192) == product_s(H100, 8192)
 
 
 @pytest.mark.parametrize(

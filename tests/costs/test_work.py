@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jax_deepcompile.analysis.work import Product
 from jax_deepcompile.costs.work import Work, work_of
 from tests.costs.snippets import ADDER, module
 
@@ -32,7 +33,7 @@ def test_cublas_counts_batch_and_contracted_dimensions_but_no_workspace():
         '"precision_config":{"operand_precision":["DEFAULT","DEFAULT"]}}}'
     )
     found = gemm(config, "bf16[4,10,30]{2,1,0}", "bf16[4,30,20]{2,1,0}", "f32[4,10,20]{2,1,0}")
-    assert found == Work(2.0 * 4 * 10 * 20 * 30, "bf16", 0.0, 2 * 4 * (300 + 600) + 4 * 4 * 200)
+    assert found == Work((Product(4, 10, 20, 30, "bf16"),), 0.0, 2 * 4 * (300 + 600) + 4 * 4 * 200)
 
 
 def test_a_library_call_on_a_slice_of_a_stack_is_one_fusion():
@@ -58,7 +59,7 @@ custom_call_target="__cublas$lt$matmul", backend_config={config}
 %t = s32[] parameter(2)
 %r = (bf16[10,20]{1,0}, s8[4096]{0}) fusion(%left, %layers, %t), kind=kCustom, calls=%sliced
 """
-    assert work(entry, sliced) == Work(2.0 * 10 * 20 * 30, "bf16", 0.0, 2 * (300 + 600 + 200) + 4)
+    assert work(entry, sliced) == Work((Product(1, 10, 20, 30, "bf16"),), 0.0, 2 * (300 + 600 + 200) + 4)
 
 
 @pytest.mark.parametrize(("precision", "factor"), [("DEFAULT", "f32"), ("HIGHEST", "f32-highest")])
@@ -67,7 +68,7 @@ def test_float32_is_tf32_unless_asked_otherwise(precision: str, factor: str):
         '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]},'
         f'"precision_config":{{"operand_precision":["{precision}","{precision}"]}}}}}}'
     )
-    assert gemm(config, "f32[2,3]{1,0}", "f32[3,5]{1,0}", "f32[2,5]{1,0}").dtype == factor
+    assert gemm(config, "f32[2,3]{1,0}", "f32[3,5]{1,0}", "f32[2,5]{1,0}").products == (Product(1, 2, 5, 3, factor),)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,8 @@ def test_cudnn_attention(target: str, mask: str, products: float):
         f'"mask_type":"{mask}"}}}}'
     )
     found = gemm(config, "bf16[2,100,8,64]{3,2,1,0}", "bf16[2,100,8,64]{3,2,1,0}", "bf16[2,100,8,64]{3,2,1,0}", target)
-    assert (found.matmul_flops, found.dtype) == (products * 2 * 2 * 8 * 100 * 100 * 64, "bf16")
+    assert found.matmul_flops == products * 2 * 2 * 8 * 100 * 100 * 64
+    assert [each.dtype for each in found.products] == ["bf16"]
 
 
 @pytest.mark.parametrize(("window", "share"), [(0, 0.5), (100, 0.5), (200, 0.5), (50, 0.375), (10, 0.095)])
@@ -236,7 +238,7 @@ def test_a_dot_in_a_fusion():
   ROOT %d = bf16[10,20]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 """
     parameters = "%x = bf16[10,30]{1,0} parameter(0)\n%y = bf16[30,20]{1,0} parameter(1)"
-    assert fusion(body, parameters=parameters) == Work(12_000.0, "bf16", 0.0, 600 + 1200 + 400)
+    assert fusion(body, parameters=parameters) == Work((Product(1, 10, 20, 30, "bf16"),), 0.0, 600 + 1200 + 400)
 
 
 def test_a_reduction_counts_its_operand():

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.cost_model import CostModel, Kernel
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import Candidate, Environment, Evaluation
@@ -33,8 +33,8 @@ class Clock(CostModel):
 
     gather_s: float = 1.0
 
-    def matmul_s(self, flops, dtype, size_bytes):
-        return 1.0
+    def matmul(self, products, size_bytes):
+        return Kernel(1.0, is_memory_bound=False)
 
     def memory_s(self, size_bytes):
         return 0.0

@@ -1,0 +1,1 @@
+"""The simulator held against training runs that others measured and published."""

@@ -1,0 +1,93 @@
+"""The steps of published runs, rebuilt from ``models/`` and compiled for the clusters that they ran on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh
+
+import jax_deepcompile as deepcompile
+from experiments.bench.steps import OPTIMIZER, constrained, training_step
+from experiments.bench.systems import CUBLAS_GEMMS, NVIDIA_FLAGS, PREFETCH
+from experiments.validation.runs import PublishedRun
+from models import gpt2, llama
+
+
+def saves_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """TransformerEngine's policies keep all that its attention's backward pass needs."""
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
+_DOTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims, saves_attention
+)
+"""MaxText's ``minimal_flash``."""
+
+_ALL_BUT_MLP = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.save_only_these_names("query", "key", "value", "out"), saves_attention
+)
+"""MaxText's ``save_dot_with_context_except_mlp``."""
+
+_LLAMA2_7B = dataclasses.replace(llama.LLAMA2_7B, attention="cudnn", remat_policy=None)
+_UNROLLED = dataclasses.replace(_LLAMA2_7B, scan_layers=False, remat_policy=_DOTS)
+_EVERY_LAYER = jax.checkpoint_policies.nothing_saveable
+
+MODELS: Mapping[str, Callable[[], Any]] = {
+    "llama2_7b": lambda: llama.Llama(_LLAMA2_7B),
+    "llama2_7b_dots": lambda: llama.Llama(_UNROLLED),
+    "llama2_7b_dots_tf32": lambda: llama.Llama(dataclasses.replace(_UNROLLED, logits_dtype=jnp.float32)),
+    "llama3_70b_context": lambda: llama.Llama(
+        dataclasses.replace(llama.LLAMA3_70B, attention="cudnn", remat_policy=_ALL_BUT_MLP)
+    ),
+    "mpt_7b": lambda: gpt2.GPT2(gpt2.MPT_7B),
+    "mpt_13b": lambda: gpt2.GPT2(gpt2.MPT_13B),
+    "mpt_30b": lambda: gpt2.GPT2(dataclasses.replace(gpt2.MPT_30B, remat_policy=_EVERY_LAYER)),
+    "mpt_70b": lambda: gpt2.GPT2(dataclasses.replace(gpt2.MPT_70B, remat_policy=_EVERY_LAYER)),
+}
+"""By name, what a run trains."""
+
+
+def mesh_of(run: PublishedRun) -> Mesh:
+    """Replicas by shards."""
+    shape = run.replicas, run.cluster.gpus // run.replicas
+    return run.cluster.target().make_mesh(shape, ("data", "fsdp"))
+
+
+def compiled(run: PublishedRun, mesh: Mesh) -> Any:
+    """The executable of a run's step."""
+    model = MODELS[run.model]()
+    state = jax.eval_shape(partial(_create, model), jax.random.key(0))
+    examples = mesh.size * run.batch * run.microbatches
+    tokens = jax.ShapeDtypeStruct((examples, run.sequence + 1), jnp.int32)
+    step = training_step(partial(_gradients, model))
+    if run.how == "jit":
+        lowered = deepcompile.shard(constrained(step, mesh), mesh, passes=()).lower_gspmd(state, tokens)
+        return lowered.compile(compiler_options={**CUBLAS_GEMMS, **NVIDIA_FLAGS})
+    sharded = deepcompile.shard(
+        step, mesh, microbatches=run.microbatches, passes=PREFETCH.passes, memory_limit=_NO_LIMIT
+    )
+    return sharded.lower(state, tokens).compile()
+
+
+_NO_LIMIT = "1000GiB"
+"""A run that does not fit in this package's program is simulated, and its row says so."""
+
+
+def _create(model: Any, key: jax.Array) -> TrainState:
+    """Its attention has no parameters: where no cuDNN is, the state is made without."""
+    plain = type(model)(dataclasses.replace(model.config, attention="xla"))
+    params = plain.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZER)
+
+
+def _gradients(model: Any, state: TrainState, tokens: jax.Array) -> Any:
+    def loss_of(params: Any) -> jax.Array:
+        return llama.next_token_loss(model.apply({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+
+    return jax.value_and_grad(loss_of)(state.params)
