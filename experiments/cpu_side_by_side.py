@@ -86,7 +86,7 @@ WORKLOADS: dict[str, Callable[[], Training]] = {
     "MLP, fewer examples than it is wide": lambda: mlp_training(width=1024, layers=4, examples=256),
     "Llama, scanned, remat": lambda: llama_training(LLAMA, 64, 16),
     "Llama, scanned, remat, bfloat16": lambda: llama_training(LLAMA_HALF, 64, 16),
-    "Llama, unrolled": lambda: llama_training(LLAMA_SAVED, 64, 16, unrolled=True),
+    "Llama, unrolled": lambda: llama_training(dataclasses.replace(LLAMA_SAVED, scan_layers=False), 64, 16),
     "GPT-2": lambda: gpt2_training(GPT2, 64, 16),
     "Mixtral": lambda: mixtral_training(MIXTRAL, 64, 16),
     "Mixtral, capped": lambda: mixtral_training(MIXTRAL_CAPPED, 64, 16),

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from experiments.bench.steps import OPTIMIZER, UnrolledLlama, accumulated, training_step
+from experiments.bench.steps import OPTIMIZER, accumulated, training_step
 from experiments.small_models import SmallTransformer
 from models import gpt2, llama, mixtral, resnet, vit
 
@@ -78,10 +78,8 @@ def mlp_training(width: int, layers: int, examples: int) -> Training:
     return training(create_params, loss_of, batch)
 
 
-def llama_training(
-    config: llama.LlamaConfig, length: int, examples: int, *, unrolled: bool = False, microbatches: int = 1
-) -> Training:
-    model = UnrolledLlama(config) if unrolled else llama.Llama(config)
+def llama_training(config: llama.LlamaConfig, length: int, examples: int, microbatches: int = 1) -> Training:
+    model = llama.Llama(config)
 
     def create_params() -> Any:
         return model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32))["params"]

@@ -50,7 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 TARGETS = {"jax_deepcompile.costs.hardware", "jax_deepcompile.costs.network"}
 """What ``lowering.targets``, which describes clusters, may import beyond its room."""
 
-MEASURES = {"call_overhead": {"frontend"}, "gpu_suite": {"costs", "hlo", "lowering", "profilers"}}
+MEASURES = {"call_overhead": {"frontend"}, "gpu_suite": {"costs", "hlo", "lowering", "profilers"},
+            "validation": {"costs", "hlo"}}  # fmt: skip
 """What an experiment that measures for the cost model may import besides what is public."""
 
 PUBLIC = {

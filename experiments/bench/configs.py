@@ -63,6 +63,14 @@ _HEADLINE = (
     Workload("llama3_70b", 1024, microbatches=16),
     Workload("mixtral_8x7b", 2048),
     Workload("mixtral_8x7b", 1024, microbatches=16),
+    Workload("llama3_70b_cudnn", 512),
+    Workload("llama3_70b_cudnn", 1024),
+    Workload("llama3_70b_cudnn", 2048),
+    Workload("llama3_70b_cudnn", 4096),
+    Workload("llama3_70b_cudnn", 8192),
+    Workload("llama3_70b_cudnn", 1024, microbatches=16),
+    Workload("mixtral_8x7b_cudnn", 2048),
+    Workload("mixtral_8x7b_cudnn", 4096),
 )
 
 _PUBLISHED = {

@@ -23,34 +23,17 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
 Gradients = Callable[[TrainState, jax.Array], Any]
 
 
-class UnrolledLlama(nn.Module):
-    """``llama.Llama`` with its layers one by one instead of stacked and scanned, and nothing rematerialised."""
-
-    config: llama.LlamaConfig
-
-    @nn.compact
-    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        cfg = self.config
-        x_BxTxD = nn.Embed(cfg.vocab_size, cfg.d_model, dtype=cfg.dtype, param_dtype=cfg.param_dtype)(tokens_BxT)
-        for _ in range(cfg.n_layers):
-            x_BxTxD, _ = llama.Layer(cfg)(x_BxTxD)
-        x_BxTxD = nn.RMSNorm(dtype=cfg.dtype, param_dtype=cfg.param_dtype)(x_BxTxD)
-        logits_BxTxV = nn.Dense(cfg.vocab_size, use_bias=False, dtype=cfg.dtype, param_dtype=cfg.param_dtype)(x_BxTxD)
-        return logits_BxTxV.astype(jnp.float32)
-
-
-def llama_gradients(config: llama.LlamaConfig, by_hand: bool, unrolled: bool = False) -> tuple[Gradients, Any]:
+def llama_gradients(config: llama.LlamaConfig, by_hand: bool) -> tuple[Gradients, Any]:
     """``(gradients of (state, tokens), abstract state)`` of a Llama.
 
     Args:
       config: of the model.
       by_hand: whether parameters are cast to bfloat16 before the loss, as users do who tune for ``jax.jit``.
-      unrolled: its layers one by one, nothing rematerialised.
     """
-    model = UnrolledLlama(config) if unrolled else llama.Llama(config)
+    model, without_kernels = llama.Llama(config), llama.Llama(dataclasses.replace(config, attention="xla"))
 
     def create(key: jax.Array) -> TrainState:
-        params = model.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
+        params = without_kernels.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZER)
 
     def gradients(state: TrainState, tokens: jax.Array):
@@ -91,13 +74,17 @@ def as_bfloat16(params: Any) -> Any:
 # expert on XLA:GPU.
 _MIXTRAL_8X7B = dataclasses.replace(mixtral.MIXTRAL_8X7B, capacity_factor=1.25)
 
-_EIGHT_LAYERS = dataclasses.replace(llama.LLAMA3_8B, n_layers=8)
+_EIGHT_LAYERS = dataclasses.replace(llama.LLAMA3_8B, n_layers=8, scan_layers=False, remat_policy=None)
+
+_CUDNN: dict[str, Any] = {"attention": "cudnn"}
 
 MODELS: Mapping[str, Callable[[bool], tuple[Gradients, Any]]] = {
     "llama3_8b": lambda by_hand: llama_gradients(llama.LLAMA3_8B, by_hand),
-    "llama3_8b_8_unrolled": lambda by_hand: llama_gradients(_EIGHT_LAYERS, by_hand, unrolled=True),
+    "llama3_8b_8_unrolled": lambda by_hand: llama_gradients(_EIGHT_LAYERS, by_hand),
     "llama3_70b": lambda by_hand: llama_gradients(llama.LLAMA3_70B, by_hand),
+    "llama3_70b_cudnn": lambda by_hand: llama_gradients(dataclasses.replace(llama.LLAMA3_70B, **_CUDNN), by_hand),
     "mixtral_8x7b": lambda by_hand: mixtral_gradients(_MIXTRAL_8X7B, by_hand),
+    "mixtral_8x7b_cudnn": lambda by_hand: mixtral_gradients(dataclasses.replace(_MIXTRAL_8X7B, **_CUDNN), by_hand),
 }
 """By name: whether parameters are cast by hand -> gradients and the abstract state."""
 
@@ -122,23 +109,8 @@ def constrained(step: Callable, mesh: Mesh) -> Callable:
     return held
 
 
-def fsdp_shardings(state: Any, layers: int, mesh: Mesh) -> Any:
-    """Every leaf split along its first dimension that devices divide, that of stacked layers left alone."""
-
-    def of(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        stacked = leaf.ndim > 1 and leaf.shape[0] == layers
-        fitting = [dim for dim in range(int(stacked), leaf.ndim) if leaf.shape[dim] % mesh.size == 0]
-        return NamedSharding(mesh, P(*[None] * fitting[0], mesh.axis_names) if fitting else P())
-
-    return jax.tree.map(of, state)
-
-
-LINEN_LAYERS: Mapping[str, int] = {
-    "llama3_8b": llama.LLAMA3_8B.n_layers,
-    "llama3_8b_8_unrolled": _EIGHT_LAYERS.n_layers,
-    "llama3_70b": llama.LLAMA3_70B.n_layers,
-}
-"""Layers of the models in Linen."""
+LINEN = frozenset({"llama3_8b", "llama3_8b_8_unrolled", "llama3_70b", "llama3_70b_cudnn"})
+"""The models whose modules are Linen's."""
 
 
 def accumulated(gradients: Gradients, microbatches: int, devices: int) -> Gradients:

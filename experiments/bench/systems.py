@@ -10,18 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 import jax_deepcompile as deepcompile
-from experiments.bench.steps import (
-    LINEN_LAYERS,
-    MODELS,
-    accumulated,
-    constrained,
-    fsdp_shardings,
-    training_step,
-)
+from experiments.bench.steps import LINEN, MODELS, accumulated, constrained, training_step
 from experiments.bench.workload import Workload
 
 CUBLAS_GEMMS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
@@ -90,15 +82,13 @@ class Jit:
 
     def trains(self, workload: Workload) -> bool:
         """Whether there is such a step of the workload's model."""
-        return not self.is_constrained or workload.model in LINEN_LAYERS
+        return not self.is_constrained or workload.model in LINEN
 
     def measure(self, workload: Workload, mesh: Mesh, memory_limit: str) -> Figures:
         gradients, state = MODELS[workload.model](self.by_hand)
         plain = training_step(accumulated(gradients, workload.microbatches, mesh.size))
-        if self.is_constrained:
-            lowered = _lower_constrained(plain, state, workload, mesh)
-        else:
-            lowered = deepcompile.shard(plain, mesh, passes=()).lower_gspmd(state, tokens(workload, mesh))
+        plain = constrained(plain, mesh) if self.is_constrained else plain
+        lowered = deepcompile.shard(plain, mesh, passes=()).lower_gspmd(state, tokens(workload, mesh))
         compiled, compile_s = _timed(lambda: lowered.compile(compiler_options={**CUBLAS_GEMMS, **self.flags}))
         return figures(compiled, mesh, compile_s)
 
@@ -146,18 +136,6 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
     """What ``call`` returns, and the seconds it took."""
     began = time.perf_counter()
     return call(), time.perf_counter() - began
-
-
-def _lower_constrained(plain: Any, state: Any, workload: Workload, mesh: Mesh) -> jax.stages.Lowered:
-    shardings = fsdp_shardings(state, LINEN_LAYERS[workload.model], mesh)
-    batch, everywhere = (NamedSharding(mesh, spec) for spec in (P(mesh.axis_names), P()))
-    step = jax.jit(
-        constrained(plain, mesh),
-        in_shardings=(shardings, batch),
-        out_shardings=(shardings, everywhere),
-        donate_argnums=0,
-    )
-    return step.trace(state, tokens(workload, mesh)).lower(lowering_platforms=("cuda",))
 
 
 System = Jit | Ours

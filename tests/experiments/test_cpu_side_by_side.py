@@ -21,7 +21,7 @@ SMALL: dict[str, Callable[[], trainings.Training]] = {
     "mlp": lambda: trainings.mlp_training(width=64, layers=3, examples=128),
     "mlp, few examples": lambda: trainings.mlp_training(width=128, layers=3, examples=16),
     "llama": lambda: trainings.llama_training(llama.LLAMA_TINY, 16, 16),
-    "unrolled llama": lambda: trainings.llama_training(SAVED, 16, 16, unrolled=True),
+    "unrolled llama": lambda: trainings.llama_training(dataclasses.replace(SAVED, scan_layers=False), 16, 16),
     "mixtral": lambda: trainings.mixtral_training(mixtral.MIXTRAL_TINY, 16, 16),
     "vit": lambda: trainings.vit_training(vit.VIT_TINY, 16),
     "resnet": lambda: trainings.resnet_training(resnet.RESNET_TINY, 32, 16),

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_deepcompile as deepcompile
-from experiments.bench.steps import UnrolledLlama
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
@@ -140,7 +139,8 @@ def test_microbatches_reduce_in_order_where_they_are_asked_to():
 def unrolled():
     """Six layers of Llama-3-8B on 32 H100s, nothing gathered again: as they are, and reduced in order."""
     mesh = deepcompile.targets.h100(nodes=4).make_mesh((32,), ("fsdp",))
-    model = UnrolledLlama(dataclasses.replace(llama.LLAMA3_8B, n_layers=6, vocab_size=32_768))
+    small = dataclasses.replace(llama.LLAMA3_8B, n_layers=6, vocab_size=32_768)
+    model = llama.Llama(dataclasses.replace(small, scan_layers=False, remat_policy=None))
 
     def loss(params, tokens):
         return jnp.mean(jax.nn.logsumexp(model.apply(params, tokens).astype(jnp.float32), axis=-1))
