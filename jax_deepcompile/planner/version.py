@@ -9,7 +9,7 @@ from pathlib import Path
 ROOMS = ("_jax_compat.py", "analysis", "costs", "hlo", "ir", "lowering", "planner", "transforms")
 """Of this package, what plans are made with; what comes before makes the program, and what comes after prints."""
 
-_SUFFIXES = frozenset({".json", ".py", ".txtpb"})
+_SUFFIXES = frozenset({".csv", ".json", ".py", ".txtpb"})
 
 
 @functools.cache
