@@ -17,7 +17,7 @@ from jax_deepcompile.partition.rules.registry import rule
 @rule("transpose")
 def transpose(eqn: Equation) -> OpRule:
     builder = RuleBuilder()
-    dims = [builder.map(size) for size in eqn.invars[0].aval.shape]
+    dims = builder.dims(eqn.invars[0].aval.shape)
     return builder.build([dims], [[dims[dim] for dim in eqn.params["permutation"]]], linear=[(0,)])
 
 
@@ -26,7 +26,7 @@ def broadcast_in_dim(eqn: Equation) -> OpRule:
     """New and widened dimensions may be split although the operand has nothing to split there."""
     operand, shape = eqn.invars[0].aval.shape, eqn.params["shape"]
     builder = RuleBuilder()
-    result = [builder.map(size) for size in shape]
+    result = builder.dims(shape)
     kept = [
         result[position] if operand[dim] == shape[position] else builder.whole(1)
         for dim, position in enumerate(eqn.params["broadcast_dimensions"])
@@ -99,20 +99,16 @@ def _skip_interleaved(builder: RuleBuilder, dims, shapes, at: list[int]) -> bool
 @rule("squeeze")
 def squeeze(eqn: Equation) -> OpRule:
     builder = RuleBuilder()
-    dropped = {dim % len(eqn.invars[0].aval.shape) for dim in eqn.params["dimensions"]}
-    dims = [builder.map(size) for size in eqn.invars[0].aval.shape]
+    dims = builder.dims(eqn.invars[0].aval.shape)
+    dropped = {dim % len(dims) for dim in eqn.params["dimensions"]}
     return builder.build([dims], [[d for dim, d in enumerate(dims) if dim not in dropped]], linear=[(0,)])
 
 
 @rule("rev")
 def rev(eqn: Equation) -> OpRule:
-    dims, builder = _partly_whole(eqn.invars[0].aval.shape, set(eqn.params["dimensions"]))
-    return builder.build([dims], [dims], linear=[(0,)], rearranges=True)
-
-
-def _partly_whole(shape: Sequence[int], whole: set[int]) -> tuple[list[tuple[int, ...]], RuleBuilder]:
     builder = RuleBuilder()
-    return [builder.whole(size) if dim in whole else builder.map(size) for dim, size in enumerate(shape)], builder
+    dims = builder.dims(eqn.invars[0].aval.shape, set(eqn.params["dimensions"]))
+    return builder.build([dims], [dims], linear=[(0,)], rearranges=True)
 
 
 @rule("concatenate")
@@ -120,10 +116,7 @@ def concatenate(eqn: Equation) -> OpRule:
     """All dimensions but the concatenated one split freely."""
     dimension = eqn.params["dimension"]
     builder = RuleBuilder()
-    result = [
-        builder.whole(size) if dim == dimension else builder.map(size)
-        for dim, size in enumerate(eqn.outvars[0].aval.shape)
-    ]
+    result = builder.dims(eqn.outvars[0].aval.shape, {dimension})
     operands = [_swap(result, dimension, builder.whole(var.aval.shape[dimension])) for var in eqn.invars]
     return builder.build(operands, [result], linear=[range(len(eqn.invars))])
 
@@ -131,7 +124,8 @@ def concatenate(eqn: Equation) -> OpRule:
 @rule("split")
 def split(eqn: Equation) -> OpRule:
     axis = eqn.params["axis"]
-    dims, builder = _partly_whole(eqn.invars[0].aval.shape, {axis})
+    builder = RuleBuilder()
+    dims = builder.dims(eqn.invars[0].aval.shape, {axis})
     results = [_swap(dims, axis, builder.whole(size)) for size in eqn.params["sizes"]]
     return builder.build([dims], results, linear=[(0,)])
 
@@ -140,8 +134,7 @@ def split(eqn: Equation) -> OpRule:
 def stack(eqn: Equation) -> OpRule:
     """Operands of one shape along a new dimension."""
     builder = RuleBuilder()
-    dims = [builder.map(size) for size in eqn.invars[0].aval.shape]
-    axis = eqn.params["axis"]
+    dims, axis = builder.dims(eqn.invars[0].aval.shape), eqn.params["axis"]
     result = [*dims[:axis], builder.whole(len(eqn.invars)), *dims[axis:]]
     return builder.build([dims] * len(eqn.invars), [result], linear=[range(len(eqn.invars))])
 
@@ -149,7 +142,8 @@ def stack(eqn: Equation) -> OpRule:
 @rule("unstack")
 def unstack(eqn: Equation) -> OpRule:
     axis = eqn.params["axis"]
-    dims, builder = _partly_whole(eqn.invars[0].aval.shape, {axis})
+    builder = RuleBuilder()
+    dims = builder.dims(eqn.invars[0].aval.shape, {axis})
     return builder.build([dims], [[*dims[:axis], *dims[axis + 1 :]]] * len(eqn.outvars), linear=[(0,)])
 
 
@@ -157,55 +151,50 @@ def _swap(dims: Sequence[tuple[int, ...]], position: int, new: tuple[int, ...]) 
     return [new if dim == position else factors for dim, factors in enumerate(dims)]
 
 
-@rule("tile")
-def tile(eqn: Equation) -> OpRule:
-    """A dimension repeated once splits freely."""
+@rule("tile", "pad")
+def repeat(eqn: Equation) -> OpRule:
+    """A dimension that is repeated once, or has no padding, splits freely; a padding's value is the other operand."""
+    params, (operand, *padding) = eqn.params, eqn.invars
+    kept = (
+        [times == 1 for times in params["reps"]]
+        if not padding
+        else [not any(each) for each in params["padding_config"]]
+    )
     builder = RuleBuilder()
-    operand, result = [], []
-    for size, repeats in zip(eqn.invars[0].aval.shape, eqn.params["reps"], strict=True):
-        if repeats == 1:
-            factors = builder.map(size)
-            operand.append(factors)
-            result.append(factors)
-        else:
-            operand.append(builder.whole(size))
-            result.append(builder.whole(size * repeats))
-    return builder.build([operand], [result], linear=[(0,)])
-
-
-@rule("pad")
-def pad(eqn: Equation) -> OpRule:
-    """Dimensions without padding split freely."""
-    config = eqn.params["padding_config"]
-    padded = {dim for dim, amounts in enumerate(config) if any(amounts)}
-    dims, builder = _partly_whole(eqn.invars[0].aval.shape, padded)
-    result = [builder.whole(size) if dim in padded else dims[dim] for dim, size in enumerate(eqn.outvars[0].aval.shape)]
-    return builder.build([dims, ()], [result], linear=[(0, 1)])
+    dims, result = builder.shared(operand.aval.shape, eqn.outvars[0].aval.shape, kept)
+    return builder.build([dims, *[()] * len(padding)], [result], linear=[range(len(eqn.invars))])
 
 
 @rule("slice")
 def slice_(eqn: Equation) -> OpRule:
     """Dimensions taken whole split freely."""
     shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    cut = {dim for dim, size in enumerate(shape) if out[dim] != size}
-    strides = eqn.params["strides"]
-    reversed_or_strided = {dim for dim, stride in enumerate(strides or ()) if stride != 1}
-    dims, builder = _partly_whole(shape, cut | reversed_or_strided)
-    result = [builder.whole(size) if dim in cut else dims[dim] for dim, size in enumerate(out)]
+    builder = RuleBuilder()
+    dims, result = builder.shared(shape, out)
 
     def emit(local: LocalEquation, block):
-        starts = [0 if dim not in cut else start for dim, start in enumerate(eqn.params["start_indices"])]
-        limits = [limit if dim in cut else block.shape[dim] for dim, limit in enumerate(eqn.params["limit_indices"])]
-        return local.bind(block, start_indices=tuple(starts), limit_indices=tuple(limits))
+        bounds = zip(shape, out, block.shape, eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
+        cuts = [(start, limit) if size != part else (0, own) for size, part, own, start, limit in bounds]
+        return local.bind(block, start_indices=tuple(c for c, _ in cuts), limit_indices=tuple(c for _, c in cuts))
 
     return builder.build([dims], [result], linear=[(0,)], emit=emit)
+
+
+@rule("bitcast_convert_type", "random_wrap", "random_unwrap")
+def with_last_dimension(eqn: Equation) -> OpRule:
+    """Dimensions are kept, but for a last one that comes or goes: parts of a number, or words of a key."""
+    builder = RuleBuilder()
+    shapes = [eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape]
+    kept = builder.dims(min(shapes, key=len))
+    operand, result = ([*kept, *builder.whole_dims(shape[len(kept) :])] for shape in shapes)
+    return builder.build([operand], [result])
 
 
 @rule("iota")
 def iota(eqn: Equation) -> OpRule:
     """Each device counts from where its block starts."""
     builder = RuleBuilder()
-    result = [builder.map(size) for size in eqn.params["shape"]]
+    result = builder.dims(eqn.params["shape"])
     dimension, dtype = eqn.params["dimension"], eqn.params["dtype"]
 
     def emit(local: LocalEquation):
@@ -219,7 +208,7 @@ def iota(eqn: Equation) -> OpRule:
 @rule("empty", "empty2", "zeros_like")
 def like_operand(eqn: Equation) -> OpRule:
     builder = RuleBuilder()
-    result = [builder.map(size) for size in eqn.outvars[0].aval.shape]
+    result = builder.dims(eqn.outvars[0].aval.shape)
 
     def emit(local: LocalEquation, *_blocks: jax.Array):
         return [jnp.zeros(local.result_shape(), eqn.outvars[0].aval.dtype)]
