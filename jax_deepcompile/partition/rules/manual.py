@@ -13,8 +13,7 @@ from jax_deepcompile import _jax_compat, errors
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.ir.primitives import ShardMap
 from jax_deepcompile.ir.retrace import run_automatic
-from jax_deepcompile.partition.layout import Decision, Nested, Propagate, Request, Run, Step
-from jax_deepcompile.partition.rules.regions import SingleTrip
+from jax_deepcompile.partition.layout import Decision, Nested, Propagate, RegionRule, Request, Run, Step
 from jax_deepcompile.partition.rules.registry import REGISTRY
 
 AxisMap = Mapping[str, tuple[str, ...]]
@@ -22,7 +21,7 @@ AxisMap = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class ManualRule(SingleTrip):
+class ManualRule(RegionRule):
     """``shard_map``: its specs are the placements, its body is run as it is, over our axes.
 
     What it computes depends on how many blocks there are along each of its axes, not on where they are: an axis of

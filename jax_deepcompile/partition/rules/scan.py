@@ -20,7 +20,7 @@ from typing import Any
 from jax import lax
 
 from jax_deepcompile._jax_compat import closed_consts
-from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
+from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, AxisPlacement, MeshAxes, Placement
 from jax_deepcompile.ir.primitives import ADDITIONS, Scan
 from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.partition.layout import (
@@ -66,10 +66,11 @@ class ScanRule(RegionRule):
         request = replace(request, operands=_behind_the_loop(eqn, request))
         axes = _splittable_axes(eqn, request)
         decision, layout = self._decide_whole(eqn, request, propagate)
-        as_batch = _still_split(eqn, request, decision, axes) and not (
-            layout.moves_activations or _sums_over_features(layout)
-        )
-        return decision if as_batch or not axes else _decide_shared(eqn, request, propagate, axes)
+        if not axes:
+            return decision
+        inside = layout.moves_activations or _sums_over_features(layout)
+        as_batch = not inside and _still_split(eqn, request, decision, axes)
+        return decision if as_batch else _decide_shared(eqn, request, propagate, axes)
 
     def _decide_whole(self, eqn, request: Request, propagate: Propagate) -> tuple[Decision, Layout]:
         """Every device runs every iteration."""
@@ -155,17 +156,18 @@ def _behind_the_loop(eqn, request: Request) -> tuple[Placement, ...]:
 
 def _off_the_loop(placement: Placement, shape: Sequence[int], batch: bool, mesh: MeshAxes) -> Placement:
     """``placement`` without the loop's dimension; a batch is split along the next one instead, if it divides."""
-    whole = Placement(tuple(REPLICATE if axis == 0 else axis for axis in placement.axes))
-    behind = Placement(tuple(1 if axis == 0 else axis for axis in placement.axes))
-    return behind if batch and behind.fits(shape, mesh) else whole
+    behind = _moved_to(1, placement)
+    return behind if batch and behind.fits(shape, mesh) else _moved_to(REPLICATE, placement)
+
+
+def _moved_to(dim: AxisPlacement, placement: Placement) -> Placement:
+    """``placement`` with what splits the loop's dimension splitting ``dim`` in its place, or nothing."""
+    return Placement(tuple(dim if axis == 0 else axis for axis in placement.axes))
 
 
 def _body_demands(wanted) -> tuple[Placement, ...]:
     """What the body should yield for a stacked output: demands on its own dimensions, not on the loop's."""
-    inner = []
-    for placement in wanted:
-        if not placement.is_partial:
-            inner.append(Placement(tuple(REPLICATE if axis == 0 else axis for axis in placement.axes)).shifted(-1))
+    inner = [_moved_to(REPLICATE, placement).shifted(-1) for placement in wanted if not placement.is_partial]
     return tuple(dict.fromkeys(placement for placement in inner if placement.is_split))
 
 
@@ -174,7 +176,7 @@ def _is_recurrent(layout: Layout, num_consts: int) -> bool:
 
     Shared parameters that come whole already count too: they were gathered before the loop.
     """
-    shared = zip(layout.inputs[:num_consts], layout.regathered[:num_consts], strict=True)
+    shared = list(zip(layout.inputs, layout.regathered, strict=True))[:num_consts]
     return not any(held.is_split and regathered for held, regathered in shared)
 
 
@@ -253,10 +255,7 @@ def _decide_shared(eqn, request: Request, propagate: Propagate, axes: tuple[int,
     )
     consts, carry, xs = Scan(eqn).split(inner.operands)
     consts = [placement.without_partial() for placement in consts]
-    xs = [
-        Placement(tuple(REPLICATE if axis == 0 else axis for axis in placement.without_partial().axes))
-        for placement in xs
-    ]
+    xs = [_moved_to(REPLICATE, placement.without_partial()) for placement in xs]
     consts, carry, layout = _settle(eqn, inner, propagate.within(mesh), consts, carry, xs)
     ys = [placement.shifted(1) for placement in layout.output_placements[len(carry) :]]
     shared_by = request.mesh.size_of(request.mesh.names[axis] for axis in axes)
