@@ -20,11 +20,7 @@ _AXIS = re.compile(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+)|=(\d+))?")
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """The groups of one collective.
-
-    Attributes:
-      groups: device numbers, one tuple for each group; all of one length.
-    """
+    """The groups of one collective: device numbers; all groups are of one length."""
 
     groups: tuple[tuple[int, ...], ...]
 
