@@ -60,17 +60,13 @@ def resolve_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int] | None, fsdp_axes
     state = _names(fsdp_axes)
     if state == ("fsdp",) and "fsdp" not in sizes and len(sizes) == 1:
         state = tuple(sizes)
-    for name in state:
-        if name not in sizes:
-            raise errors.MeshAxisError(name, sizes, "fsdp_axes")
-    data = tuple(name for name in _names(data_axes) if name in sizes)
-    if data_axes != "data" and len(data) != len(_names(data_axes)):
-        missing = next(name for name in _names(data_axes) if name not in sizes)
-        raise errors.MeshAxisError(missing, sizes, "data_axes")
-    if data_axes != "data":
-        for name in data:
-            if name in state:
-                raise errors.AxisUseError(name, fsdp_axes, data_axes)
+    data = _names(data_axes)
+    asked = {"fsdp_axes": state, "data_axes": () if data_axes == "data" else data}
+    for parameter, names in asked.items():
+        if missing := [name for name in names if name not in sizes]:
+            raise errors.MeshAxisError(missing[0], sizes, parameter)
+    if both := [name for name in asked["data_axes"] if name in state]:
+        raise errors.AxisUseError(both[0], fsdp_axes, data_axes)
     used = tuple(name for name in sizes if name in (*state, *data))
     axes = MeshAxes(used, tuple(sizes[name] for name in used))
     return MeshUse(mesh, axes, tuple(name for name in used if name in state), used)
@@ -84,20 +80,16 @@ def _build(mesh, fsdp_axes: AxisNames) -> Mesh | AbstractMesh:
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
     shape = dict(mesh) if mesh is not None else {_names(fsdp_axes)[0]: jax.device_count()}
-    _refuse_no_shape(shape)
-    needed = math.prod(shape.values())
-    if needed > jax.device_count():
-        raise errors.MeshTooLargeError(shape, needed, jax.device_count(), jax.devices()[0].platform)
-    devices = np.array(jax.devices()[:needed]).reshape(tuple(shape.values()))
-    return Mesh(devices, tuple(shape))
-
-
-def _refuse_no_shape(shape: Mapping) -> None:
     for axis, size in shape.items():
         if not (isinstance(axis, str) and axis) or isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise errors.MeshShapeError(shape, axis, size, jax.device_count())
     if not shape:
         raise errors.MeshShapeError(shape, None, None, jax.device_count())
+    needed = math.prod(shape.values())
+    if needed > jax.device_count():
+        raise errors.MeshTooLargeError(shape, needed, jax.device_count(), jax.devices()[0].platform)
+    devices = np.array(jax.devices()[:needed]).reshape(tuple(shape.values()))
+    return Mesh(devices, tuple(shape))
 
 
 def _with_automatic_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
