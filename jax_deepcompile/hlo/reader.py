@@ -28,6 +28,7 @@ from functools import lru_cache
 from jax_deepcompile import errors
 from jax_deepcompile.hlo.types import (  # noqa: F401
     BITS,
+    Alias,
     Array,
     Computation,
     Index,
