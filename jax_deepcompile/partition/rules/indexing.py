@@ -18,7 +18,7 @@ from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.equation import Equation
-from jax_deepcompile.partition.rules.base import Kind, LocalEquation, OpRule, RuleBuilder
+from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
 Mode = lax.GatherScatterMode
@@ -30,30 +30,43 @@ def gather(eqn: Equation) -> OpRule:
 
     The index batch includes the batching dimensions, which index and operand share.
     """
-    operand, indices = (var.aval.shape for var in eqn.invars)
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     builder = RuleBuilder()
-    index_batch = builder.dims(indices[:-1])
-    batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    dims = {dim: index_batch[other] for dim, other in batching}
+    numbers = eqn.params["dimension_numbers"]
+    hidden = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    sizes = [size for dim, size in enumerate(eqn.params["slice_sizes"]) if dim not in hidden]
     adds_up = jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.number)
-    one_by_one = _one_by_one(eqn, numbers.start_index_map, numbers.collapsed_slice_dims) if adds_up else []
-    dims |= {
-        dim: builder.sum(operand[dim]) if dim in one_by_one else builder.whole(operand[dim])
-        for dim in numbers.collapsed_slice_dims
-    }
-    inside = [dim for dim in range(len(operand)) if dim not in dims]
-    own, window = builder.shared([operand[dim] for dim in inside], [sizes[dim] for dim in inside])
-    dims |= zip(inside, own, strict=True)
-    result = _interleave(numbers.offset_dims, window, index_batch)
+    operand, indices, result, looked_up = _indexed(builder, eqn, sizes, Kind.MAP, Kind.SUM if adds_up else Kind.WHOLE)
     fills = eqn.params["mode"] is Mode.FILL_OR_DROP and eqn.params["fill_value"] != 0  # which sums would add up
-    return builder.build(
-        [[dims[dim] for dim in range(len(operand))], [*index_batch, builder.whole(indices[-1])]],
-        [result],
-        linear=() if fills else [(0,)],
-        looked_up=[dims[dim][0] for dim in one_by_one],
-        emit=_look_up,
+    linear = () if fills else [(0,)]
+    return builder.build([operand, indices], [result], linear=linear, looked_up=looked_up, emit=_look_up)
+
+
+def _indexed(
+    builder: RuleBuilder, eqn: Equation, window_sizes: Sequence[int], index_kind: Kind, element_kind: Kind
+) -> tuple[Dims, Dims, Dims, list[int]]:
+    """Dims of the operand, of the indices, and of index batch and window; factors of elements chosen one by one.
+
+    Args:
+      window_sizes: of the window in the dimensions of the operand that it has.
+      index_kind: what splitting an index batch dimension that is no batching dimension does to the result.
+      element_kind: what splitting a dimension does whose elements are chosen one by one.
+    """
+    shape, indices = (var.aval.shape for var in eqn.invars[:2])
+    window_dims, dropped, index_map, operand_batching, index_batching = eqn.params["dimension_numbers"]
+    index_batch = tuple(
+        (builder.factor(size, Kind.MAP if dim in index_batching else index_kind),)
+        for dim, size in enumerate(indices[:-1])
     )
+    dims = {dim: index_batch[other] for dim, other in zip(operand_batching, index_batching, strict=True)}
+    chosen = [] if element_kind is Kind.WHOLE else _one_by_one(eqn, index_map, dropped)
+    dims |= {dim: (builder.factor(shape[dim], element_kind if dim in chosen else Kind.WHOLE),) for dim in dropped}
+    inside = [dim for dim in range(len(shape)) if dim not in dims]
+    own, window = builder.shared([shape[dim] for dim in inside], window_sizes)
+    dims |= zip(inside, own, strict=True)
+    operand = tuple(dims[dim] for dim in range(len(shape)))
+    windows, batches = iter(window), iter(index_batch)
+    of_both = [next(windows if dim in window_dims else batches) for dim in range(len(window) + len(index_batch))]
+    return operand, (*index_batch, builder.whole(indices[-1])), tuple(of_both), [dims[dim][0] for dim in chosen]
 
 
 def _one_by_one(eqn: Equation, index_map: Sequence[int], dims: Sequence[int]) -> list[int]:
@@ -133,34 +146,12 @@ def _replaces(update_jaxpr) -> bool:
 
 
 def _scatter(eqn: Equation, index_kind: Kind, linear: Sequence[Sequence[int]] = ()) -> OpRule:
-    """``index_kind`` is what splitting an index batch dimension that is no batching dimension does to the result."""
-    operand, indices, updates = (var.aval.shape for var in eqn.invars)
-    numbers = eqn.params["dimension_numbers"]
-    builder = RuleBuilder()
-    index_batch = [
-        (builder.factor(size, Kind.MAP if dim in numbers.scatter_indices_batching_dims else index_kind),)
-        for dim, size in enumerate(indices[:-1])
-    ]
-    batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-    dims = {dim: index_batch[other] for dim, other in batching}
-    one_by_one = _one_by_one(eqn, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims)
-    dims |= {
-        dim: builder.map(operand[dim]) if dim in one_by_one else builder.whole(operand[dim])
-        for dim in numbers.inserted_window_dims
-    }
-    inside = [dim for dim in range(len(operand)) if dim not in dims]
-    own, window = builder.shared([operand[dim] for dim in inside], [updates[dim] for dim in numbers.update_window_dims])
-    dims |= zip(inside, own, strict=True)
-    operand_dims = [dims[dim] for dim in range(len(operand))]
-    update_dims = _interleave(numbers.update_window_dims, window, index_batch)
-    return builder.build(
-        [operand_dims, [*index_batch, builder.whole(indices[-1])], update_dims],
-        [operand_dims],
-        linear=linear,
-        addends=(0,) if index_kind is Kind.SUM else (),
-        updated=[dims[dim][0] for dim in one_by_one],
-        emit=_update,
-    )
+    builder, updates = RuleBuilder(), eqn.invars[2].aval.shape
+    sizes = [updates[dim] for dim in eqn.params["dimension_numbers"].update_window_dims]
+    operand, indices, update, updated = _indexed(builder, eqn, sizes, index_kind, Kind.MAP)
+    addends = (0,) if index_kind is Kind.SUM else ()
+    operands = [operand, indices, update]
+    return builder.build(operands, [operand], linear=linear, addends=addends, updated=updated, emit=_update)
 
 
 def _update(local: LocalEquation, operand: jax.Array, indices: jax.Array, updates: jax.Array) -> Sequence[jax.Array]:
@@ -179,14 +170,6 @@ def _update(local: LocalEquation, operand: jax.Array, indices: jax.Array, update
             index = jnp.clip(index, 0, whole[dim] - sizes[dim])
         moved.append(index - local.start(local.rule.operands[0][dim]) if dim in split else index)
     return local.bind(operand, jnp.stack(moved, axis=-1), updates, mode=Mode.FILL_OR_DROP, indices_are_sorted=False)
-
-
-def _interleave(
-    window_dims: Sequence[int], window: Sequence[tuple[int, ...]], batch: Sequence[tuple[int, ...]]
-) -> list[tuple[int, ...]]:
-    """Dimensions with those of the window at ``window_dims`` and those of the index batch, in order, elsewhere."""
-    windows, batches = iter(window), iter(batch)
-    return [next(windows if dim in window_dims else batches) for dim in range(len(window) + len(batch))]
 
 
 @rule("dynamic_slice")

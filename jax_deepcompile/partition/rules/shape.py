@@ -14,11 +14,13 @@ from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRu
 from jax_deepcompile.partition.rules.registry import rule
 
 
-@rule("transpose")
+@rule("transpose", "squeeze")
 def transpose(eqn: Equation) -> OpRule:
-    builder = RuleBuilder()
+    params, builder = eqn.params, RuleBuilder()
     dims = builder.dims(eqn.invars[0].aval.shape)
-    return builder.build([dims], [[dims[dim] for dim in eqn.params["permutation"]]], linear=[(0,)])
+    dropped = {dim % len(dims) for dim in params.get("dimensions", ())}
+    order = params.get("permutation", [dim for dim in range(len(dims)) if dim not in dropped])
+    return builder.build([dims], [[dims[dim] for dim in order]], linear=[(0,)])
 
 
 @rule("broadcast_in_dim")
@@ -65,43 +67,27 @@ def common_factors(builder: RuleBuilder, source: Sequence[int], target: Sequence
     dims: tuple[list[list[int]], list[list[int]]] = ([[] for _ in source], [[] for _ in target])
     shapes = (list(source), list(target))
     at = [0, 0]
-    aligned = True
     while at[0] < len(source) and at[1] < len(target):
         left, right = shapes[0][at[0]], shapes[1][at[1]]
         shared = math.gcd(left, right)
-        if aligned and shared > 1:
+        if shared > 1:
             factor = builder.factor(shared)
             for side in (0, 1):
                 dims[side][at[side]].append(factor)
                 shapes[side][at[side]] //= shared
         elif left == 1 or right == 1:
             for side in (0, 1):
-                at[side] += shapes[side][at[side]] == 1 and (side == 0 or left != 1 or right == 1)
+                at[side] += shapes[side][at[side]] == 1
         else:
-            aligned = _skip_interleaved(builder, dims, shapes, at)
+            taken = [1, 1]
+            while taken[0] == 1 or taken[0] != taken[1]:
+                side = 0 if taken[0] <= taken[1] else 1
+                size = shapes[side][at[side]]
+                if size > 1:
+                    dims[side][at[side]].append(builder.factor(size, Kind.WHOLE))
+                taken[side] *= size
+                at[side] += 1
     return tuple(map(tuple, dims[0])), tuple(map(tuple, dims[1]))
-
-
-def _skip_interleaved(builder: RuleBuilder, dims, shapes, at: list[int]) -> bool:
-    """Makes everything up to the next common boundary whole; true, as the walk is aligned again there."""
-    taken = [1, 1]
-    while taken[0] == 1 or taken[0] != taken[1]:
-        side = 0 if taken[0] <= taken[1] else 1
-        size = shapes[side][at[side]]
-        if size > 1:
-            dims[side][at[side]].append(builder.factor(size, Kind.WHOLE))
-        taken[side] *= size
-        shapes[side][at[side]] = 1
-        at[side] += 1
-    return True
-
-
-@rule("squeeze")
-def squeeze(eqn: Equation) -> OpRule:
-    builder = RuleBuilder()
-    dims = builder.dims(eqn.invars[0].aval.shape)
-    dropped = {dim % len(dims) for dim in eqn.params["dimensions"]}
-    return builder.build([dims], [[d for dim, d in enumerate(dims) if dim not in dropped]], linear=[(0,)])
 
 
 @rule("rev")
@@ -111,55 +97,28 @@ def rev(eqn: Equation) -> OpRule:
     return builder.build([dims], [dims], linear=[(0,)], rearranges=True)
 
 
-@rule("concatenate")
-def concatenate(eqn: Equation) -> OpRule:
-    """All dimensions but the concatenated one split freely."""
-    dimension = eqn.params["dimension"]
+@rule("concatenate", "stack", "split", "unstack")
+def join(eqn: Equation) -> OpRule:
+    """One value and pieces of it along a dimension, which the pieces may lack; all other dimensions split freely."""
+    is_joined = eqn.primitive.name in ("concatenate", "stack")
+    pieces, (together,) = (eqn.invars, eqn.outvars) if is_joined else (eqn.outvars, eqn.invars)
+    axis = eqn.params["dimension" if eqn.primitive.name == "concatenate" else "axis"]
     builder = RuleBuilder()
-    result = builder.dims(eqn.outvars[0].aval.shape, {dimension})
-    operands = [_swap(result, dimension, builder.whole(var.aval.shape[dimension])) for var in eqn.invars]
-    return builder.build(operands, [result], linear=[range(len(eqn.invars))])
-
-
-@rule("split")
-def split(eqn: Equation) -> OpRule:
-    axis = eqn.params["axis"]
-    builder = RuleBuilder()
-    dims = builder.dims(eqn.invars[0].aval.shape, {axis})
-    results = [_swap(dims, axis, builder.whole(size)) for size in eqn.params["sizes"]]
-    return builder.build([dims], results, linear=[(0,)])
-
-
-@rule("stack")
-def stack(eqn: Equation) -> OpRule:
-    """Operands of one shape along a new dimension."""
-    builder = RuleBuilder()
-    dims, axis = builder.dims(eqn.invars[0].aval.shape), eqn.params["axis"]
-    result = [*dims[:axis], builder.whole(len(eqn.invars)), *dims[axis:]]
-    return builder.build([dims] * len(eqn.invars), [result], linear=[range(len(eqn.invars))])
-
-
-@rule("unstack")
-def unstack(eqn: Equation) -> OpRule:
-    axis = eqn.params["axis"]
-    builder = RuleBuilder()
-    dims = builder.dims(eqn.invars[0].aval.shape, {axis})
-    return builder.build([dims], [[*dims[:axis], *dims[axis + 1 :]]] * len(eqn.outvars), linear=[(0,)])
-
-
-def _swap(dims: Sequence[tuple[int, ...]], position: int, new: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [new if dim == position else factors for dim, factors in enumerate(dims)]
+    whole = builder.dims(together.aval.shape, {axis})
+    lengths = [var.aval.shape[axis : axis + 1 + len(var.aval.shape) - len(whole)] for var in pieces]
+    parts = [(*whole[:axis], *builder.whole_dims(length), *whole[axis + 1 :]) for length in lengths]
+    operands, results = (parts, [whole]) if is_joined else ([whole], parts)
+    return builder.build(operands, results, linear=[range(len(eqn.invars))])
 
 
 @rule("tile", "pad")
 def repeat(eqn: Equation) -> OpRule:
     """A dimension that is repeated once, or has no padding, splits freely; a padding's value is the other operand."""
-    params, (operand, *padding) = eqn.params, eqn.invars
-    kept = (
-        [times == 1 for times in params["reps"]]
-        if not padding
-        else [not any(each) for each in params["padding_config"]]
-    )
+    operand, *padding = eqn.invars
+    if padding:
+        kept = [not any(amounts) for amounts in eqn.params["padding_config"]]
+    else:
+        kept = [times == 1 for times in eqn.params["reps"]]
     builder = RuleBuilder()
     dims, result = builder.shared(operand.aval.shape, eqn.outvars[0].aval.shape, kept)
     return builder.build([dims, *[()] * len(padding)], [result], linear=[range(len(eqn.invars))])
