@@ -1,7 +1,5 @@
 """The only door to ``jax._src``: one dated branch per JAX version; nothing else in the package goes through it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

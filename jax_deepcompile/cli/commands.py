@@ -1,7 +1,5 @@
 """The subcommands of ``deepcompile`` that take a step of the user's: each returns the text to print."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """A call's arguments on the devices where a step wants them, what compiling needs to know of them, and their rows."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard

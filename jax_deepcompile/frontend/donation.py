@@ -5,8 +5,6 @@ is its successor beyond doubt only if the user said so, if an optimizer's state 
 that no gradient has: integers, or moments and averages kept by hand.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

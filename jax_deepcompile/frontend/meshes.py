@@ -1,7 +1,5 @@
 """What a user may give for a mesh, and which of its axes do what."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the leaves of a step's arguments are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """From the user's step to a global-view ``Program``: abstract tracing, inlining, dead code, checks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

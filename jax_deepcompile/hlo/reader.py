@@ -19,8 +19,6 @@ The form is that of ``xla::HloModule::ToString`` (https://openxla.org/xla/hlo_du
     }
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import lru_cache

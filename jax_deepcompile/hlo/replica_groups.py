@@ -1,7 +1,5 @@
 """Which devices take part in a collective together, from each of the forms in which XLA prints it."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

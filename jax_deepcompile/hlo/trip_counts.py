@@ -1,7 +1,5 @@
 """How often a compiled loop runs its body, and so a compiled program each of its collectives."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

@@ -3,8 +3,6 @@
 Nothing here knows what an operation costs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -11,8 +11,6 @@ Axes are chosen one after the other, major first. The price of a way is compared
 4. bytes computed on each device, so that work is shared where sharing is free.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

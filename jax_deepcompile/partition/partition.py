@@ -1,7 +1,5 @@
 """Global view in, local view out: the whole of partitioning in one function."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Moving a value from one placement to another: what it takes, what it costs, and how ``shard_map`` does it."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

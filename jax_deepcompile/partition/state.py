@@ -6,8 +6,6 @@ the first one is taken that is not a loop's: a stack of layers must be split ins
 gathered when its turn comes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ it waits for a pool of threads to shut down. Here the main thread waits where it
 under way behind.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import operator

@@ -3,8 +3,6 @@
 ``jax.vmap`` leaves such loops where the condition depends on what is mapped; only lowering gives them a meaning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arrays without elements, which ``jnp.pad`` puts at both ends of every dimension, are not waited for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

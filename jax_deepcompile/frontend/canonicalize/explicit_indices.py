@@ -1,7 +1,5 @@
 """Gathers and scatters that spell a batch dimension out as an index get a batching dimension instead."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 
 from jax import core

@@ -1,7 +1,5 @@
 """Contractions: batch and free dimensions may be split freely, contracted ones make partial sums."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

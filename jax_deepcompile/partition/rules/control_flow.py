@@ -1,7 +1,5 @@
 """``while`` and ``cond``: their jaxprs are decided like the program; what a loop carries reaches a fixed point."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Elementwise primitives: every dimension is a factor of its own, scalars take part in none."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax.numpy as jnp

@@ -7,8 +7,6 @@ A window that spans its dimension starts at 0 or is out of bounds, on one device
 ``GatherScatterMode`` treats it alike in both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Matrix products and attention of special shape: groups of rows, scaled blocks, cuDNN's fused attention."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

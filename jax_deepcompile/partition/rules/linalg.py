@@ -1,7 +1,5 @@
 """Matrix decompositions, solves and Fourier transforms: batches of matrices split freely, matrices stay whole."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from jax_deepcompile.ir.equation import Equation

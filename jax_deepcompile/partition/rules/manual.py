@@ -1,7 +1,5 @@
 """The user's own ``shard_map``: a program for one device already, over axes that ours stand for."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Such a dimension moves every output, and each input that it moves at all, by one
 the kernel does not ask at which step it is. A device then runs a smaller grid over smaller arrays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

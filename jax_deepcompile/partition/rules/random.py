@@ -4,8 +4,6 @@ Threefry in its partitionable form (``jax_threefry_partitionable``, the default)
 key and ``i`` alone, so a block of the array needs only the indices of the block.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

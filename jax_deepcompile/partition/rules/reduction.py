@@ -1,7 +1,5 @@
 """Reductions, cumulative operations, sorting: dimensions that no element is combined along split freely."""
 
-from __future__ import annotations
-
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import Kind, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule

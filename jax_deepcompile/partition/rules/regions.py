@@ -1,7 +1,5 @@
 """Equations that place their operands themselves: barriers, the user's own constraints, printing."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

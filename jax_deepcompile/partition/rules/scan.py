@@ -11,8 +11,6 @@ the body when its turn comes. Three kinds of loop deserve better than that, and 
   runs the iterations of its own examples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

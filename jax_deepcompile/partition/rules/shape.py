@@ -1,7 +1,5 @@
 """Primitives that move data without computing: each output dimension is made of factors of input dimensions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Windowed reductions: dimensions whose windows are single elements split freely, the others stay whole."""
 
-from __future__ import annotations
-
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
