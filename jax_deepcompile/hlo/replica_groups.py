@@ -87,9 +87,8 @@ def _mesh(text: str) -> tuple[tuple[int, ...], ...]:
     shape: list[int] = []
     grouped: list[bool] = []
     for name, size in sizes.items():
-        cuts = sorted(
-            {1, size, *(cut for axis, start, part in wanted if axis == name for cut in (start, start * part))}
-        )
+        own = [(start, start * part) for axis, start, part in wanted if axis == name]
+        cuts = sorted({1, size, *(cut for ends in own for cut in ends)})
         for start, end in pairwise(cuts):
             shape.append(end // start)
             grouped.append(any(axis == name and first <= start < first * part for axis, first, part in wanted))

@@ -132,9 +132,8 @@ def _step_back(eqn: jex.JaxprEqn, result: int, claim: Claim, scope: Scope) -> tu
         case "select_n" if _is_false(eqn.invars[0], eqn.invars[1], scope):
             return 1, claim
         case "concatenate" if (column := eqn.params["dimension"]) == claim.column:
-            operand, at = [(n, at) for n, atom in enumerate(eqn.invars) for at in range(shape_of(atom)[column])][
-                claim.at
-            ]
+            places = [(n, at) for n, atom in enumerate(eqn.invars) for at in range(shape_of(atom)[column])]
+            operand, at = places[claim.at]
             return operand, claim._replace(at=at)
         case "broadcast_in_dim":
             return 0, _moved(eqn, claim, {dim: source for source, dim in enumerate(eqn.params["broadcast_dimensions"])})
