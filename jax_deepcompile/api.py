@@ -372,7 +372,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         if jax.process_count() == 1 or not attached(self.mesh):
             return call
         signature = self._compilation(call).signature
-        rows = NamedSharding(self.mesh, PartitionSpec(context.use.batch))
+        rows = NamedSharding(self.mesh, PartitionSpec(context.use.axes.names))
         context.roles.refuse_ambiguous(call, signature, rows)
         joined = [
             join_rows(arg, signature.name_of(index), rows) if index in signature.batch else arg

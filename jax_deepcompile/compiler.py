@@ -226,10 +226,8 @@ def trace(call: PureCall, signature: Signature, context: Context) -> Traced:
 
 
 def partition(program: Program, context: Context) -> Partitioned:
-    use = context.use
-    return partition_step(
-        program, use.mesh, use.state, use.batch, context.options.microbatches, latency_bytes_of(use.mesh)
-    )
+    use, microbatches = context.use, context.options.microbatches
+    return partition_step(program, use.mesh, use.state, use.axes.names, microbatches, latency_bytes_of(use.mesh))
 
 
 def donate(program: Program, traced: Traced) -> Program:

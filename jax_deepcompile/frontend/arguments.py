@@ -25,11 +25,9 @@ def move(
     """Puts what ``jax.jit`` would refuse where the step wants it.
 
     Args:
-      args: positional arguments, and a dictionary of the others.
       targets: where every leaf goes; None where it may stay.
       returned: positions of the leaves that are state, which the next call gets where it is wanted.
       donated: positions of the leaves whose buffers the step takes.
-      mesh: the step's.
 
     Returns:
       The arguments, and whether anything was moved that the next call will have to move again.

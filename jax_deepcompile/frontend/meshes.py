@@ -21,14 +21,12 @@ class MeshUse:
     Attributes:
       mesh: all of its axes automatic; ``shard_map`` makes those of ``axes`` manual.
       axes: the axes the step is partitioned over, in mesh order; any further axis is left to XLA.
-      state: the axes state is split over.
-      batch: the axes the batch is split over: all of ``axes``.
+      state: the axes state is split over; the batch is over all of ``axes``.
     """
 
     mesh: Mesh | AbstractMesh
     axes: MeshAxes
     state: tuple[str, ...]
-    batch: tuple[str, ...]
 
     @property
     def platform(self) -> str:
@@ -40,18 +38,11 @@ class MeshUse:
 
 
 def resolve_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int] | None, fsdp_axes: AxisNames, data_axes: AxisNames):
-    """The mesh to use and the use of its axes.
-
-    Args:
-      mesh: a mesh; or its shape, such as ``{"data": 2, "fsdp": 4}``; or None for every device along one axis "fsdp".
-      fsdp_axes: axes that split the state and the batch. A mesh with a single axis uses it, whatever its name.
-      data_axes: axes that split the batch and replicate the state, where the mesh has them.
+    """The mesh to use and the use of its axes, of what ``shard`` was given. A single axis is used whatever its name.
 
     Raises:
-      AxisUseError: an axis is named for both.
-      MeshAxisError: the mesh lacks an axis of ``fsdp_axes``.
-      MeshShapeError: a shape has no axes, or one of a size that is no positive whole number.
-      MeshTooLargeError: a shape asks for more devices than there are.
+      AxisUseError, MeshAxisError: an axis is named for both uses, or the mesh lacks it.
+      MeshShapeError, MeshTooLargeError: a shape is none, or asks for more devices than there are.
     """
     mesh = _with_automatic_axes(_build(mesh, fsdp_axes))
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
@@ -67,7 +58,7 @@ def resolve_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int] | None, fsdp_axes
         raise errors.AxisUseError(both[0], fsdp_axes, data_axes)
     used = tuple(name for name in sizes if name in (*state, *data))
     axes = MeshAxes(used, tuple(sizes[name] for name in used))
-    return MeshUse(mesh, axes, tuple(name for name in used if name in state), used)
+    return MeshUse(mesh, axes, tuple(name for name in used if name in state))
 
 
 def _names(names: AxisNames) -> tuple[str, ...]:

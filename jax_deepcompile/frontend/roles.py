@@ -45,12 +45,7 @@ class Roles:
         The batch is the first argument with examples that is neither state nor parameters nor a random key, and the
         others with as many, such as labels; or what more arguments have as many examples as. What is passed under any
         name is batch if it has as many examples, or if no positional argument has any. What is returned anew is state
-        where it cannot be told from a batch by its looks.
-
-        Args:
-          name: of the user's step.
-          call: of the pure step.
-          returned: what the step returns, by what is known of its arguments; asked in case of doubt.
+        where it cannot be told from a batch by its looks: in case of doubt what is ``returned`` is asked for.
 
         Raises:
           ArgnumsError: a position is named that the step has no argument for.

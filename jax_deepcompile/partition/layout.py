@@ -123,11 +123,8 @@ class Layout(Summarized):
                     yield from layout.nested_layouts(inner)
 
 
-class Run(Protocol):
-    """Computes a layout on local blocks; ``consts`` are the constants of its jaxpr."""
-
-    def __call__(self, layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = ()) -> list[jax.Array]: ...
-
+Run = Callable[..., list[jax.Array]]
+"""``run(layout, inputs, consts)`` computes a layout on local blocks; ``consts`` are the constants of its jaxpr."""
 
 Demands = Sequence[Sequence[Placement]]
 """For each value the placements wanted of it."""
