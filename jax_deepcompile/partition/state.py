@@ -134,8 +134,6 @@ class _Groups:
     def _cut(self, eqn: Equation) -> None:
         """A dimension that is taken apart would be gathered just to be cut again."""
         atom = eqn.invars[0]
-        if isinstance(atom, jex.Literal):
-            return
         for result in eqn.outvars:
             for dim, (whole, part) in enumerate(zip(atom.aval.shape, result.aval.shape, strict=False)):
                 if whole != part and len(result.aval.shape) == len(atom.aval.shape):

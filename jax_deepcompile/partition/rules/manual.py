@@ -49,14 +49,9 @@ def _axis_map(eqn, mesh: MeshAxes) -> AxisMap:
     same = {name: (name,) for name in wanted if name in ours.names and ours.size_of((name,)) == theirs[name]}
     free = [name for name in ours.names if name not in same]
     found: dict[str, tuple[str, ...]] = dict(same)
-    for name in wanted:
-        if name in same:
-            continue
-        if theirs[name] == 1:
-            found[name] = ()
-            continue
-        runs = itertools.combinations(range(len(free) + 1), 2)
-        fitting = [free[start:stop] for start, stop in runs if ours.size_of(free[start:stop]) == theirs[name]]
+    for name in [name for name in wanted if name not in same]:
+        runs = [free[start:stop] for start, stop in itertools.combinations(range(len(free) + 1), 2)]
+        fitting = [run for run in ([], *runs) if ours.size_of(run) == theirs[name]]
         if fitting:
             found[name] = tuple(fitting[0])
             free = [axis for axis in free if axis not in fitting[0]]

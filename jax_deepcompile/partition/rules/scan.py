@@ -73,14 +73,12 @@ class ScanRule(RegionRule):
     def _decide_whole(self, eqn, request: Request, propagate: Propagate) -> tuple[Decision, Layout]:
         """Every device runs every iteration."""
         scan = Scan(eqn)
-        consts, carry, xs = scan.split(request.operands)
-        consts = [placement.without_partial() for placement in consts]
+        stacks = zip(scan.split(request.operands).xs, scan.operands.xs, scan.split(request.batch).xs, strict=True)
         xs = [
             _off_the_loop(placement.without_partial(), var.aval.shape, depends, request.mesh)
-            for placement, var, depends in zip(xs, scan.operands.xs, scan.split(request.batch).xs, strict=True)
+            for placement, var, depends in stacks
         ]
-        consts, carry, layout = _settle(eqn, request, propagate, consts, carry, xs)
-        ys = [placement.shifted(1) for placement in layout.output_placements[len(carry) :]]
+        consts, carry, ys, layout = _settle(eqn, request, propagate, xs)
         decision = Decision(Nested(self, (layout,)), (*consts, *carry, *xs), (*carry, *ys), batch=layout.batch_outputs)
         return decision, layout
 
@@ -98,9 +96,11 @@ class ScanRule(RegionRule):
         return [*carry, *ys]
 
 
-def _settle(eqn, request: Request, propagate: Propagate, consts, carry, xs):
-    """Decides the body for stacked inputs placed as ``xs``: ``(consts, carry, layout)``."""
+def _settle(eqn, request: Request, propagate: Propagate, xs: list[Placement]):
+    """Decides the body for stacked inputs placed as ``xs``: ``(consts, carry, ys, layout)``."""
     scan = Scan(eqn)
+    consts, carry, _ = scan.split(request.operands)
+    consts = [placement.without_partial() for placement in consts]
     jaxpr, num_carry = scan.body, len(carry)
     final_demands, ys_demands = scan.split_results(request.demands)
     ys_demands = [sums_later(_body_demands(wanted), request.mesh) for wanted in ys_demands]
@@ -129,7 +129,8 @@ def _settle(eqn, request: Request, propagate: Propagate, consts, carry, xs):
         [*[(placement,) for placement in settled], *ys_demands],
         held_in_body(len(consts) + num_carry, len(inner_xs)),
     )
-    return consts, settled, layout
+    ys = [placement.shifted(1) for placement in layout.output_placements[num_carry:]]
+    return consts, settled, ys, layout
 
 
 def _behind_the_loop(eqn, request: Request) -> tuple[Placement, ...]:
@@ -140,10 +141,8 @@ def _behind_the_loop(eqn, request: Request) -> tuple[Placement, ...]:
     scan = Scan(eqn)
     consts, carry, xs = scan.split(request.operands)
     for axis, size in enumerate(request.mesh.sizes):
-        depending = [
-            placement.axes[axis] for placement, depends in zip(request.operands, request.batch, strict=True) if depends
-        ]
-        if any(state != REPLICATE for state in depending):
+        held = zip(request.operands, request.batch, strict=True)
+        if any(placement.axes[axis] != REPLICATE for placement, depends in held if depends):
             continue
         for index, (var, depends) in enumerate(zip(scan.operands.xs, scan.split(request.batch).xs, strict=True)):
             asked = xs[index].replace(axis, 1)
@@ -188,11 +187,8 @@ def _sliced_outside(placement: Placement, wanted) -> Placement:
 def _splittable_axes(eqn, request: Request) -> tuple[int, ...]:
     """Axes over which examples are split along the loop, if only sums pass from one iteration to the next."""
     xs, batch = Scan(eqn).split(request.operands).xs, Scan(eqn).split(request.batch).xs
-    axes = tuple(
-        axis
-        for axis in range(len(request.mesh.names))
-        if any(placement.axes[axis] == 0 for placement, depends in zip(xs, batch, strict=True) if depends)
-    )
+    stacks = [placement.axes for placement, depends in zip(xs, batch, strict=True) if depends]
+    axes = tuple(axis for axis in range(len(request.mesh.names)) if any(states[axis] == 0 for states in stacks))
     return axes if axes and all(_sums(eqn)) else ()
 
 
@@ -251,11 +247,8 @@ def _decide_shared(eqn, request: Request, propagate: Propagate, axes: tuple[int,
         tuple(tuple(inside(placement) for placement in wanted) for wanted in request.demands),
         mesh,
     )
-    consts, carry, xs = Scan(eqn).split(inner.operands)
-    consts = [placement.without_partial() for placement in consts]
-    xs = [_moved_to(REPLICATE, placement.without_partial()) for placement in xs]
-    consts, carry, layout = _settle(eqn, inner, propagate.within(mesh), consts, carry, xs)
-    ys = [placement.shifted(1) for placement in layout.output_placements[len(carry) :]]
+    xs = [_moved_to(REPLICATE, placement.without_partial()) for placement in Scan(eqn).split(inner.operands).xs]
+    consts, carry, ys, layout = _settle(eqn, inner, propagate.within(mesh), xs)
     shared_by = request.mesh.size_of(request.mesh.names[axis] for axis in axes)
     return Decision(
         Nested(ScanRule(shared_by), (layout,)),
