@@ -273,19 +273,13 @@ class ReturnedLeafError(DeepCompileError, TypeError):
 
 class StateDonatedError(DeepCompileError, RuntimeError):
     def __init__(self, function: str, path: str, shape: Sequence[int], dtype: str, is_state: bool) -> None:
-        cause, remedy = (
-            (
-                "an earlier step was given it and wrote its result there",
-                "Go on with the state that step returned, or copy what you need later, jax.tree.map(jnp.copy, ...), "
-                "before the step; shard(..., donate=False) keeps all that is passed in. If the step only reads it, say "
-                "what is state: shard(..., state_argnums=...).",
-            )
-            if is_state
-            else (
-                "it was deleted, or donated to another function, or an earlier step was given it as part of its state",
-                "Pass an array that is still there, or a copy that was made before.",
-            )
-        )
+        cause = "it was deleted, or donated to another function, or an earlier step was given it as part of its state"
+        remedy = "Pass an array that is still there, or a copy that was made before."
+        if is_state:
+            cause = "an earlier step was given it and wrote its result there"
+            remedy = """Go on with the state that step returned, or copy what you need later, jax.tree.map(jnp.copy,
+            ...), before the step; shard(..., donate=False) keeps all that is passed in. If the step only reads it, say
+            what is state: shard(..., state_argnums=...)."""
         super().__init__(f"""{function} was passed {path}, a {dtype}[{",".join(map(str, shape))}] whose memory is gone:
         {cause}. {remedy}""")
 
@@ -359,11 +353,9 @@ class MemoryExceededError(DeepCompileError, MemoryError):
                 f"state and batch of {function} alone take {_size(needed_bytes)} a device, {excess}. Use more devices"
             )
         else:
-            what = (
-                f"{function} takes {_size(needed_bytes)} a device, {excess}: {_size(argument_bytes)} are state and "
-                f"batch, {_size(needed_bytes - argument_bytes)} temporaries{f' (most of all {worst})' * bool(worst)}. "
-                f"Use more devices, microbatches=k (a smaller batch at a time), jax.checkpoint around the layers"
-            )
+            what = f"""{function} takes {_size(needed_bytes)} a device, {excess}: {_size(argument_bytes)} are state and
+            batch, {_size(needed_bytes - argument_bytes)} temporaries{f" (most of all {worst})" * bool(worst)}. Use more
+            devices, microbatches=k (a smaller batch at a time), jax.checkpoint around the layers"""
         super().__init__(f"{what}, or raise memory_limit.")
 
 
