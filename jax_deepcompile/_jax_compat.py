@@ -1,7 +1,5 @@
 """The only door to ``jax._src``: one dated branch per JAX version; nothing else in the package goes through it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -37,21 +35,16 @@ _DESCRIBED_GPU = jax.make_user_context(None)
 
 _REPLACING = threading.RLock()
 
+new_var = _core.Var
+abstract_array: Any = _core.ShapedArray
+
 __all__ = ["ArrayImpl", "optimization_barrier_p"]
-
-
-def new_var(aval) -> jex.Var:
-    return _core.Var(aval)
 
 
 def new_barrier(operands: Sequence, source_info) -> Any:
     """An ``optimization_barrier`` equation with new results."""
     held = [new_var(atom.aval) for atom in operands]
     return jex.new_jaxpr_eqn(list(operands), held, optimization_barrier_p, {}, jex.no_effects, source_info)
-
-
-def abstract_array(shape: tuple[int, ...], dtype) -> Any:
-    return _core.ShapedArray(shape, dtype)
 
 
 def open_jaxpr(jaxpr) -> Any:
@@ -229,9 +222,7 @@ def cuda_topology_devices(name: str, config: str, topology: str, folder: Path) -
     """Described GPUs, which only compile; there need not be any, nor any CUDA library.
 
     Args:
-      name: of the topology.
-      config: a text ``GpuTargetConfigProto``.
-      topology: slices x hosts x GPUs of each.
+      name, config, topology: of the topology; a text ``GpuTargetConfigProto``; slices x hosts x GPUs of each.
       folder: where the CUDA plugin is, unless it is installed.
 
     Raises:

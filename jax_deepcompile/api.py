@@ -17,12 +17,11 @@ from jax_deepcompile.compiler import Compilation, Context, OtherTypes, compile_i
 from jax_deepcompile.costs.devices import as_if_here, machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.frontend.arguments import are_plain, move, refuse_deleted, shapes_only
+from jax_deepcompile.frontend.arguments import are_plain, join_rows, move, refuse_deleted, shapes_only
 from jax_deepcompile.frontend.call import PureCall, bind, function_name
 from jax_deepcompile.frontend.meshes import AxisNames, resolve_mesh
 from jax_deepcompile.frontend.objects import Creation, holds_objects
 from jax_deepcompile.frontend.roles import Roles
-from jax_deepcompile.frontend.rows import join_rows
 from jax_deepcompile.ir.placement import attached
 from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
 from jax_deepcompile.options import StepOptions
@@ -147,34 +146,18 @@ def shard(
       ArgnumsError, AxisUseError, MemoryLimitError, MeshAxisError, MeshShapeError, MeshTooLargeError,
         MicrobatchCountError, OptionTypeError, PmappedStepError, UnknownPassError: see ``jax_deepcompile.errors``.
     """
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "fun"}
     if isinstance(fun, (Mesh, AbstractMesh, Mapping)):
         if mesh is not None:
             raise errors.OptionTypeError("mesh", "one mesh, or the function first: shard(step, mesh)", mesh)
-        fun, mesh = None, fun
-    options = StepOptions(
-        mesh,
-        state_argnums,
-        batch_argnums,
-        fsdp_axes,
-        data_axes,
-        microbatches,
-        memory_limit,
-        passes,
-        profile,
-        plan,
-        cache_dir,
-        donate,
-    )
+        fun, given["mesh"] = None, fun
+    options = StepOptions(**given)
     return Sharding(options) if fun is None else _make_step(fun, options)
 
 
 @dataclass(frozen=True, repr=False)
 class Sharding(Summarized):
-    """What ``shard`` returns where it is not given the step yet: a decorator.
-
-    Attributes:
-      options: what it was asked for.
-    """
+    """What ``shard`` returns where it is not given the step yet: a decorator."""
 
     options: StepOptions
 
@@ -332,9 +315,8 @@ class ShardedStep(Summarized, Generic[P, R]):
         if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
             raise errors.ArgumentError("profile", "runs", runs, "a whole number, at least 1")
         if not (known is None or isinstance(known, Profile)):
-            raise errors.ArgumentError(
-                "profile", "known", known, "a deepcompile.Profile, such as step.profile(...).profile"
-            )
+            expected = "a deepcompile.Profile, such as step.profile(...).profile"
+            raise errors.ArgumentError("profile", "known", known, expected)
         self._require_devices()
         processes = self._processes()
         with processes.together():
@@ -390,7 +372,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         if jax.process_count() == 1 or not attached(self.mesh):
             return call
         signature = self._compilation(call).signature
-        rows = NamedSharding(self.mesh, PartitionSpec(context.use.batch))
+        rows = NamedSharding(self.mesh, PartitionSpec(context.use.axes.names))
         context.roles.refuse_ambiguous(call, signature, rows)
         joined = [
             join_rows(arg, signature.name_of(index), rows) if index in signature.batch else arg
@@ -402,7 +384,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         return replace(call, args=tuple(joined), kwargs=named)
 
     def _compilation(self, call: PureCall) -> Compilation:
-        """The step for calls of this form, as far as it has been compiled."""
+        """The step for calls of this form, as far as it is compiled."""
         form = call.form
         if form not in self._compilations:
             self._compilations[form] = Compilation(self._context, call.without_values())

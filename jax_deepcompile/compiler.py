@@ -27,8 +27,8 @@ from jax_deepcompile.frontend.meshes import MeshUse
 from jax_deepcompile.frontend.roles import Roles
 from jax_deepcompile.frontend.signature import Signature
 from jax_deepcompile.frontend.trace import Function, Traced, trace_function, trace_init, trace_step
-from jax_deepcompile.hlo.launches import launches
 from jax_deepcompile.hlo.reader import read
+from jax_deepcompile.hlo.trip_counts import launches
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.ir.traversal import located_equations
 from jax_deepcompile.ir.verifier import verify
@@ -50,14 +50,7 @@ class OtherTypes(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """What all calls of a step have in common.
-
-    Attributes:
-      name: the step's.
-      use: the mesh and what its axes are for.
-      roles: what the user said of the arguments.
-      options: and of all else.
-    """
+    """What all calls of a step have in common, of which the user said what arguments are, and all else."""
 
     name: str
     use: MeshUse
@@ -67,15 +60,10 @@ class Context:
 
 @dataclass
 class Runs:
-    """What running a compiled step has shown so far.
-
-    Attributes:
-      is_compiled: all processes have compiled it, and it keeps the memory limit.
-      measured: what it takes.
-      compiled: what runs.
-    """
+    """What running a compiled step has shown so far."""
 
     is_compiled: bool = False
+    """All processes have compiled it, and it keeps the memory limit."""
     measured: StepTime | None = None
     compiled: jax.stages.Compiled | None = None
 
@@ -95,9 +83,7 @@ class Compilation:
     """A step compiled for all calls of one form. Every stage runs once, when what it makes is first asked for.
 
     Attributes:
-      context: of the step.
       call: one of the calls, without values.
-      runs: what is known from running it.
       stages: what each stage did so far, in order.
     """
 
@@ -240,10 +226,8 @@ def trace(call: PureCall, signature: Signature, context: Context) -> Traced:
 
 
 def partition(program: Program, context: Context) -> Partitioned:
-    use = context.use
-    return partition_step(
-        program, use.mesh, use.state, use.batch, context.options.microbatches, latency_bytes_of(use.mesh)
-    )
+    use, microbatches = context.use, context.options.microbatches
+    return partition_step(program, use.mesh, use.state, use.axes.names, microbatches, latency_bytes_of(use.mesh))
 
 
 def donate(program: Program, traced: Traced) -> Program:

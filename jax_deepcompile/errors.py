@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 
 class DeepCompileError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose; in its text a line break with an indent is a space."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(re.sub(r"\n +", " ", text))
 
 
 class BatchNotDivisibleError(DeepCompileError, ValueError):
@@ -15,151 +19,118 @@ class BatchNotDivisibleError(DeepCompileError, ValueError):
         size = shape[0] if shape else 0
         below, above = size // parts * parts, (size // parts + 1) * parts
         choices = f"{below} or {above}" if below else f"{above}"
-        super().__init__(
-            f"batch leaf {path} has shape {tuple(shape)}: its leading dimension {size} must be a multiple of {parts}, "
-            f"the number of {counted}. Use a batch of {choices} examples, "
-            f"or drop the last, shorter batch of an epoch. Examples lead: where time or microbatches do, transpose or "
-            f"reshape it before the step. If it holds no examples, make it an argument of its own, "
-            f"which is replicated, or name the arguments that do: shard(..., batch_argnums=...). If it is state, name "
-            f"what is: shard(..., state_argnums=...)."
-        )
+        super().__init__(f"""batch leaf {path} has shape {tuple(shape)}: its leading dimension {size} must be a multiple
+        of {parts}, the number of {counted}. Use a batch of {choices} examples, or drop the last, shorter batch of an
+        epoch. Examples lead: where time or microbatches do, transpose or reshape it before the step. If it holds no
+        examples, make it an argument of its own, which is replicated, or name the arguments that do: shard(...,
+        batch_argnums=...). If it is state, name what is: shard(..., state_argnums=...).""")
 
 
 class ArgnumsError(DeepCompileError, ValueError):
     def __init__(self, parameter: str, given: object) -> None:
-        super().__init__(
-            f"{parameter} is {given!r}: positions count the parameters of the step from the first, which is 0. Name "
-            f"those further behind by their number too."
-        )
+        super().__init__(f"""{parameter} is {given!r}: positions count the parameters of the step from the first, which
+        is 0. Name those further behind by their number too.""")
 
 
 class StateAndBatchError(DeepCompileError, ValueError):
     def __init__(self, positions: Sequence[int]) -> None:
-        super().__init__(
-            f"state_argnums and batch_argnums both name position {', '.join(map(str, positions))}: an argument is "
-            f"one or the other. What is returned anew is state, and what holds an example in each row is batch; make "
-            f"two arguments of one that has both."
-        )
+        super().__init__(f"""state_argnums and batch_argnums both name position {", ".join(map(str, positions))}: an
+        argument is one or the other. What is returned anew is state, and what holds an example in each row is batch;
+        make two arguments of one that has both.""")
 
 
 class AmbiguousRowsError(DeepCompileError, ValueError):
     def __init__(self, function: str, argument: str, places: tuple[object, object], processes: int) -> None:
         batch, other = places
-        super().__init__(
-            f"{function} was given {argument} with as many rows as the batch, in a run of {processes} processes: they "
-            f"may be the rows of this process or the same in all of them. Say which arguments have examples: "
-            f"shard(..., batch_argnums=({batch}, {other})) if {argument} is one of them, else batch_argnums={batch}."
-        )
+        super().__init__(f"""{function} was given {argument} with as many rows as the batch, in a run of {processes}
+        processes: they may be the rows of this process or the same in all of them. Say which arguments have examples:
+        shard(..., batch_argnums=({batch}, {other})) if {argument} is one of them, else batch_argnums={batch}.""")
 
 
 class MicrobatchCountError(DeepCompileError, ValueError):
     def __init__(self, microbatches: object) -> None:
-        super().__init__(
-            f"microbatches is {microbatches!r}: it must be a positive whole number, the number of parts in which each "
-            f"device works on its examples, one after the other. Use 1 for all examples at once."
-        )
+        super().__init__(f"""microbatches is {microbatches!r}: it must be a positive whole number, the number of parts
+        in which each device works on its examples, one after the other. Use 1 for all examples at once.""")
 
 
 class NoBatchError(DeepCompileError, ValueError):
     def __init__(self, function: str, microbatches: int) -> None:
-        super().__init__(
-            f"{function} was to work through its batch in {microbatches} parts, but no argument looks like a "
-            f"batch: arrays whose leading dimension counts examples, beside the state. Name the positions of those "
-            f"that have examples, shard(..., batch_argnums=...), or leave microbatches out."
-        )
+        super().__init__(f"""{function} was to work through its batch in {microbatches} parts, but no argument looks
+        like a batch: arrays whose leading dimension counts examples, beside the state. Name the positions of those that
+        have examples, shard(..., batch_argnums=...), or leave microbatches out.""")
 
 
 class MicrobatchNotDivisibleError(DeepCompileError, ValueError):
     def __init__(self, path: str, shape: Sequence[int], devices: int, microbatches: int) -> None:
         held, together = shape[0] // devices, devices * microbatches
         divisors = ", ".join(str(count) for count in range(1, held + 1) if held % count == 0)
-        super().__init__(
-            f"batch leaf {path} has shape {tuple(shape)}: each of {devices} devices holds {held} of its {shape[0]} "
-            f"examples, and {held} do not divide into {microbatches} microbatches. Use microbatches={divisors}, or a "
-            f"batch of {-(-shape[0] // together) * together} examples."
-        )
+        super().__init__(f"""batch leaf {path} has shape {tuple(shape)}: each of {devices} devices holds {held} of its
+        {shape[0]} examples, and {held} do not divide into {microbatches} microbatches. Use microbatches={divisors}, or
+        a batch of {-(-shape[0] // together) * together} examples.""")
 
 
 class WholeBatchNeededError(DeepCompileError, NotImplementedError):
     def __init__(self, what: str, where: str, microbatches: int, reason: str, remedy: str) -> None:
-        super().__init__(
-            f"{what} at {where} needs the whole batch in the middle of the step, and with "
-            f"microbatches={microbatches} only a part of it is there at a time: {reason}. {remedy}, or use "
-            f"microbatches=1. If it comes of an argument without examples, name those that have some: "
-            f"shard(..., batch_argnums=...)."
-        )
+        super().__init__(f"""{what} at {where} needs the whole batch in the middle of the step, and with
+        microbatches={microbatches} only a part of it is there at a time: {reason}. {remedy}, or use microbatches=1. If
+        it comes of an argument without examples, name those that have some: shard(..., batch_argnums=...).""")
 
 
 class MeshAxisError(DeepCompileError, ValueError):
     def __init__(self, asked: str, axes: Mapping[str, int], parameter: str) -> None:
         shape = ", ".join(f"{name}={size}" for name, size in axes.items())
-        super().__init__(
-            f"the mesh has no axis '{asked}' to shard over: its axes are {shape}. Name the right one, "
-            f"shard(mesh, {parameter}=\"{next(iter(axes), asked)}\"), or give the mesh an axis called '{asked}'."
-        )
+        super().__init__(f"""the mesh has no axis '{asked}' to shard over: its axes are {shape}. Name the right one,
+        shard(mesh, {parameter}="{next(iter(axes), asked)}"), or give the mesh an axis called '{asked}'.""")
 
 
 class ManualAxisError(DeepCompileError, ValueError):
     def __init__(self, axis: str, theirs: Mapping[str, int], ours: Mapping[str, int], where: str) -> None:
-        super().__init__(
-            f"the shard_map at {where} runs over {theirs[axis]} blocks along its axis '{axis}' (its mesh is "
-            f"{dict(theirs)}), and no axes of this step's mesh {dict(ours)} have as many. Give the step a mesh with an "
-            f"axis of {theirs[axis]} devices, or the shard_map the mesh of the step; where it only computes faster, "
-            f"leave it out."
-        )
+        super().__init__(f"""the shard_map at {where} runs over {theirs[axis]} blocks along its axis '{axis}' (its mesh
+        is {dict(theirs)}), and no axes of this step's mesh {dict(ours)} have as many. Give the step a mesh with an axis
+        of {theirs[axis]} devices, or the shard_map the mesh of the step; where it only computes faster, leave it
+        out.""")
 
 
 class NestedManualError(DeepCompileError, NotImplementedError):
     def __init__(self, axis: str, theirs: Mapping[str, int], free: Mapping[str, int], where: str) -> None:
         there = ", ".join(f"{name}={size}" for name, size in free.items()) or "none"
-        super().__init__(
-            f"the shard_map at {where} divides along '{axis}' (its mesh is {dict(theirs)}) where this step leaves "
-            f"other axes to it: {there}. Make it part of the shard_map around it, if there is one; else give the "
-            f"step's mesh the axis '{axis}', which then is the shard_map's alone."
-        )
+        super().__init__(f"""the shard_map at {where} divides along '{axis}' (its mesh is {dict(theirs)}) where this
+        step leaves other axes to it: {there}. Make it part of the shard_map around it, if there is one; else give the
+        step's mesh the axis '{axis}', which then is the shard_map's alone.""")
 
 
 class ManualAxesOrderError(DeepCompileError, NotImplementedError):
     def __init__(self, spec: str, axes: Sequence[str], where: str) -> None:
-        super().__init__(
-            f"the shard_map at {where} divides a dimension by {spec}, and this step's mesh has its axes in the order "
-            f"{', '.join(axes)}. Name the axes of a dimension in the order of the mesh."
-        )
+        super().__init__(f"""the shard_map at {where} divides a dimension by {spec}, and this step's mesh has its axes
+        in the order {", ".join(axes)}. Name the axes of a dimension in the order of the mesh.""")
 
 
 class ExplicitAxesError(DeepCompileError, ValueError):
     def __init__(self, function: str, reason: str) -> None:
-        super().__init__(
-            f"{function} has a shard_map over a mesh of explicit axes, which takes values whose types say how they are "
-            f"divided, and in a sharded step none do: divisions are derived. Give the shard_map a mesh of automatic "
-            f"axes, jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,)). JAX said: {reason}"
-        )
+        super().__init__(f"""{function} has a shard_map over a mesh of explicit axes, which takes values whose types say
+        how they are divided, and in a sharded step none do: divisions are derived. Give the shard_map a mesh of
+        automatic axes, jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,)). JAX said: {reason}""")
 
 
 class MeshTooLargeError(DeepCompileError, ValueError):
     def __init__(self, axes: Mapping[str, int], needed: int, present: int, platform: str) -> None:
         shape = ", ".join(f"{name}={size}" for name, size in axes.items())
-        super().__init__(
-            f"the mesh {shape} needs {needed} devices and there are {present} ({platform}). Make it smaller, or start "
-            f"more: on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before importing jax."
-        )
+        super().__init__(f"""the mesh {shape} needs {needed} devices and there are {present} ({platform}). Make it
+        smaller, or start more: on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before importing
+        jax.""")
 
 
 class DevicesNotAttachedError(DeepCompileError, RuntimeError):
     def __init__(self, kind: str, count: int) -> None:
-        super().__init__(
-            f"this step was sharded for {count} devices ({kind}) that are not attached to this process, so it can be "
-            f"traced, lowered and compiled but not called. Call .lower(...).compile(), or shard it on a mesh of "
-            f"jax.devices()."
-        )
+        super().__init__(f"""this step was sharded for {count} devices ({kind}) that are not attached to this process,
+        so it can be traced, lowered and compiled but not called. Call .lower(...).compile(), or shard it on a mesh of
+        jax.devices().""")
 
 
 class StepSpecError(DeepCompileError, ValueError):
     def __init__(self, spec: str, problem: str) -> None:
-        super().__init__(
-            f"{spec} is no step: {problem}. Name a function without arguments that returns (step, state, batch), as "
-            f"FILE.py:NAME or package.module:NAME; jax.ShapeDtypeStructs will do for state and batch."
-        )
+        super().__init__(f"""{spec} is no step: {problem}. Name a function without arguments that returns (step, state,
+        batch), as FILE.py:NAME or package.module:NAME; jax.ShapeDtypeStructs will do for state and batch.""")
 
 
 class TargetError(DeepCompileError, ValueError):
@@ -170,202 +141,159 @@ class TargetError(DeepCompileError, ValueError):
 class TargetMeshError(DeepCompileError, ValueError):
     def __init__(self, target: str, axes: Mapping[str, int], places: int, gpus: int) -> None:
         shape = ", ".join(f"{name}={size}" for name, size in axes.items())
-        super().__init__(
-            f"the mesh {shape} has {places} places for the {gpus} GPUs of this target ({target}). Give axes whose "
-            f"sizes multiply to {gpus}, or a target with other nodes and gpus_per_node."
-        )
+        super().__init__(f"""the mesh {shape} has {places} places for the {gpus} GPUs of this target ({target}). Give
+        axes whose sizes multiply to {gpus}, or a target with other nodes and gpus_per_node.""")
 
 
 class TargetUnavailableError(DeepCompileError, RuntimeError):
     def __init__(self, target: str, reason: str) -> None:
-        super().__init__(
-            f"compiling for {target} GPUs that are not here needs JAX's CUDA compiler plugin and ptxas: install them "
-            f"with `pip install 'jax-deepcompile[h100]'` and `deepcompile install-compiler` (no CUDA libraries are "
-            f"needed). JAX said: {reason}"
-        )
+        super().__init__(f"""compiling for {target} GPUs that are not here needs JAX's CUDA compiler plugin and ptxas:
+        install them with `pip install 'jax-deepcompile[h100]'` and `deepcompile install-compiler` (no CUDA libraries
+        are needed). JAX said: {reason}""")
 
 
 class CompilerNotInstalledError(DeepCompileError, RuntimeError):
     def __init__(self, package: str, folder: str) -> None:
-        super().__init__(
-            f"pip did not install {package} into {folder}, and said why above. Where there is no pip, as in an "
-            f"environment of uv's, run `uv pip install --no-deps --target {folder} {package}`."
-        )
+        super().__init__(f"""pip did not install {package} into {folder}, and said why above. Where there is no pip, as
+        in an environment of uv's, run `uv pip install --no-deps --target {folder} {package}`.""")
 
 
 class KernelNeedsGpuError(DeepCompileError, RuntimeError):
     def __init__(self, function: str, primitive: str, line: str) -> None:
-        super().__init__(
-            f"{function} has a Pallas kernel for Mosaic GPU ({primitive}), made at {line}, which this machine cannot "
-            f"compile for GPUs that are not here: what it loads for that is in no package but jax-cuda12-plugin. "
-            f"Install that, of jax's version and with --no-deps, or plan where the GPUs are."
-        )
+        super().__init__(f"""{function} has a Pallas kernel for Mosaic GPU ({primitive}), made at {line}, which this
+        machine cannot compile for GPUs that are not here: what it loads for that is in no package but
+        jax-cuda12-plugin. Install that, of jax's version and with --no-deps, or plan where the GPUs are.""")
 
 
 class ProfileFormatError(DeepCompileError, ValueError):
     def __init__(self, name: str, problem: str) -> None:
-        super().__init__(
-            f"{name} is not a profile: {problem}. Take the profile again (deepcompile profile); profiles are not meant "
-            f"to be edited, and not kept from one format to the next."
-        )
+        super().__init__(f"""{name} is not a profile: {problem}. Take the profile again (deepcompile profile); profiles
+        are not meant to be edited, and not kept from one format to the next.""")
 
 
 class ProfileMismatchError(DeepCompileError, ValueError):
     def __init__(self, what: str, expected: str, found: str) -> None:
-        super().__init__(
-            f"the profile is of another {what}: expected {expected}, found {found}. Take a profile of this {what}; "
-            f"without one, costs come from the analytical model."
-        )
+        super().__init__(f"""the profile is of another {what}: expected {expected}, found {found}. Take a profile of
+        this {what}; without one, costs come from the analytical model.""")
 
 
 class LeafTypeError(DeepCompileError, TypeError):
     def __init__(self, path: str, leaf: object) -> None:
-        super().__init__(
-            f"argument leaf {path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, neither an array nor a "
-            f"number: {_shortened(leaf)}. Keep it out of the step's arguments (close over it; of an Equinox model pass "
-            f"what eqx.partition gives), or, in a class of yours, mark it static: "
-            f"flax.struct.field(pytree_node=False)."
-        )
+        super().__init__(f"""argument leaf {path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, neither an
+        array nor a number: {_shortened(leaf)}. Keep it out of the step's arguments (close over it; of an Equinox model
+        pass what eqx.partition gives), or, in a class of yours, mark it static:
+        flax.struct.field(pytree_node=False).""")
 
 
 class PlainSelfError(DeepCompileError, TypeError):
     def __init__(self, function: str, instance: object) -> None:
         name = function.rsplit(".", 1)[-1]
-        super().__init__(
-            f"{function} is a method of a {type(instance).__module__}.{type(instance).__qualname__}, which is neither "
-            f"an NNX module nor a pytree, so it cannot be an argument of a step. Shard the method of the object in its "
-            f"place, where it is a function of the other arguments, numbered from 0: self.{name} = "
-            f"shard(self.{name}) in __init__."
-        )
+        super().__init__(f"""{function} is a method of a {type(instance).__module__}.{type(instance).__qualname__},
+        which is neither an NNX module nor a pytree, so it cannot be an argument of a step. Shard the method of the
+        object in its place, where it is a function of the other arguments, numbered from 0: self.{name} =
+        shard(self.{name}) in __init__.""")
 
 
 class PythonValueNeededError(DeepCompileError, TypeError):
     def __init__(self, function: str, arguments: Sequence[str], reason: str) -> None:
         name = function.rsplit(".", 1)[-1]
         keyword = arguments[0].split("[")[0].split(".")[0]
-        super().__init__(
-            f"{function} needs the value of {', '.join(arguments)} while it is traced, for an if, a loop or a shape, "
-            f"and an argument is an array then, whose value is not known. Fix it beforehand, with "
-            f"functools.partial({name}, {keyword}=...) in the place of {name}, one for each value; or close over it. "
-            f"JAX said: {reason}"
-        )
+        super().__init__(f"""{function} needs the value of {", ".join(arguments)} while it is traced, for an if, a loop
+        or a shape, and an argument is an array then, whose value is not known. Fix it beforehand, with
+        functools.partial({name}, {keyword}=...) in the place of {name}, one for each value; or close over it. JAX said:
+        {reason}""")
 
 
 class StateValueNeededError(DeepCompileError, TypeError):
     def __init__(self, function: str, leaves: Sequence[str], reason: str) -> None:
         listed = ", ".join(leaves[:5]) + (f" and {len(leaves) - 5} more" if len(leaves) > 5 else "")
-        super().__init__(
-            f"{function} needs the value of {listed} while it is traced, a Python number among the leaves of its "
-            f"state, and state is arrays then, whose values are not known. Of an Equinox model pass the arrays alone: "
-            f"params, static = eqx.partition(model, eqx.is_array) before the step, eqx.combine(params, static) in it; "
-            f"in a class of yours mark the field static, flax.struct.field(pytree_node=False). JAX said: {reason}"
-        )
+        super().__init__(f"""{function} needs the value of {listed} while it is traced, a Python number among the leaves
+        of its state, and state is arrays then, whose values are not known. Of an Equinox model pass the arrays alone:
+        params, static = eqx.partition(model, eqx.is_array) before the step, eqx.combine(params, static) in it; in a
+        class of yours mark the field static, flax.struct.field(pytree_node=False). JAX said: {reason}""")
 
 
 class StateNotReturnedError(DeepCompileError, ValueError):
     def __init__(self, function: str, argument: str, returned: str) -> None:
-        super().__init__(
-            f"{function} does not return its state: nothing it returns has the structure of argument {argument}. It "
-            f"returned {returned}. Return the updated state, as in `return state, metrics`; if another argument is the "
-            f"state, say which: shard(..., state_argnums=...). A step that only evaluates needs none of this: jax.jit "
-            f"takes the sharded state as it is."
-        )
+        super().__init__(f"""{function} does not return its state: nothing it returns has the structure of argument
+        {argument}. It returned {returned}. Return the updated state, as in `return state, metrics`; if another argument
+        is the state, say which: shard(..., state_argnums=...). A step that only evaluates needs none of this: jax.jit
+        takes the sharded state as it is.""")
 
 
 class StateChangedError(DeepCompileError, ValueError):
     def __init__(self, function: str, changes: Sequence[str]) -> None:
         listed = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
-        super().__init__(
-            f"{function} returns its state changed in structure, shape or dtype, so the next step could not take it: "
-            f"{listed}. Return every leaf as it came in; where a dtype was promoted, cast back with .astype(old.dtype)."
-        )
+        super().__init__(f"""{function} returns its state changed in structure, shape or dtype, so the next step could
+        not take it: {listed}. Return every leaf as it came in; where a dtype was promoted, cast back with
+        .astype(old.dtype).""")
 
 
 class HostCallbackError(DeepCompileError, NotImplementedError):
     def __init__(self, primitive: str, where: str) -> None:
-        super().__init__(
-            f"the step calls back to the host with {primitive} at {where}. A callback would run once on every device, "
-            f"each seeing only its own part of the data. Return the value from the step and use it outside; to look at "
-            f"it, use jax.debug.print."
-        )
+        super().__init__(f"""the step calls back to the host with {primitive} at {where}. A callback would run once on
+        every device, each seeing only its own part of the data. Return the value from the step and use it outside; to
+        look at it, use jax.debug.print.""")
 
 
 class OrderedEffectError(DeepCompileError, NotImplementedError):
     def __init__(self, primitive: str, where: str) -> None:
-        super().__init__(
-            f"{primitive} at {where} asks for ordered=True, and effects on several devices have no order. Drop "
-            f"ordered=True."
-        )
+        super().__init__(f"""{primitive} at {where} asks for ordered=True, and effects on several devices have no order.
+        Drop ordered=True.""")
 
 
 class PmappedStepError(DeepCompileError, TypeError):
     def __init__(self, function: str) -> None:
-        super().__init__(
-            f"{function} is pmapped already, so it is written for one device's batch and its own collectives. Decorate "
-            f"the plain function instead, with the global batch and without lax.pmean or axis names: what pmean did is "
-            f"derived from jnp.mean over the batch."
-        )
+        super().__init__(f"""{function} is pmapped already, so it is written for one device's batch and its own
+        collectives. Decorate the plain function instead, with the global batch and without lax.pmean or axis names:
+        what pmean did is derived from jnp.mean over the batch.""")
 
 
 class AxisNameError(DeepCompileError, NameError):
     def __init__(self, function: str, reason: str) -> None:
-        super().__init__(
-            f"{function} names an axis that it is not mapped over ({reason}). Leave out lax.pmean and the like, and "
-            f"axis names of BatchNorm: the step sees the global batch, and what they did follows from jnp.mean over it."
-        )
+        super().__init__(f"""{function} names an axis that it is not mapped over ({reason}). Leave out lax.pmean and the
+        like, and axis names of BatchNorm: the step sees the global batch, and what they did follows from jnp.mean over
+        it.""")
 
 
 class StaticArgumentError(DeepCompileError, TypeError):
     def __init__(self, function: str, reason: str) -> None:
         name = function.rsplit(".", 1)[-1]
-        super().__init__(
-            f"{function} is jitted with static arguments, and every argument of a sharded step is an array. Shard the "
-            f"plain function, its static arguments fixed: shard(functools.partial({name}, ...)). JAX said: {reason}"
-        )
+        super().__init__(f"""{function} is jitted with static arguments, and every argument of a sharded step is an
+        array. Shard the plain function, its static arguments fixed: shard(functools.partial({name}, ...)). JAX said:
+        {reason}""")
 
 
 class ReturnedLeafError(DeepCompileError, TypeError):
     def __init__(self, function: str, path: str, leaf: object) -> None:
-        super().__init__(
-            f"{function} returns {_shortened(leaf)} at {path}, a {type(leaf).__module__}.{type(leaf).__qualname__}, "
-            f"which is neither an array nor a number. Leave it out of what the step returns."
-        )
+        super().__init__(f"""{function} returns {_shortened(leaf)} at {path}, a
+        {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither an array nor a number. Leave it out of what
+        the step returns.""")
 
 
 class StateDonatedError(DeepCompileError, RuntimeError):
     def __init__(self, function: str, path: str, shape: Sequence[int], dtype: str, is_state: bool) -> None:
-        cause, remedy = (
-            (
-                "an earlier step was given it and wrote its result there",
-                "Go on with the state that step returned, or copy what you need later, jax.tree.map(jnp.copy, ...), "
-                "before the step; shard(..., donate=False) keeps all that is passed in. If the step only reads it, say "
-                "what is state: shard(..., state_argnums=...).",
-            )
-            if is_state
-            else (
-                "it was deleted, or donated to another function, or an earlier step was given it as part of its state",
-                "Pass an array that is still there, or a copy that was made before.",
-            )
-        )
-        super().__init__(
-            f"{function} was passed {path}, a {dtype}[{','.join(map(str, shape))}] whose memory is gone: {cause}. "
-            f"{remedy}"
-        )
+        cause = "it was deleted, or donated to another function, or an earlier step was given it as part of its state"
+        remedy = "Pass an array that is still there, or a copy that was made before."
+        if is_state:
+            cause = "an earlier step was given it and wrote its result there"
+            remedy = """Go on with the state that step returned, or copy what you need later, jax.tree.map(jnp.copy,
+            ...), before the step; shard(..., donate=False) keeps all that is passed in. If the step only reads it, say
+            what is state: shard(..., state_argnums=...)."""
+        super().__init__(f"""{function} was passed {path}, a {dtype}[{",".join(map(str, shape))}] whose memory is gone:
+        {cause}. {remedy}""")
 
 
 class NotTracedError(DeepCompileError, RuntimeError):
     def __init__(self, function: str) -> None:
-        super().__init__(
-            f"{function} has not been traced yet, so there is nothing to explain. Call it, or trace it: "
-            f"step.trace(state, batch), where jax.ShapeDtypeStruct leaves will do."
-        )
+        super().__init__(f"""{function} has not been traced yet, so there is nothing to explain. Call it, or trace it:
+        step.trace(state, batch), where jax.ShapeDtypeStruct leaves will do.""")
 
 
 class OptionTypeError(DeepCompileError, TypeError):
     def __init__(self, name: str, expected: str, given: object) -> None:
-        super().__init__(
-            f"shard({name}={_shortened(given)}): expected {expected}, and this is a {type(given).__qualname__}."
-        )
+        super().__init__(f"""shard({name}={_shortened(given)}): expected {expected}, and this is a
+        {type(given).__qualname__}.""")
 
 
 class ArgumentError(DeepCompileError, TypeError, ValueError):
@@ -375,11 +303,9 @@ class ArgumentError(DeepCompileError, TypeError, ValueError):
 
 class AxisUseError(DeepCompileError, ValueError):
     def __init__(self, axis: str, fsdp_axes: object, data_axes: object) -> None:
-        super().__init__(
-            f"shard(fsdp_axes={fsdp_axes!r}, data_axes={data_axes!r}): the mesh axis '{axis}' is named twice, and "
-            f"state cannot be both divided and replicated along it. Leave it out of data_axes: what divides the state "
-            f"divides the batch as well."
-        )
+        super().__init__(f"""shard(fsdp_axes={fsdp_axes!r}, data_axes={data_axes!r}): the mesh axis '{axis}' is named
+        twice, and state cannot be both divided and replicated along it. Leave it out of data_axes: what divides the
+        state divides the batch as well.""")
 
 
 class UnknownPassError(DeepCompileError, ValueError):
@@ -390,19 +316,16 @@ class UnknownPassError(DeepCompileError, ValueError):
 class MeshShapeError(DeepCompileError, ValueError):
     def __init__(self, shape: Mapping, axis: object, size: object, present: int) -> None:
         problem = f"axis {axis!r} has size {size!r}" if shape else "it has no axes"
-        super().__init__(
-            f"the mesh {shape!r} is no shape: {problem}. Give each axis a name and a whole number of devices, at least "
-            f"1, such as {{'data': 2, 'fsdp': 4}}; there are {present} devices, and shard() without a mesh takes all."
-        )
+        super().__init__(f"""the mesh {shape!r} is no shape: {problem}. Give each axis a name and a whole number of
+        devices, at least 1, such as {{'data': 2, 'fsdp': 4}}; there are {present} devices, and shard() without a mesh
+        takes all.""")
 
 
 class MemoryLimitError(DeepCompileError, ValueError):
     def __init__(self, limit: object) -> None:
-        super().__init__(
-            f"memory_limit={_shortened(limit)} is not understood. Give bytes (a whole number), a size with its unit "
-            f"such as '72GiB', a fraction of the device's memory such as 0.9 (where the device has a memory of its "
-            f"own), or None for the device's memory less a reserve."
-        )
+        super().__init__(f"""memory_limit={_shortened(limit)} is not understood. Give bytes (a whole number), a size
+        with its unit such as '72GiB', a fraction of the device's memory such as 0.9 (where the device has a memory of
+        its own), or None for the device's memory less a reserve.""")
 
 
 class MemoryExceededError(DeepCompileError, MemoryError):
@@ -430,11 +353,9 @@ class MemoryExceededError(DeepCompileError, MemoryError):
                 f"state and batch of {function} alone take {_size(needed_bytes)} a device, {excess}. Use more devices"
             )
         else:
-            what = (
-                f"{function} takes {_size(needed_bytes)} a device, {excess}: {_size(argument_bytes)} are state and "
-                f"batch, {_size(needed_bytes - argument_bytes)} temporaries{f' (most of all {worst})' * bool(worst)}. "
-                f"Use more devices, microbatches=k (a smaller batch at a time), jax.checkpoint around the layers"
-            )
+            what = f"""{function} takes {_size(needed_bytes)} a device, {excess}: {_size(argument_bytes)} are state and
+            batch, {_size(needed_bytes - argument_bytes)} temporaries{f" (most of all {worst})" * bool(worst)}. Use more
+            devices, microbatches=k (a smaller batch at a time), jax.checkpoint around the layers"""
         super().__init__(f"{what}, or raise memory_limit.")
 
 
@@ -456,19 +377,15 @@ class ProcessMismatchError(OtherProcessError):
             f"{listed_processes([process for process, text in said.items() if text == what])} would {what}"
             for what in dict.fromkeys(said.values())
         )
-        super().__init__(
-            f"the processes of this run are about to do different things: {listed}. Their collectives would wait for "
-            f"each other forever. Give every process the same code, configuration and versions, and in every step as "
-            f"many rows: drop the last, shorter batch of an epoch in all of them."
-        )
+        super().__init__(f"""the processes of this run are about to do different things: {listed}. Their collectives
+        would wait for each other forever. Give every process the same code, configuration and versions, and in every
+        step as many rows: drop the last, shorter batch of an epoch in all of them.""")
 
 
 class ProcessStoppedError(OtherProcessError):
     def __init__(self, process: int, reason: str) -> None:
-        super().__init__(
-            f"process {process} of this run does not go on, so this one stops too: its collectives would wait for "
-            f"process {process} forever. Its reason: {reason}"
-        )
+        super().__init__(f"""process {process} of this run does not go on, so this one stops too: its collectives would
+        wait for process {process} forever. Its reason: {reason}""")
 
 
 class InvariantError(DeepCompileError, AssertionError):
@@ -477,9 +394,8 @@ class InvariantError(DeepCompileError, AssertionError):
     def __init__(self, number: int, invariant: str, found: str, made_by: str = "") -> None:
         self._what = (number, invariant, found)
         after = f" after {made_by}" if made_by else ""
-        super().__init__(
-            f"invariant {number} does not hold{after} ({invariant}): {found}. Please report this as a bug."
-        )
+        super().__init__(f"""invariant {number} does not hold{after} ({invariant}): {found}. Please report this as a
+        bug.""")
 
     def after(self, pass_name: str) -> InvariantError:
         """The same, with the name of the pass that broke it."""
@@ -489,26 +405,21 @@ class InvariantError(DeepCompileError, AssertionError):
 class MalformedHloError(DeepCompileError, ValueError):
     def __init__(self, line: int, found: str) -> None:
         where = f"line {line}" if line else "the text"
-        super().__init__(
-            f"this is not the text of a whole compiled program: {where}: {found}. Pass what Compiled.as_text() "
-            f"returns, unabridged."
-        )
+        super().__init__(f"""this is not the text of a whole compiled program: {where}: {found}. Pass what
+        Compiled.as_text() returns, unabridged.""")
 
 
 class UnscheduledHloError(DeepCompileError, ValueError):
     def __init__(self, module: str) -> None:
-        super().__init__(
-            f"module {module} is not scheduled, so nothing says in which order its operations run. Pass the text of a "
-            f"compiled program, lowered.compile().as_text(), not of a lowered one."
-        )
+        super().__init__(f"""module {module} is not scheduled, so nothing says in which order its operations run. Pass
+        the text of a compiled program, lowered.compile().as_text(), not of a lowered one.""")
 
 
 class UnknownOperationError(DeepCompileError, NotImplementedError):
     def __init__(self, opcode: str, name: str) -> None:
-        super().__init__(
-            f"the compiled program has the operation {opcode} (%{name}), which this version of jax_deepcompile cannot "
-            f"time: it may be newer than XLA's of JAX 0.12. Add it to jax_deepcompile/hlo/opcodes.py."
-        )
+        super().__init__(f"""the compiled program has the operation {opcode} (%{name}), which this version of
+        jax_deepcompile cannot time: it may be newer than XLA's of JAX 0.12. Add it to
+        jax_deepcompile/hlo/opcodes.py.""")
 
 
 class UnknownHardwareWarning(UserWarning):

@@ -1,7 +1,5 @@
 """What ``shard`` may be asked for: checked where it is asked, not where it first goes wrong."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence

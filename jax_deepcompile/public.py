@@ -1,5 +1,7 @@
 """What ``import jax_deepcompile`` offers, and where each of it is; loaded when the first of it is asked for."""
 
+# ruff: noqa: F401
+
 from jax_deepcompile.api import ShardedStep, shard
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.simulate import simulate
@@ -27,33 +29,3 @@ from jax_deepcompile.transforms.decision import Decision
 
 register_rule = REGISTRY.register
 """Decorates ``rule(eqn) -> OpRule`` as the partitioning rule of the primitives named."""
-
-__all__ = [
-    "BucketCollectives",
-    "Candidate",
-    "Decision",
-    "DeepenLoops",
-    "DelayReductions",
-    "Environment",
-    "KeepActivations",
-    "OpRule",
-    "OverlapMicrobatches",
-    "PipelineLoops",
-    "Plan",
-    "PrefetchGathers",
-    "Profile",
-    "Program",
-    "Proposal",
-    "ReduceInOrder",
-    "RuleBuilder",
-    "ShardedStep",
-    "Stage",
-    "Strategy",
-    "Unshard",
-    "UnshardMicrobatches",
-    "UnshardUnrolled",
-    "register_rule",
-    "shard",
-    "simulate",
-    "targets",
-]

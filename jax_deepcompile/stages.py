@@ -23,11 +23,7 @@ from jax_deepcompile.summary import Summarized, Summary, Text
 
 @dataclass(frozen=True, repr=False)
 class TracedStep(Summarized):
-    """A step traced and partitioned for the shapes it was given.
-
-    Attributes:
-      compilation: what each stage makes of it.
-    """
+    """A step traced and partitioned for the shapes it was given."""
 
     compilation: Compilation
     _shapes: tuple

@@ -1,7 +1,5 @@
 """What ends a notebook's cell: an object's title and a few rows, as text and as a small table."""
 
-from __future__ import annotations
-
 import html
 import textwrap
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The subcommands of ``deepcompile`` that take a step of the user's: each returns the text to print."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os
@@ -124,8 +122,12 @@ def profile(request: StepRequest, out: Path = Path("profile.json"), runs: Positi
     Raises:
       DevicesNotAttachedError: the devices are not here.
     """
+
+    def zeros(leaf: Any) -> Any:
+        return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
     step, args = _sharded(request, _HERE)
-    taken = step.profile(*jax.tree.map(_zeros, args), runs=runs).profile
+    taken = step.profile(*jax.tree.map(zeros, args), runs=runs).profile
     out.write_text(taken.to_json())
     measured = f"{len(taken.ops)} ops, {len(taken.collectives)} collectives, {len(taken.copies)} copies to {out}"
     step_s = f"step {1e3 * taken.step.seconds:.3f} ms\n" if taken.step is not None else ""
@@ -201,7 +203,11 @@ def load_step(spec: str) -> tuple[Any, tuple]:
     where, _, name = spec.rpartition(":")
     if not where or not name:
         raise errors.StepSpecError(spec, "it has no colon")
-    made = _attribute(spec, _module(spec, where), name)()
+    module = _module(spec, where)
+    make = getattr(module, name, None)
+    if not callable(make):
+        raise errors.StepSpecError(spec, f"{module.__name__} has no function {name}")
+    made = make()
     if not isinstance(made, tuple) or len(made) < 2 or not callable(made[0]):
         raise errors.StepSpecError(spec, f"it returned {type(made).__name__}, not (step, state, batch)")
     return made[0], made[1:]
@@ -228,34 +234,13 @@ def _module(spec: str, where: str) -> Any:
     return module
 
 
-def _attribute(spec: str, module: Any, name: str) -> Callable[[], Any]:
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise errors.StepSpecError(spec, f"{module.__name__} has no function {name}")
-    return found
-
-
-def _zeros(leaf: Any) -> Any:
-    return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-
-
 def _table(rows: Sequence[tuple[str, Simulation, int]]) -> str:
     head = ("", "step s", "x jit", "compute s", "communication s", "exposed s", "sent GiB", "peak GiB")
-    first = rows[0][1].step_s
-    cells = [
-        (
-            name,
-            f"{run.step_s:.4g}",
-            f"{first / run.step_s:.2f}",
-            f"{run.compute_s:.4g}",
-            f"{run.communication_s:.4g}",
-            f"{run.exposed_communication_s:.4g}",
-            f"{run.sent_bytes / _GIB:.4g}",
-            f"{peak / _GIB:.4g}",
-        )
-        for name, run, peak in rows
-    ]
-    widths = [max(len(row[column]) for row in (head, *cells)) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *cells)
-    )
+    lines: list[Sequence[str]] = [head]
+    for name, run, peak in rows:
+        ratio = f"{rows[0][1].step_s / run.step_s:.2f}"
+        seconds = (run.compute_s, run.communication_s, run.exposed_communication_s)
+        rest = [f"{value:.4g}" for value in (*seconds, run.sent_bytes / _GIB, peak / _GIB)]
+        lines.append((name, f"{run.step_s:.4g}", ratio, *rest))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)

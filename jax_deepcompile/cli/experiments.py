@@ -1,7 +1,5 @@
 """``deepcompile train`` and ``bench`` belong to the repository's experiments: finds those, which are not installed."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

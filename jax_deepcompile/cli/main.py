@@ -4,8 +4,6 @@ Nothing that takes a while to load is loaded with this module: a signal that com
 end in a traceback, or in one of JAX's callbacks, which ignore it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

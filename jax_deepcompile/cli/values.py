@@ -8,8 +8,6 @@ Traceback (most recent call last):
 ValueError: must be at least 1; the nearest is 1
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterable

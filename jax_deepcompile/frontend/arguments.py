@@ -1,6 +1,4 @@
-"""A call's arguments on the devices where a step wants them, and what compiling needs to know of them."""
-
-from __future__ import annotations
+"""A call's arguments on the devices where a step wants them, what compiling needs to know of them, and their rows."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -27,11 +25,9 @@ def move(
     """Puts what ``jax.jit`` would refuse where the step wants it.
 
     Args:
-      args: positional arguments, and a dictionary of the others.
       targets: where every leaf goes; None where it may stay.
       returned: positions of the leaves that are state, which the next call gets where it is wanted.
       donated: positions of the leaves whose buffers the step takes.
-      mesh: the step's.
 
     Returns:
       The arguments, and whether anything was moved that the next call will have to move again.
@@ -43,11 +39,9 @@ def move(
         new = _moved(leaf, target, mesh, index in returned)
         is_moved |= new is not leaf and index not in returned
         if index in donated:
-            again = new is leaf and id(leaf) in kept and isinstance(leaf, jax.Array)
-            there.append(jnp.copy(leaf) if again else new)
+            new = jnp.copy(leaf) if new is leaf and id(leaf) in kept and isinstance(leaf, jax.Array) else new
             kept.add(id(leaf))
-        else:
-            there.append(new)
+        there.append(new)
     return jax.tree.unflatten(tree, there), is_moved
 
 
@@ -57,7 +51,13 @@ def are_plain(args: tuple) -> bool:
     All leaves are looked at before every step: in loops that Python's interpreter takes no part in.
     """
     leaves = [jax.tree.leaves(arg) for arg in args]
-    return not any(map(_any_deleted, leaves)) and not _any_repeated(list(itertools.chain.from_iterable(leaves)))
+    if any(map(_any_deleted, leaves)):
+        return False
+    together = list(itertools.chain.from_iterable(leaves))
+    if len(set(map(id, together))) == len(together):
+        return True
+    arrays = [id(leaf) for leaf in together if isinstance(leaf, jax.Array)]
+    return len(set(arrays)) == len(arrays)
 
 
 def _any_deleted(leaves: list) -> bool:
@@ -67,21 +67,8 @@ def _any_deleted(leaves: list) -> bool:
         return any(map(_is_deleted, leaves))
 
 
-def _any_repeated(leaves: list) -> bool:
-    if len(set(map(id, leaves))) == len(leaves):
-        return False
-    arrays = [id(leaf) for leaf in leaves if isinstance(leaf, jax.Array)]
-    return len(set(arrays)) < len(arrays)
-
-
 def refuse_deleted(args: tuple, ports: Sequence[Port], function: str) -> None:
-    """Raises StateDonatedError if the memory of a leaf of ``args`` is gone; XLA may crash on it.
-
-    Args:
-      args: of a call.
-      ports: what each leaf is.
-      function: the step's name.
-    """
+    """Raises StateDonatedError if the memory of a leaf of ``args`` is gone; XLA may crash on it."""
     for leaf, port in zip(jax.tree.leaves(args), ports, strict=True):
         if _is_deleted(leaf):
             raise errors.StateDonatedError(function, port.path, leaf.shape, str(leaf.dtype), port.role.is_state)
@@ -104,15 +91,13 @@ def is_concrete(leaf: Any) -> TypeGuard[jax.Array]:
 
 def _moved(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, is_state: bool) -> Any:
     """State is put where the next call will have it, and what is compiled for one serves the other."""
-    if isinstance(leaf, Tracer):
+    if not is_concrete(leaf):
         return leaf
-    if isinstance(leaf, jax.Array):
-        if target is None:
-            on_mesh = len(leaf.sharding.device_set) == mesh.size
-            return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
-        fits = (not leaf.committed and not is_state) or leaf.sharding.is_equivalent_to(target, leaf.ndim)
-        return leaf if fits else jax.device_put(leaf, target)
-    return leaf
+    if target is None:
+        on_mesh = len(leaf.sharding.device_set) == mesh.size
+        return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+    fits = (not leaf.committed and not is_state) or leaf.sharding.is_equivalent_to(target, leaf.ndim)
+    return leaf if fits else jax.device_put(leaf, target)
 
 
 def _shape_only(leaf: Any, target: NamedSharding | None, port: Port) -> Any:
@@ -124,3 +109,53 @@ def _shape_only(leaf: Any, target: NamedSharding | None, port: Port) -> Any:
     # Neither NumPy's arrays nor arrays of random keys say whether their type is weak.
     weak_type = getattr(leaf, "weak_type", False)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak_type)
+
+
+def examples(arg: Any) -> set[int]:
+    """What the leaves of ``arg`` have along dimension 0, scalars aside."""
+    return {leaf.shape[0] for leaf in jax.tree.leaves(arg) if getattr(leaf, "shape", ())}
+
+
+def join_rows(arg: Any, name: str, sharding: NamedSharding) -> Any:
+    """Makes of the rows that this process has, and others theirs, arrays that all processes have.
+
+    They are those of a batch argument, NumPy's or of this process's devices; all else is left alone.
+
+    Raises:
+      BatchNotDivisibleError: this process's devices cannot have equally many of its rows.
+    """
+    parts, _ = _parts(sharding)
+
+    def joined(path, leaf):
+        if not _has_own_rows(leaf):
+            return leaf
+        if leaf.shape[0] % parts:
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            raise errors.BatchNotDivisibleError(where, leaf.shape, parts, "this process's devices")
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
+    return jax.tree_util.tree_map_with_path(joined, arg)
+
+
+def may_be_rows(arg: Any, batch: Any, sharding: NamedSharding) -> bool:
+    """Whether what this process has of ``arg`` may be its rows beside those of ``batch``, or the same everywhere."""
+    here, all_of_them = _parts(sharding)
+
+    def together(tree: Any) -> list[int]:
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf, "shape", ())]
+        return [leaf.shape[0] * all_of_them // here if _has_own_rows(leaf) else leaf.shape[0] for leaf in leaves]
+
+    own = any(map(_has_own_rows, jax.tree.leaves(arg)))
+    return own and len(set(together(arg))) == 1 and set(together(arg)) == set(together(batch))
+
+
+def _has_own_rows(leaf: Any) -> bool:
+    """Whether ``leaf`` is an array of this process alone."""
+    is_own = leaf.is_fully_addressable if is_concrete(leaf) else isinstance(leaf, np.ndarray)
+    return is_own and bool(leaf.shape)
+
+
+def _parts(sharding: NamedSharding) -> tuple[int, int]:
+    """Into how many parts this process's devices, and those of all processes, divide rows."""
+    places = {device: rows.start for device, (rows,) in sharding.devices_indices_map((sharding.mesh.size,)).items()}
+    return len({places[device] for device in sharding.addressable_devices}), len(set(places.values()))

@@ -64,7 +64,6 @@ class PureCall:
     """A call of the user's step as a call of a pure function on pytrees.
 
     Attributes:
-      step: the function.
       args: its positional arguments: the state of all NNX objects, if there are any, and what the user's step has
         parameters for, NNX objects left out.
       kwargs: what the user's step takes under any name.
@@ -93,7 +92,12 @@ class PureCall:
 
     def without_values(self) -> PureCall:
         """The call with shapes in the place of arrays, and of no objects: nothing in it takes device memory."""
-        args, kwargs = jax.tree.map(_without_value, (self.args, self.kwargs))
+
+        def without_value(leaf: Any) -> Any:
+            is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+            return abstract(leaf) if is_array and is_numeric(leaf) else leaf
+
+        args, kwargs = jax.tree.map(without_value, (self.args, self.kwargs))
         return replace(self, args=args, kwargs=kwargs, objects=())
 
     def finish(self, state: Any, out: Any) -> Any:
@@ -139,11 +143,6 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def _without_value(leaf: Any) -> Any:
-    is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-    return abstract(leaf) if is_array and is_numeric(leaf) else leaf
-
-
 def function_name(fun: Callable) -> str:
     while isinstance(fun, functools.partial):
         fun = fun.func
@@ -174,10 +173,8 @@ def _arranged(fun: Callable, args: tuple, kwargs: dict) -> tuple[Callable, list[
         bound = signature.bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
     names = [(name, position) for position, name in enumerate(argument_names(fun, len(args)))]
-    parameters = enumerate(signature.parameters.items())
-    positions = {
-        name: position for position, (name, parameter) in parameters if parameter.kind is not parameter.VAR_KEYWORD
-    }
+    parameters = enumerate(signature.parameters.values())
+    positions = {each.name: position for position, each in parameters if each.kind is not each.VAR_KEYWORD}
     named = [name for name in positions if name in kwargs]
     values = (*args, *(kwargs[name] for name in named))
     others = {name: value for name, value in kwargs.items() if name not in named}

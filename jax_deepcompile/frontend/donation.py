@@ -5,8 +5,6 @@ is its successor beyond doubt only if the user said so, if an optimizer's state 
 that no gradient has: integers, or moments and averages kept by hand.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,15 +29,7 @@ class Donation:
 def donations(
     call: PureCall, signature: Signature, ports: Sequence[Port], pairs: Mapping[int, int], lineage: Lineage
 ) -> dict[int, Donation]:
-    """By position, of all arguments that are returned anew.
-
-    Args:
-      call: the step's.
-      signature: what its arguments are.
-      ports: of their leaves.
-      pairs: for each leaf that is returned anew the result that is its new value.
-      lineage: of the results.
-    """
+    """By position, of all arguments that are returned anew; ``pairs`` are leaves, and results that are new values."""
     evidence = updated_leaves(ports, pairs, lineage)
     found, start = {}, 0
     for position, arg in enumerate(call.args):
@@ -72,11 +62,6 @@ def updated_leaves(ports: Sequence[Port], pairs: Mapping[int, int], lineage: Lin
     way to the loss. Its new value carries it on. And a parameter of its shape goes with it: one whose new value carries
     the moment, or one that the average carries. That the former is updated too is sure where the moment carries no
     parameter; gradients of a penalty for being far from an average carry the average, which carries the parameters.
-
-    Args:
-      ports: of all leaves.
-      pairs: for each leaf that is returned anew the result that is its new value.
-      lineage: of the results.
     """
     carried = {leaf: lineage.carried[result] for leaf, result in pairs.items()}
     alike: dict[tuple[int, ...], int] = defaultdict(int)

@@ -1,7 +1,5 @@
 """What a user may give for a mesh, and which of its axes do what."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +21,12 @@ class MeshUse:
     Attributes:
       mesh: all of its axes automatic; ``shard_map`` makes those of ``axes`` manual.
       axes: the axes the step is partitioned over, in mesh order; any further axis is left to XLA.
-      state: the axes state is split over.
-      batch: the axes the batch is split over: all of ``axes``.
+      state: the axes state is split over; the batch is over all of ``axes``.
     """
 
     mesh: Mesh | AbstractMesh
     axes: MeshAxes
     state: tuple[str, ...]
-    batch: tuple[str, ...]
 
     @property
     def platform(self) -> str:
@@ -42,38 +38,27 @@ class MeshUse:
 
 
 def resolve_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int] | None, fsdp_axes: AxisNames, data_axes: AxisNames):
-    """The mesh to use and the use of its axes.
-
-    Args:
-      mesh: a mesh; or its shape, such as ``{"data": 2, "fsdp": 4}``; or None for every device along one axis "fsdp".
-      fsdp_axes: axes that split the state and the batch. A mesh with a single axis uses it, whatever its name.
-      data_axes: axes that split the batch and replicate the state, where the mesh has them.
+    """The mesh to use and the use of its axes, of what ``shard`` was given. A single axis is used whatever its name.
 
     Raises:
-      AxisUseError: an axis is named for both.
-      MeshAxisError: the mesh lacks an axis of ``fsdp_axes``.
-      MeshShapeError: a shape has no axes, or one of a size that is no positive whole number.
-      MeshTooLargeError: a shape asks for more devices than there are.
+      AxisUseError, MeshAxisError: an axis is named for both uses, or the mesh lacks it.
+      MeshShapeError, MeshTooLargeError: a shape is none, or asks for more devices than there are.
     """
     mesh = _with_automatic_axes(_build(mesh, fsdp_axes))
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     state = _names(fsdp_axes)
     if state == ("fsdp",) and "fsdp" not in sizes and len(sizes) == 1:
         state = tuple(sizes)
-    for name in state:
-        if name not in sizes:
-            raise errors.MeshAxisError(name, sizes, "fsdp_axes")
-    data = tuple(name for name in _names(data_axes) if name in sizes)
-    if data_axes != "data" and len(data) != len(_names(data_axes)):
-        missing = next(name for name in _names(data_axes) if name not in sizes)
-        raise errors.MeshAxisError(missing, sizes, "data_axes")
-    if data_axes != "data":
-        for name in data:
-            if name in state:
-                raise errors.AxisUseError(name, fsdp_axes, data_axes)
+    data = _names(data_axes)
+    asked = {"fsdp_axes": state, "data_axes": () if data_axes == "data" else data}
+    for parameter, names in asked.items():
+        if missing := [name for name in names if name not in sizes]:
+            raise errors.MeshAxisError(missing[0], sizes, parameter)
+    if both := [name for name in asked["data_axes"] if name in state]:
+        raise errors.AxisUseError(both[0], fsdp_axes, data_axes)
     used = tuple(name for name in sizes if name in (*state, *data))
     axes = MeshAxes(used, tuple(sizes[name] for name in used))
-    return MeshUse(mesh, axes, tuple(name for name in used if name in state), used)
+    return MeshUse(mesh, axes, tuple(name for name in used if name in state))
 
 
 def _names(names: AxisNames) -> tuple[str, ...]:
@@ -84,20 +69,16 @@ def _build(mesh, fsdp_axes: AxisNames) -> Mesh | AbstractMesh:
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
     shape = dict(mesh) if mesh is not None else {_names(fsdp_axes)[0]: jax.device_count()}
-    _refuse_no_shape(shape)
-    needed = math.prod(shape.values())
-    if needed > jax.device_count():
-        raise errors.MeshTooLargeError(shape, needed, jax.device_count(), jax.devices()[0].platform)
-    devices = np.array(jax.devices()[:needed]).reshape(tuple(shape.values()))
-    return Mesh(devices, tuple(shape))
-
-
-def _refuse_no_shape(shape: Mapping) -> None:
     for axis, size in shape.items():
         if not (isinstance(axis, str) and axis) or isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise errors.MeshShapeError(shape, axis, size, jax.device_count())
     if not shape:
         raise errors.MeshShapeError(shape, None, None, jax.device_count())
+    needed = math.prod(shape.values())
+    if needed > jax.device_count():
+        raise errors.MeshTooLargeError(shape, needed, jax.device_count(), jax.devices()[0].platform)
+    devices = np.array(jax.devices()[:needed]).reshape(tuple(shape.values()))
+    return Mesh(devices, tuple(shape))
 
 
 def _with_automatic_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:

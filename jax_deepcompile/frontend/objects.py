@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from jax_deepcompile import errors
-from jax_deepcompile.frontend.signature import is_numeric
+from jax_deepcompile.frontend.signature import is_numeric, structure_changes
 
 
 def holds_objects(tree: Any) -> bool:
@@ -116,10 +116,8 @@ def _is_reference(node: Any) -> bool:
 
 
 def _with_references(out: Any, objects: tuple) -> Any:
-    paths = {id(node): path for path, node in nnx.iter_graph(objects) if _is_object(node)}
-    return jax.tree.map(
-        lambda node: _Reference(paths[id(node)]) if id(node) in paths else node, out, is_leaf=_is_opaque
-    )
+    given = {id(node): _Reference(path) for path, node in nnx.iter_graph(objects) if _is_object(node)}
+    return jax.tree.map(lambda node: given.get(id(node), node), out, is_leaf=_is_opaque)
 
 
 def finish(objects: tuple, state: Any, out: Any) -> Any:
@@ -142,16 +140,11 @@ def purify(fun: Callable, name: str, graphdef: Any, holders: Sequence[Holder]) -
         out = _with_references(fun(*filled, **kwargs), objects)
         after = split(objects)[1]
         if jax.tree.structure(after) != jax.tree.structure(state):
-            raise errors.StateChangedError(name, _differences(state, after))
+            changes = structure_changes(state, after) or ["the metadata of a variable differs"]
+            raise errors.StateChangedError(name, changes)
         return after, out
 
     return pure
-
-
-def _differences(before: Any, after: Any) -> list[str]:
-    old, new = ({jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(t)} for t in (before, after))
-    found = [f"{path} is missing" for path in sorted(old - new)] + [f"{path} is new" for path in sorted(new - old)]
-    return found or ["the metadata of a variable differs"]
 
 
 @dataclass

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jax_deepcompile import errors
+from jax_deepcompile.frontend.arguments import examples, may_be_rows
 from jax_deepcompile.frontend.call import PureCall, PureStep
-from jax_deepcompile.frontend.rows import examples, may_be_rows
 from jax_deepcompile.frontend.signature import Signature, input_ports
 from jax_deepcompile.frontend.state_matching import Returned, returned_anew
 
@@ -33,12 +33,7 @@ class Roles:
 
     @classmethod
     def of(cls, state_argnums: int | Sequence[int] | None, batch_argnums: int | Sequence[int] | None) -> Roles:
-        """What the user said.
-
-        Raises:
-          ArgnumsError: positions do not count from 0.
-          StateAndBatchError: one position is said to be both.
-        """
+        """Raises ArgnumsError where positions do not count from 0, StateAndBatchError where one is said to be both."""
         roles = cls(_positions("state_argnums", state_argnums), _positions("batch_argnums", batch_argnums))
         if both := sorted({*(roles.state or ())} & {*(roles.batch or ())}):
             raise errors.StateAndBatchError(both)
@@ -50,19 +45,17 @@ class Roles:
         The batch is the first argument with examples that is neither state nor parameters nor a random key, and the
         others with as many, such as labels; or what more arguments have as many examples as. What is passed under any
         name is batch if it has as many examples, or if no positional argument has any. What is returned anew is state
-        where it cannot be told from a batch by its looks.
-
-        Args:
-          name: of the user's step.
-          call: of the pure step.
-          returned: what the step returns, by what is known of its arguments; asked in case of doubt.
+        where it cannot be told from a batch by its looks: in case of doubt what is ``returned`` is asked for.
 
         Raises:
           ArgnumsError: a position is named that the step has no argument for.
           LeafTypeError: a leaf is neither an array nor a number.
         """
         step, args = call.step, call.args
-        self._refuse_missing(step)
+        last = max((argument.position for argument in step.arguments if argument.position is not None), default=-1)
+        for parameter, positions in (("state_argnums", self.state), ("batch_argnums", self.batch)):
+            if positions and max(positions) > last:
+                raise errors.ArgnumsError(parameter, positions)
         unknown = Signature(name, names=tuple(argument.name for argument in step.arguments))
         input_ports(args, call.kwargs, unknown)  # refuses leaves that are neither arrays nor numbers
         known = _Known(step, args, functools.cache(lambda: returned(unknown)))
@@ -105,13 +98,7 @@ class Roles:
             yield name, _examples_text(arg) if name in signature.keywords else "not as long as the batch"
 
     def refuse_ambiguous(self, call: PureCall, signature: Signature, rows: NamedSharding) -> None:
-        """Raises AmbiguousRowsError if an argument may be this process's rows, or the same in all processes.
-
-        Args:
-          call: in a run of several processes.
-          signature: of its arguments.
-          rows: how the rows of the batch are divided.
-        """
+        """Raises AmbiguousRowsError if an argument may be this process's rows, or the same in all processes."""
         if self.batch is not None or not signature.batch:
             return
         first = signature.batch[0]
@@ -148,13 +135,6 @@ class Roles:
             return replace(signature, parameters=(first,))
         return replace(signature, networks=tuple(sorted({*networks, first})))
 
-    def _refuse_missing(self, step: PureStep) -> None:
-        """Raises ArgnumsError for positions that the step has no argument for."""
-        last = max((argument.position for argument in step.arguments if argument.position is not None), default=-1)
-        for parameter, positions in (("state_argnums", self.state), ("batch_argnums", self.batch)):
-            if positions and max(positions) > last:
-                raise errors.ArgnumsError(parameter, positions)
-
     def _indices(self, positions: Sequence[int], step: PureStep) -> list[int]:
         indices = _indices(step)
         return [indices[position] for position in positions if position in indices]
@@ -162,13 +142,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the arguments of a step tell by themselves.
-
-    Attributes:
-      step: the pure step.
-      args: its positional arguments.
-      returned: what it returns.
-    """
+    """What the arguments of a step tell by themselves, and what it returns."""
 
     step: PureStep
     args: tuple
@@ -194,7 +168,8 @@ class _Known:
         arrays = [index for index in others if not self.step.arguments[index].is_number]
         if arrays and (arrays[0] in networks or self._looks_like_parameters(arrays[0])):
             return arrays[0]
-        doubtful = bool(optimizers or networks or keys) or any(map(self._is_scalar, arrays))
+        scalars = [not any(map(np.shape, jax.tree.leaves(self.args[index]))) for index in arrays]
+        doubtful = bool(optimizers or networks or keys) or any(scalars)
         if len(arrays) + len(keys) > 1 and doubtful:
             anew = returned_anew(self.args, self.returned(), optimizers, [*networks, *arrays])
             if anew:
@@ -203,18 +178,11 @@ class _Known:
         return next(iter(candidates or [index for index in indices if index not in optimizers]), None)
 
     def parameters(self, rest: Sequence[int], signature: Signature, guess: bool) -> set[int]:
-        """Those of ``rest`` that hold a model's parameters or the like.
-
-        Args:
-          rest: positions.
-          signature: what is known to be state.
-          guess: to ask what is returned anew where looks do not tell.
-        """
+        """Those of ``rest`` that hold a model's parameters or the like; a ``guess`` asks, in doubt, what comes back."""
         state = signature.divided
         like = {index for index in rest if self._is_like(index, state)}
         like |= {index for index in rest if self._looks_like_parameters(index) and len(examples(self.args[index])) > 1}
-        others = [index for index in rest if index not in like]
-        doubtful = self._doubtful(others)
+        doubtful = self._doubtful([index for index in rest if index not in like])
         if doubtful and guess:
             asked = [*state, *like, *doubtful]
             known = (*signature.state, *signature.optimizers)
@@ -247,9 +215,6 @@ class _Known:
         """Whether an argument has the leaves of one that is state."""
         several = len(jax.tree.leaves(self.args[index])) > 1
         return several and any(_kinds(self.args[index]) == _kinds(self.args[other]) for other in state)
-
-    def _is_scalar(self, index: int) -> bool:
-        return not any(np.shape(leaf) for leaf in jax.tree.leaves(self.args[index]))
 
     def _before_optimizer(self, index: int) -> bool:
         return any(argument.has_optimizer for argument in self.step.arguments[index + 1 :])

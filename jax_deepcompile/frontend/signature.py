@@ -1,7 +1,5 @@
 """What the leaves of a step's arguments are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,10 +64,9 @@ def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[
     for path, leaf in leaves:
         argument = path[1].idx if path[0].idx == 0 else path[1].key
         where = argument if isinstance(argument, str) else signature.name_of(argument)
-        rest = path[2:]
-        name = f"{where}{jax.tree_util.keystr(rest)}"
-        role = signature.role_of(argument)
-        port = port_of(name, state_role(rest, where) if role is Role.PARAM else role, leaf)
+        rest, role = path[2:], signature.role_of(argument)
+        role = state_role(rest, where) if role is Role.PARAM else role
+        port = port_of(f"{where}{jax.tree_util.keystr(rest)}", role, leaf)
         ports.append(replace(port, role=Role.OTHER) if role is Role.BATCH and not port.shape else port)
     return tuple(ports), in_tree
 
@@ -95,3 +92,10 @@ def state_role(path: Sequence, argument: str = "") -> Role:
     """Whether a leaf of the state, at ``path`` in ``argument``, is the optimizer's."""
     names = {argument, *(str(getattr(key, "name", getattr(key, "key", ""))) for key in path)}
     return Role.OPTIMIZER if names & _OPTIMIZER_NAMES else Role.PARAM
+
+
+def structure_changes(before: Any, after: Any, where: str = "") -> list[str]:
+    """The leaves that two trees, named ``where``, do not share, in words."""
+    flat = (jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after))
+    old, new = ({f"{where}{jax.tree_util.keystr(path)}" for path, _ in leaves} for leaves in flat)
+    return [f"{path} is missing" for path in sorted(old - new)] + [f"{path} is new" for path in sorted(new - old)]

@@ -13,19 +13,14 @@ from typing import Any
 import jax
 
 from jax_deepcompile import errors
-from jax_deepcompile.frontend.signature import Signature, port_of
+from jax_deepcompile.frontend.signature import Signature, port_of, structure_changes
 from jax_deepcompile.ir.lineage import Lineage
 from jax_deepcompile.ir.program import Role
 
 
 @dataclass(frozen=True)
 class Returned:
-    """What a step returns.
-
-    Attributes:
-      shape: of it, as a pytree.
-      lineage: what its leaves come from.
-    """
+    """What a step returns: its shape, as a pytree, and what its leaves come from."""
 
     shape: Any
     lineage: Lineage
@@ -50,7 +45,7 @@ def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tupl
     matches.match_carried(signature.parameters, all_of_a_kind=True)
     for position in signature.networks:
         matches.refuse_changed(position, signature, carried=matches.has_any(guessed))
-    if signature.networks and not matches.has_any(guessed) and not matches.has_like(signature.networks[0]):
+    if signature.networks and not matches.has_any(guessed) and not matches.same(signature.networks[0]):
         matches.refuse_missing(signature.networks[0], signature)
     return matches.pairs()
 
@@ -91,13 +86,9 @@ class _Matches:
     def has_any(self, positions: Sequence[int]) -> bool:
         return not self._matched.keys().isdisjoint(positions)
 
-    def has_like(self, position: int) -> bool:
-        """Whether something is left that could be the argument's new value, such as its gradient."""
-        return bool(self._same(position))
-
     def match(self, position: int) -> bool:
         """Finds the argument's new value: what carries it on, or else what looks like it."""
-        same = self._same(position)
+        same = self.same(position)
         if same:
             self._matched[position] = (self._carrying(position) or same)[0]
         return bool(same)
@@ -105,10 +96,8 @@ class _Matches:
     def match_carried(self, positions: Sequence[int], all_of_a_kind: bool = False) -> None:
         """Finds the new values of those arguments that something carries on.
 
-        Args:
-          positions: of the arguments.
-          all_of_a_kind: to leave those alone of which there are more alike than values to carry them on: a penalty that
-            keeps parameters near others is in their gradients.
+        With ``all_of_a_kind`` not of those of which there are more alike than values to carry them on: a penalty that
+        keeps parameters near others is in their gradients.
         """
         for position in self.most_leaves_first(positions):
             carried = self._carrying(position)
@@ -121,10 +110,7 @@ class _Matches:
     def refuse_changed(self, position: int, signature: Signature, carried: bool = False) -> None:
         """Raises StateChangedError if what is left looks like the argument's new value, but for shapes and dtypes.
 
-        Args:
-          position: of the argument.
-          signature: for messages.
-          carried: to refuse only what carries the argument on.
+        With ``carried`` only if it carries the argument on.
         """
         if position in self._matched:
             return
@@ -136,7 +122,9 @@ class _Matches:
                 raise errors.StateChangedError(signature.function, changes)
         for sub in () if carried else self._left():
             if _resembles(sub.tree, argument) and sub.structure != jax.tree.structure(argument):
-                raise errors.StateChangedError(signature.function, _structure_changes(argument, sub.tree, name))
+                changes = structure_changes(argument, sub.tree, name)
+                static = f"the static fields of {name} ({type(argument).__name__}) differ"
+                raise errors.StateChangedError(signature.function, changes or [static])
 
     def refuse_missing(self, position: int, signature: Signature) -> None:
         text = str(jax.tree.map(_kind, self._returned.shape))
@@ -161,11 +149,12 @@ class _Matches:
         wanted = jax.tree.structure(self._args[position])
         return [sub for sub in self._left() if sub.structure == wanted]
 
-    def _same(self, position: int) -> list[_Subtree]:
+    def same(self, position: int) -> list[_Subtree]:
+        """What is left that could be the argument's new value, such as its gradient."""
         return [sub for sub in self._free(position) if not _changes(self._args[position], sub.tree, "")]
 
     def _carrying(self, position: int) -> list[_Subtree]:
-        return [sub for sub in self._same(position) if self._carries_on(sub, position)]
+        return [sub for sub in self.same(position) if self._carries_on(sub, position)]
 
     def _are_alike(self, position: int, other: int) -> bool:
         mine, theirs = self._args[position], self._args[other]
@@ -173,7 +162,7 @@ class _Matches:
 
     def _carries_on(self, sub: _Subtree, position: int) -> bool:
         """Whether most of the argument's arrays, or numbers if it has no arrays, live on in ``sub``."""
-        leaves = [port_of("", Role.OTHER, leaf).shape for leaf in jax.tree.leaves(self._args[position])]
+        leaves = _shapes(self._args[position])
         counted = [index for index, shape in enumerate(leaves) if shape] or list(range(len(leaves)))
         start, carried = self._start(position), self._returned.lineage.carried
         kept = sum(carried[sub.leaves[index]] >> (start + index) & 1 for index in counted)
@@ -182,14 +171,7 @@ class _Matches:
 
 @dataclass(frozen=True)
 class _Subtree:
-    """A part of what a step returns.
-
-    Attributes:
-      tree: the part.
-      structure: of it.
-      leaves: positions of its leaves among all that are returned.
-      depth: how deep inside it is.
-    """
+    """A part of what a step returns: positions of its leaves among all that are returned, and how deep inside it is."""
 
     tree: Any
     structure: Any
@@ -208,14 +190,9 @@ def _subtrees(tree: Any, start: int = 0, depth: int = 0):
 
 
 def _changes(before: Any, after: Any, where: str) -> list[str]:
-    old = jax.tree_util.tree_flatten_with_path(before)[0]
-    new = jax.tree.leaves(after)
-    found = []
-    for (path, leaf), other in zip(old, new, strict=True):
-        was, now = _kind(leaf), _kind(other)
-        if was != now:
-            found.append(f"{where}{jax.tree_util.keystr(path)} was {was} and is {now}")
-    return found
+    pairs = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
+    kinds = [(path, _kind(leaf), _kind(other)) for (path, leaf), other in pairs]
+    return [f"{where}{jax.tree_util.keystr(path)} was {was} and is {now}" for path, was, now in kinds if was != now]
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:
@@ -232,11 +209,3 @@ def _resembles(returned: Any, state: Any) -> bool:
     if type(returned) is not type(state) or isinstance(state, (tuple, list)) or hasattr(state, "dtype"):
         return False
     return not isinstance(state, dict) or bool(set(state) & set(returned))
-
-
-def _structure_changes(before: Any, after: Any, name: str) -> list[str]:
-    old = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(before)[0]}
-    new = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(after)[0]}
-    found = [f"{name}{path} is missing" for path in sorted(old - new)]
-    found += [f"{name}{path} is new" for path in sorted(new - old)]
-    return found or [f"the static fields of {name} ({type(before).__name__}) differ"]

@@ -1,7 +1,5 @@
 """From the user's step to a global-view ``Program``: abstract tracing, inlining, dead code, checks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +24,7 @@ _REFUSED_CALLBACKS = frozenset({"pure_callback", "io_callback"})
 
 @dataclass(frozen=True)
 class Function:
-    """A step as a function of flat arrays.
-
-    Attributes:
-      closed: it, with nothing in it that does not count.
-      returned: what it returns.
-    """
+    """A step as a function of flat arrays, with nothing in it that does not count, and what it returns."""
 
     closed: jex.ClosedJaxpr
     returned: Returned
@@ -66,12 +59,7 @@ class Traced:
 
 
 def trace_function(call: PureCall, signature: Signature) -> Function:
-    """Traces a call; leaves may be arrays, numbers, tracers or ``jax.ShapeDtypeStruct``s.
-
-    Args:
-      call: of the step.
-      signature: what is known of its arguments, for messages.
-    """
+    """Traces a call; leaves may be arrays, numbers, tracers or ``jax.ShapeDtypeStruct``s."""
     ports, _ = input_ports(call.args, call.kwargs, signature)
     closed, out_shape = _trace(call.step.fun, call.args, call.kwargs, ports, signature.function)
     return Function(closed, Returned(out_shape, lineage(closed)))
@@ -123,12 +111,10 @@ def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name
             raise errors.ExplicitAxesError(name, str(error).split(". ")[0]) from error
         if not isinstance(error, TypeError):
             raise
-        needed = _python_values(args, kwargs, ports, str(error))
+        needed, reason = _python_values(args, kwargs, ports, str(error)), str(error).split("\n")[0]
         if not needed:
             raise
-        in_state = [port.path for port in needed if port.role.is_state]
-        reason = str(error).split("\n")[0]
-        if in_state:
+        if in_state := [port.path for port in needed if port.role.is_state]:
             raise errors.StateValueNeededError(name, in_state, reason) from error
         raise errors.PythonValueNeededError(name, [port.path for port in needed], reason) from error
     flat = inline_calls(closed)

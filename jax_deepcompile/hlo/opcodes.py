@@ -1,7 +1,5 @@
 """The operations of XLA by what they do, from ``xla/hlo/ir/hlo_opcode.h`` (as of JAX 0.12)."""
 
-from __future__ import annotations
-
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())

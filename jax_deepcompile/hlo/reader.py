@@ -19,14 +19,12 @@ The form is that of ``xla::HloModule::ToString`` (https://openxla.org/xla/hlo_du
     }
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 
 from jax_deepcompile import errors
-from jax_deepcompile.hlo.types import (
+from jax_deepcompile.hlo.types import (  # noqa: F401
     BITS,
     Alias,
     Array,
@@ -38,31 +36,15 @@ from jax_deepcompile.hlo.types import (
     at,
     bytes_of,
     leaves,
-    parse_index,
+    parse_aliases,
     value_at,
 )
-
-__all__ = [
-    "BITS",
-    "Alias",
-    "Array",
-    "Computation",
-    "Index",
-    "Instruction",
-    "Module",
-    "Shape",
-    "at",
-    "bytes_of",
-    "leaves",
-    "read",
-]
 
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) ")
 _ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _BACKEND = "backend_config="
 
 
@@ -87,10 +69,7 @@ def read(text: str) -> Module:
         computations=computations,
         entry_name=entry,
         is_scheduled="is_scheduled=true" in header,
-        aliases=tuple(
-            Alias(parse_index(output), int(parameter), parse_index(part))
-            for output, parameter, part in _ALIAS.findall(value_at(header, aliases.end()) if aliases else "")
-        ),
+        aliases=parse_aliases(value_at(header, aliases.end())) if aliases else (),
         device_count=max(devices, default=1),
         frames=_frames(lines),
     )
@@ -164,15 +143,12 @@ def _shape(text: str) -> Shape:
         if dtype not in BITS:
             raise ValueError(dtype)
         return Array(dtype, sizes, int(space.group(1)) if space else 0)
-    return tuple(_shape(element) for element in _elements(text[1:-1]))
-
-
-def _elements(text: str) -> Iterator[str]:
-    """The parts of a tuple shape's text."""
-    while text.strip():
-        element = value_at(text, 0)
-        yield element.strip()
-        text = text[len(element) + 1 :]
+    rest, elements = text[1:-1], []
+    while rest.strip():
+        element = value_at(rest, 0)
+        elements.append(_shape(element))
+        rest = rest[len(element) + 1 :]
+    return tuple(elements)
 
 
 def _check_names(computations: Mapping[str, Computation]) -> None:

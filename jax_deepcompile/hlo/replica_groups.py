@@ -1,7 +1,5 @@
 """Which devices take part in a collective together, from each of the forms in which XLA prints it."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -20,11 +18,7 @@ _AXIS = re.compile(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+)|=(\d+))?")
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """The groups of one collective.
-
-    Attributes:
-      groups: device numbers, one tuple for each group; all of one length.
-    """
+    """The groups of one collective: device numbers; all groups are of one length."""
 
     groups: tuple[tuple[int, ...], ...]
 
@@ -93,9 +87,8 @@ def _mesh(text: str) -> tuple[tuple[int, ...], ...]:
     shape: list[int] = []
     grouped: list[bool] = []
     for name, size in sizes.items():
-        cuts = sorted(
-            {1, size, *(cut for axis, start, part in wanted if axis == name for cut in (start, start * part))}
-        )
+        own = [(start, start * part) for axis, start, part in wanted if axis == name]
+        cuts = sorted({1, size, *(cut for ends in own for cut in ends)})
         for start, end in pairwise(cuts):
             shape.append(end // start)
             grouped.append(any(axis == name and first <= start < first * part for axis, first, part in wanted))

@@ -3,8 +3,6 @@
 Nothing here knows what an operation costs.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -163,20 +161,13 @@ class Instruction:
     @cached_property
     def aliased_operands(self) -> Mapping[Index, tuple[int, Index]]:
         """For a part of the result, the operand (and part of it) whose buffer it must take."""
-        text = self.attribute("output_to_operand_aliasing") or ""
-        pairs = re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", text)
-        return {parse_index(output): (int(operand), parse_index(part)) for output, operand, part in pairs}
+        found = parse_aliases(self.attribute("output_to_operand_aliasing") or "")
+        return {alias.output: (alias.parameter, alias.part) for alias in found}
 
 
 @dataclass(frozen=True)
 class Computation:
-    """A function: instructions in the order in which they run.
-
-    Attributes:
-      name: without the leading ``%``.
-      instructions: in schedule order.
-      root: name of the instruction whose result it returns.
-    """
+    """A function: instructions in the order in which they run, and the name of the one whose result it returns."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -211,7 +202,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Alias:
-    """An output of the module that takes the buffer of a parameter."""
+    """A part of the result, of a module or an instruction, that takes the buffer of a part of a parameter."""
 
     output: Index
     parameter: int
@@ -265,6 +256,12 @@ class Module:
 def parse_index(text: str) -> Index:
     """The place in a tuple that ``text`` names, such as ``0, 1``."""
     return tuple(int(number) for number in text.replace(" ", "").split(",") if number)
+
+
+def parse_aliases(text: str) -> tuple[Alias, ...]:
+    """What is written as ``{0}: (1, {})``."""
+    found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", text)
+    return tuple(Alias(parse_index(output), int(number), parse_index(part)) for output, number, part in found)
 
 
 def value_at(text: str, start: int) -> str:

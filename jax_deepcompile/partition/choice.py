@@ -11,8 +11,6 @@ Axes are chosen one after the other, major first. The price of a way is compared
 4. bytes computed on each device, so that work is shared where sharing is free.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -63,11 +61,7 @@ class _Question:
     """All that the choice for one equation depends on; layers that repeat ask it once.
 
     Attributes:
-      rule: the equation's rule.
-      operands: what is known of its operands.
       demands: for each result the placements its consumers ask for.
-      result_sizes: whole size of each result.
-      mesh: the mesh axes.
       lazy: leave partial sums unsummed where it costs nothing, as who needs them is not known yet.
       may_move: whether activations may move to save bytes of parameters.
       latency_bytes: what a device could send in the time that a collective takes to begin.
@@ -215,12 +209,10 @@ def _split_again(
 def _ways(axis: int, remaining: Sequence[int], question: _Question, before: Sequence[_Way]) -> list[_Way]:
     """The ways to use ``axis``, given those chosen for the axes ``before`` it."""
     rule, operands = question.rule, question.operands
-    whole = _Way(None, (REPLICATE,) * len(rule.operands), (REPLICATE,) * len(rule.results))
+    ways = [_Way(None, (REPLICATE,) * len(rule.operands), (REPLICATE,) * len(rule.results))]
     if question.mesh.sizes[axis] == 1:
-        return [whole]
-    ways = [whole]
-    for factor in sorted(_touched_factors(axis, remaining, question, before)):
-        ways.append(_factor_way(rule, factor))
+        return ways
+    ways += [_factor_way(rule, factor) for factor in sorted(_touched_factors(axis, remaining, question, before))]
     states = [{held.axes[axis] for held in operand.held} for operand in operands]
     virtual = question.mesh.is_virtual(axis)
     for group in (*rule.linear, *rule.rounded) if virtual else rule.linear:
@@ -385,11 +377,9 @@ def _gathered_by_others(way: _Way, axis: int, question: _Question) -> bool:
 def _operand_price(
     operand: Operand, axis: int, wanted: AxisPlacement, question: _Question
 ) -> list[tuple[float, float]]:
-    prices = []
     partial = any(held.axes[axis] == PARTIAL for held in operand.held)
     sources = (*operand.held, *operand.expected) if partial and not question.lazy else operand.held
-    for placement in sources:
-        state = placement.axes[axis]
-        sent = axis_cost(state, wanted, operand.size, axis, question.mesh)
-        prices.append((sent, sent if operand.batch and state >= 0 and not partial else 0.0))
-    return prices
+    states = [placement.axes[axis] for placement in sources]
+    sent = [axis_cost(state, wanted, operand.size, axis, question.mesh) for state in states]
+    exposed = operand.batch and not partial
+    return [(cost, cost if exposed and state >= 0 else 0.0) for state, cost in zip(states, sent, strict=True)]

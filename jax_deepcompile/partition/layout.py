@@ -60,9 +60,6 @@ class Step:
     """One equation, decided.
 
     Attributes:
-      eqn: the equation.
-      how: the data to compute it.
-      fetches: how it gets each operand.
       results: the placement of each result as computed.
       kept: and as it is kept: what had to be computed whole is cut again, which costs no communication.
     """
@@ -81,14 +78,10 @@ class Step:
 
 @dataclass(frozen=True, repr=False)
 class Layout(Summarized):
-    """A jaxpr, decided.
+    """A jaxpr in the global view, decided.
 
     Attributes:
-      jaxpr: the jaxpr in the global view.
-      inputs: the placement of each input.
       outputs: how each output is fetched at the end.
-      steps: its equations.
-      mesh: the mesh axes.
       wanted: for each input the placements its uses ask for, in order of first use.
       regathered: inputs that are gathered for more than one use region, or by a nested loop.
       batch_outputs: for each output whether it depends on the batch.
@@ -113,15 +106,12 @@ class Layout(Summarized):
 
     def walk(self, trips: int = 1) -> Iterator[tuple[Step, int]]:
         """All steps, those of nested jaxprs included, with how often each runs (loops of unknown length count once)."""
-        for layout, times in self.nested_layouts(trips):
-            for step in layout.steps:
-                yield step, times
+        return ((step, times) for layout, times in self.nested_layouts(trips) for step in layout.steps)
 
     @property
     def moves_activations(self) -> bool:
         """Whether anything inside gathers or exchanges what the batch has split."""
-        fetches = (fetch for step, _ in self.walk() for fetch in step.fetches)
-        return any(fetch.moves_activation for fetch in fetches)
+        return any(fetch.moves_activation for step, _ in self.walk() for fetch in step.fetches)
 
     def nested_layouts(self, trips: int = 1) -> Iterator[tuple[Layout, int]]:
         """This layout and all that its steps hold, with how often each runs."""
@@ -133,11 +123,8 @@ class Layout(Summarized):
                     yield from layout.nested_layouts(inner)
 
 
-class Run(Protocol):
-    """Computes a layout on local blocks; ``consts`` are the constants of its jaxpr."""
-
-    def __call__(self, layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = ()) -> list[jax.Array]: ...
-
+Run = Callable[..., list[jax.Array]]
+"""``run(layout, inputs, consts)`` computes a layout on local blocks; ``consts`` are the constants of its jaxpr."""
 
 Demands = Sequence[Sequence[Placement]]
 """For each value the placements wanted of it."""
@@ -145,14 +132,7 @@ Demands = Sequence[Sequence[Placement]]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of one equation that holds jaxprs.
-
-    Attributes:
-      operands: for each operand the placement it has.
-      batch: for each operand whether it depends on the batch.
-      demands: for each result the placements its consumers ask for; empty where any will do.
-      mesh: the mesh axes.
-    """
+    """What is asked of one equation that holds jaxprs; no demands on a result ask for nothing in particular."""
 
     operands: tuple[Placement, ...]
     batch: tuple[bool, ...]
@@ -161,18 +141,12 @@ class Request:
 
 
 def sums_over_features(split: Split, batch: Sequence[bool]) -> bool:
-    """Whether a split dimension is summed that both an operand of the batch has and one that does not depend on it.
-
-    Args:
-      split: of an equation.
-      batch: for each operand whether it depends on the batch.
-    """
+    """Whether a split dimension is summed that both an operand of the batch has and one that does not depend on it."""
     rule = split.rule
     for factor, names in enumerate(split.splits):
         if names and rule.factors[factor].kind is Kind.SUM:
             dims_of = zip(batch, rule.operands, strict=True)
-            having = {depends for depends, dims in dims_of if any(factor in factors for factors in dims)}
-            if len(having) == 2:
+            if len({depends for depends, dims in dims_of if any(factor in factors for factors in dims)}) == 2:
                 return True
     return False
 
@@ -185,12 +159,9 @@ def finds_extrema_over(split: Split, mesh: MeshAxes) -> bool:
 
 @dataclass(frozen=True)
 class Decision:
-    """How an equation is computed.
+    """How an equation is computed: the data to do it, and the placements it needs and yields.
 
     Attributes:
-      how: the data to do it.
-      operands: the placements it needs.
-      results: the placements it yields.
       kept: the placements its results are cut to at once; as they are, if empty.
       batch: for each result whether it depends on the batch, where the layouts inside know; empty if they do not.
     """
@@ -206,13 +177,9 @@ class Propagate(Protocol):
     """Decides a nested jaxpr from the placements of its inputs and the demands on its outputs."""
 
     @property
-    def mesh(self) -> MeshAxes:
-        """The axes to partition over."""
-        ...
+    def mesh(self) -> MeshAxes: ...
 
-    def within(self, mesh: MeshAxes) -> Propagate:
-        """The same over fewer axes."""
-        ...
+    def within(self, mesh: MeshAxes) -> Propagate: ...
 
     def __call__(
         self,
@@ -233,11 +200,11 @@ class RegionRule(Protocol):
 
     def trip_count(self, eqn: Equation) -> int:
         """How often its jaxprs run."""
-        ...
+        return 1
 
     def batch(self, eqn: Equation, operands: Sequence[bool]) -> list[bool]:
         """Which results depend on the batch, given which operands do."""
-        ...
+        return [any(operands)] * len(eqn.outvars)
 
     def hints(self, eqn: Equation, results: Demands, through: HintThrough) -> Sequence[Sequence[Placement]]:
         """What demands on the results ask of each operand, before anything is decided; nothing by default."""

@@ -1,12 +1,9 @@
 """Global view in, local view out: the whole of partitioning in one function."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-from jax.extend import core as jex
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
@@ -25,13 +22,7 @@ from jax_deepcompile.summary import Summarized, Summary
 
 @dataclass(frozen=True, repr=False)
 class Partitioned(Summarized):
-    """A program in the local view, and the decisions that made it.
-
-    Attributes:
-      program: local view; every port has its placement.
-      layout: what was decided for every equation of the global view.
-      leaves: what was decided for every state leaf.
-    """
+    """A program in the local view, and what was decided for every equation of the global one and every state leaf."""
 
     program: Program
     layout: Layout
@@ -53,7 +44,8 @@ def partition_step(
     send ``latency_bytes`` in the time that a collective takes to begin.
     """
     if microbatches > 1:
-        program = program.replace(mesh=program.mesh.with_loop(_loop_name(mesh), microbatches))
+        name = "microbatch" if "microbatch" not in mesh.axis_names else "deepcompile_microbatch"
+        program = program.replace(mesh=program.mesh.with_loop(name, microbatches))
     leaves = choose_state_placements(program, state_axes, program.inputs)
     inputs = tuple(
         port.placed(_batch_placement(port, batch_axes, program.mesh) if port.role is Role.BATCH else leaf.placement)
@@ -64,10 +56,6 @@ def partition_step(
     outputs = tuple(port.placed(state.get(port.path, whole)) for port in program.outputs)
     state_leaves = tuple(leaf for port, leaf in zip(program.inputs, leaves, strict=True) if port.role.is_state)
     return _partition(program.replace(inputs=inputs, outputs=outputs), mesh, state_leaves, latency_bytes)
-
-
-def _loop_name(mesh: AnyMesh) -> str:
-    return "microbatch" if "microbatch" not in mesh.axis_names else "deepcompile_microbatch"
 
 
 def partition_init(program: Program, mesh: AnyMesh, state_axes) -> Partitioned:
@@ -82,9 +70,8 @@ def partition_init(program: Program, mesh: AnyMesh, state_axes) -> Partitioned:
 def _batch_placement(port: Port, axes: Sequence[str], mesh: MeshAxes) -> Placement:
     parts, loops = mesh.size_of(axes), mesh.size_of(mesh.virtual)
     if port.shape[0] % parts:
-        raise errors.BatchNotDivisibleError(
-            port.path, port.shape, parts, f"devices along the mesh axes {', '.join(axes)}"
-        )
+        counted = f"devices along the mesh axes {', '.join(axes)}"
+        raise errors.BatchNotDivisibleError(port.path, port.shape, parts, counted)
     if port.shape[0] // parts % loops:
         raise errors.MicrobatchNotDivisibleError(port.path, port.shape, parts, loops)
     return mesh.place({0: (*axes, *mesh.virtual)})
@@ -103,20 +90,14 @@ def _partition(
         late=[bool(port.shape) and port.where.is_replicated for port in program.outputs],
         outermost=True,
     )
-    local = trace_local(layout, program, mesh)
-    sharded = program.replace(jaxpr=local, view=View.LOCAL)
-    verify(sharded)
-    return Partitioned(sharded, layout, leaves)
-
-
-def trace_local(layout: Layout, program: Program, mesh: AnyMesh) -> jex.ClosedJaxpr:
-    """The jaxpr one device runs, with explicit collectives over the mesh's axes."""
 
     def body(consts, *blocks):
         parts = [_part_in_turn(block, port, program.mesh) for block, port in zip(blocks, program.inputs, strict=True)]
         return run_layout(layout, parts, consts)
 
-    return trace_blocks(body, program, mesh)
+    sharded = program.replace(jaxpr=trace_blocks(body, program, mesh), view=View.LOCAL)
+    verify(sharded)
+    return Partitioned(sharded, layout, leaves)
 
 
 def _part_in_turn(block: jax.Array, port: Port, mesh: MeshAxes) -> jax.Array:

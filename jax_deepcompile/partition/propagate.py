@@ -37,7 +37,7 @@ from jax_deepcompile.partition.layout import (
     sums_over_features,
 )
 from jax_deepcompile.partition.reshard import Size, axis_cost, collectives, full_bytes, size_of
-from jax_deepcompile.partition.rules.base import Dims, OpRule
+from jax_deepcompile.partition.rules.base import OpRule
 
 FindRule = Callable[[Equation], "OpRule | RegionRule"]
 Demands = tuple[tuple[Placement, ...], ...]
@@ -45,17 +45,13 @@ Demands = tuple[tuple[Placement, ...], ...]
 
 @dataclass
 class Propagator:
-    """Decides jaxprs over one mesh with one set of rules; remembers what it has decided, as loops ask repeatedly.
-
-    Attributes:
-      mesh: the axes to partition over.
-      find_rule: the rule of an equation.
-      latency_bytes: what a device could send in the time that a collective takes to begin.
-    """
+    """Decides jaxprs over one mesh with one set of rules; remembers what it has decided, as loops ask repeatedly."""
 
     mesh: MeshAxes
     find_rule: FindRule
     latency_bytes: float = 0.0
+    """What a device could send in the time that a collective takes to begin."""
+
     _layouts: dict = field(default_factory=dict)
     _rules: dict = field(default_factory=dict)
 
@@ -69,11 +65,9 @@ class Propagator:
         late: Sequence[bool] = (),
         outermost: bool = False,
     ) -> Layout:
-        """Decides ``jaxpr``.
+        """Decides ``jaxpr``, an open one; its constants, if any, count as replicated.
 
         Args:
-          jaxpr: an open jaxpr; its constants, if any, count as replicated.
-          inputs: the placement of each input.
           batch: for each input whether it depends on the batch.
           demands: for each output the placements wanted of it; it is brought to the first. Empty: as it comes.
           held: for each input whether a gathered copy of it serves the whole jaxpr; by default none does.
@@ -81,18 +75,18 @@ class Propagator:
             by default none is.
           outermost: whether it is the whole program, not the body of a loop, branch or checkpointed region.
         """
-        wanted = tuple(tuple(each) for each in demands)
-        key = (id(jaxpr), tuple(inputs), tuple(batch), wanted, tuple(held), tuple(late), outermost)
+        asked = tuple(map(tuple, demands))
+        key = (id(jaxpr), tuple(inputs), tuple(batch), asked, tuple(held), tuple(late), outermost)
         if key not in self._layouts:
             self._layouts[key] = _Sweeps(self, jaxpr, *key[1:]).run()
         return self._layouts[key]
 
     def hints(self, jaxpr: jex.Jaxpr, demands: Sequence[Sequence[Placement]]) -> list[tuple[Placement, ...]]:
         """What demands on the outputs of ``jaxpr`` ask of its inputs, as far as elementwise equations tell."""
-        whole = self.mesh.replicated()
-        count = len(jaxpr.invars)
-        asked = tuple(tuple(wanted) for wanted in demands)
-        return _Sweeps(self, jaxpr, (whole,) * count, (False,) * count, asked, (), (), False).hint_inputs()
+        sweeps = _Sweeps(self, jaxpr, (), (), tuple(map(tuple, demands)), (), (), False)
+        sweeps._demand_outputs()
+        sweeps._hint()
+        return [tuple(sweeps.demands.get(var, ())) for var in jaxpr.invars]
 
     def within(self, mesh: MeshAxes) -> Propagator:
         """A propagator with the same rules over fewer axes."""
@@ -106,15 +100,11 @@ class Propagator:
 
 @dataclass
 class _Copy:
-    """A copy of a value in another placement.
-
-    Attributes:
-      gathered: it is a parameter's gathered copy, to be released when its use region ends.
-      used_at: how many bytes had been gathered when it was last used.
-    """
+    """A copy of a value in another placement; a parameter's gathered one is released when its use region ends."""
 
     gathered: bool
     used_at: float
+    """How many bytes had been gathered when it was last used."""
 
 
 @dataclass
@@ -157,18 +147,19 @@ class _Sweeps:
         self._backward()
         return self._forward()
 
-    def hint_inputs(self) -> list[tuple[Placement, ...]]:
-        self._demand_outputs()
-        self._hint()
-        return [tuple(self.demands.get(var, ())) for var in self.jaxpr.invars]
-
     def _mark_batch(self) -> None:
         self.batch = dict(zip(self.jaxpr.invars, self.input_batch, strict=True))
         for eqn in self.jaxpr.eqns:
-            operands = [not isinstance(atom, jex.Literal) and self.batch.get(atom, False) for atom in eqn.invars]
-            rule = self.propagator.rule_of(eqn)
-            outs = [any(operands)] * len(eqn.outvars) if isinstance(rule, OpRule) else rule.batch(eqn, operands)
-            self.batch.update(zip(eqn.outvars, outs, strict=True))
+            self.batch.update(zip(eqn.outvars, self._batch_through(eqn)[1], strict=True))
+
+    def _batch_through(self, eqn: Equation) -> tuple[list[bool], Sequence[bool]]:
+        """Which operands depend on the batch, and which results do, wherever they are summed."""
+        operands = [self._is_of_batch(atom) for atom in eqn.invars]
+        rule = self.propagator.rule_of(eqn)
+        return operands, [any(operands)] * len(eqn.outvars) if isinstance(rule, OpRule) else rule.batch(eqn, operands)
+
+    def _is_of_batch(self, atom) -> bool:
+        return not isinstance(atom, jex.Literal) and self.batch.get(atom, False)
 
     def _demand_outputs(self) -> None:
         late = self.output_late or (False,) * len(self.jaxpr.outvars)
@@ -182,11 +173,10 @@ class _Sweeps:
             results = tuple(tuple(self.demands.get(var, ())) for var in eqn.outvars)
             if not any(results):
                 continue
-            hints = (
-                _hints_through(rule, results[0])
-                if isinstance(rule, OpRule)
-                else rule.hints(eqn, results, self.propagator.hints)
-            )
+            if isinstance(rule, OpRule):
+                hints = _hints_through(rule, results[0])
+            else:
+                hints = rule.hints(eqn, results, self.propagator.hints)
             for atom, wanted in zip(eqn.invars, hints, strict=True):
                 for placement in wanted:
                     self._demand(atom, placement)
@@ -210,8 +200,8 @@ class _Sweeps:
             fetches = tuple(
                 copies.fetch(atom, placement) for atom, placement in zip(eqn.invars, decision.operands, strict=True)
             )
-            if isinstance(decision.how, Nested):
-                copies.passed_to_region(eqn.invars)
+            if isinstance(decision.how, Nested):  # what it takes in sharded will be gathered inside
+                copies.regathered.update(variables(eqn.invars))
             kept = decision.kept or decision.results
             steps.append(Step(eqn, decision.how, fetches, decision.results, kept))
             self.natural.update(zip(eqn.outvars, kept, strict=True))
@@ -219,18 +209,17 @@ class _Sweeps:
             if self._is_of_total(eqn, decision):
                 self.of_total.update(eqn.outvars)
             copies.hold_what_follows(eqn)
-        outputs = []
-        for atom, wanted in zip(self.jaxpr.outvars, self.output_demands, strict=True):
-            outputs.append(copies.fetch(atom, self._delivered(atom, wanted)))
+        wanted = zip(self.jaxpr.outvars, self.output_demands, strict=True)
+        outputs = [copies.fetch(atom, self._delivered(atom, placements)) for atom, placements in wanted]
         return Layout(
             self.jaxpr,
             self.inputs,
             tuple(outputs),
             tuple(steps),
             self.mesh,
-            tuple(copies.wanted(var) for var in self.jaxpr.invars),
+            tuple(tuple(copies.uses.get(var, ())) for var in self.jaxpr.invars),
             tuple(var in copies.regathered for var in self.jaxpr.invars),
-            tuple(not isinstance(atom, jex.Literal) and self.batch.get(atom, False) for atom in self.jaxpr.outvars),
+            tuple(map(self._is_of_batch, self.jaxpr.outvars)),
         )
 
     def _delivered(self, atom, wanted: Sequence[Placement]) -> Placement:
@@ -246,9 +235,7 @@ class _Sweeps:
 
         An activation of which every device has computed a part of the sum over features is one still.
         """
-        operands = [not isinstance(atom, jex.Literal) and self.batch.get(atom, False) for atom in eqn.invars]
-        rule = self.propagator.rule_of(eqn)
-        static = [any(operands)] * len(eqn.outvars) if isinstance(rule, OpRule) else rule.batch(eqn, operands)
+        operands, static = self._batch_through(eqn)
         kept = decision.kept or decision.results
         taken = zip(operands, decision.operands, strict=True)
         of_features = any(depends and placement.is_partial for depends, placement in taken) or (
@@ -274,13 +261,8 @@ class _Sweeps:
         if isinstance(rule, OpRule):
             may_move, latency_bytes = self._activations_may_move, self.propagator.latency_bytes
             return choose_split(eqn, rule, operands, demands, self.mesh, self.lazy, may_move, latency_bytes)
-        request = Request(
-            tuple(self._best_for_region(operand) for operand in operands),
-            tuple(operand.batch for operand in operands),
-            demands,
-            self.mesh,
-        )
-        return rule.decide(eqn, request, self.propagator)
+        offered, batch = map(self._best_for_region, operands), (operand.batch for operand in operands)
+        return rule.decide(eqn, Request(tuple(offered), tuple(batch), demands, self.mesh), self.propagator)
 
     def _best_for_region(self, operand: Operand) -> Placement:
         """The placement a region is offered: partial sums come as what they will be summed into anyway."""
@@ -330,13 +312,6 @@ class _Copies:
         if eqn.primitive.name == "optimization_barrier" or from_held:
             self.held_throughout.update(var for var in eqn.outvars if not self.sweeps.batch[var])
 
-    def wanted(self, var) -> tuple[Placement, ...]:
-        return tuple(self.uses.get(var, ()))
-
-    def passed_to_region(self, atoms) -> None:
-        """Sharded values a region takes in as they are will be gathered inside it."""
-        self.regathered.update(variables(atoms))
-
     def fetch(self, atom, target: Placement) -> Fetch:
         mesh = self.sweeps.mesh
         if isinstance(atom, jex.Literal):
@@ -377,12 +352,9 @@ def _hints_through(rule: OpRule, wanted: Sequence[Placement]) -> list[list[Place
     hints: list[list[Placement]] = []
     for operand in rule.operands:
         same = operand and {factors for factors in result if factors} == {factors for factors in operand if factors}
-        hints.append([_transposed(placement, result, operand) for placement in wanted] if same else [])
+        asked = [placement.axes for placement in wanted if same]
+        hints.append([Placement(tuple(operand.index(result[i]) if i >= 0 else i for i in axes)) for axes in asked])
     return hints
-
-
-def _transposed(wanted: Placement, result: Dims, operand: Dims) -> Placement:
-    return Placement(tuple(operand.index(result[axis]) if axis >= 0 else axis for axis in wanted.axes))
 
 
 def _price(source: Placement, target: Placement, whole: Size, mesh: MeshAxes) -> tuple[float, int]:

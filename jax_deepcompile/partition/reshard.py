@@ -1,7 +1,5 @@
 """Moving a value from one placement to another: what it takes, what it costs, and how ``shard_map`` does it."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -59,15 +57,11 @@ def axis_bytes(source: AxisPlacement, target: AxisPlacement, full_bytes: float, 
 
 
 class Size(NamedTuple):
-    """How large a value is, whole.
-
-    Attributes:
-      bytes: in memory.
-      carried: what adding it up in a loop takes: half-precision floats are added in 32 bits and rounded at the end.
-    """
+    """How large a value is, whole."""
 
     bytes: float
     carried: float
+    """What adding it up in a loop takes: half-precision floats are added in 32 bits and rounded at the end."""
 
 
 _OUT_OF_THE_LOOP = 1e3
@@ -138,10 +132,8 @@ def _scatter_first(current: list[int], target: Placement, leaving, mesh: MeshAxe
     """Partial sums scattered along dimensions that nothing leaves: what follows then moves only a part."""
     moves = []
     for axis, wanted in enumerate(target.axes):
-        if current[axis] != PARTIAL or wanted < 0 or leaving.get(wanted):
-            continue
-        on_dim = [other for other, state in enumerate(current) if state == wanted]
-        if on_dim == [other for other in target.axes_of(wanted) if other < axis]:
+        is_free = current[axis] == PARTIAL and wanted >= 0 and not leaving.get(wanted)
+        if is_free and _is_next(axis, current, target):
             moves.append(Move(MoveKind.REDUCE_SCATTER, (mesh.names[axis],), wanted))
             current[axis] = wanted
     return moves
@@ -169,14 +161,19 @@ def _gather_and_exchange(current: list[int], target: Placement, leaving, mesh: M
         for axis in axes:
             current[axis] = REPLICATE
     for dim, axis, destination in swaps:
-        on_dim = [other for other, state in enumerate(current) if state == destination]
-        if on_dim == [other for other in target.axes_of(destination) if other < axis]:
+        if _is_next(axis, current, target):
             moves.append(Move(MoveKind.ALL_TO_ALL, (mesh.names[axis],), destination, dim))
             current[axis] = destination
         else:
             moves.append(Move(MoveKind.ALL_GATHER, (mesh.names[axis],), dim))
             current[axis] = REPLICATE
     return moves
+
+
+def _is_next(axis: int, current: Sequence[int], target: Placement) -> bool:
+    """Whether the dimension that ``axis`` is to split is split by just those axes that come before it."""
+    on_dim = [other for other, state in enumerate(current) if state == target.axes[axis]]
+    return on_dim == [other for other in target.axes_of(target.axes[axis]) if other < axis]
 
 
 def _suffix_to_gather(dim: int, source: Placement, target: Placement) -> tuple[int, ...]:
@@ -196,9 +193,8 @@ def apply_move(value: jax.Array, move: Move, mesh: MeshAxes) -> jax.Array:
     """Performs ``move`` on the local block ``value``; call it where ``move.axes`` are manual."""
     axes = move.axes
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        implementation = jax.random.key_impl(value)
         moved = apply_move(jax.random.key_data(value), move, mesh)
-        return jax.random.wrap_key_data(moved, impl=implementation)
+        return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(value))
     match move.kind:
         case MoveKind.ALL_GATHER:
             return lax.all_gather(value, axes, axis=move.dim, tiled=True)

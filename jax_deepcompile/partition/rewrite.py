@@ -12,7 +12,6 @@ from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat
-from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.partition.layout import Fetch, Layout, Split, Step
@@ -21,52 +20,38 @@ from jax_deepcompile.partition.rules.base import Kind, LocalEquation
 
 
 def run_layout(layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = ()) -> list[jax.Array]:
-    """Evaluates ``layout`` on local blocks.
-
-    Args:
-      layout: the decided jaxpr.
-      inputs: this device's block of every input, placed as ``layout.inputs`` says.
-      consts: the jaxpr's constants, whole.
-
-    Returns:
-      This device's block of every output, placed as ``layout.output_placements`` says.
-    """
-    blocks = _Blocks(layout.mesh)
-    whole = layout.mesh.replicated()
-    for var, value in zip(layout.jaxpr.constvars, consts, strict=True):
-        blocks.write(var, whole, value)
-    for var, placement, value in zip(layout.jaxpr.invars, layout.inputs, inputs, strict=True):
-        blocks.write(var, placement, value)
-    last_use = _last_uses(layout.jaxpr)
+    """Evaluates ``layout`` on this device's blocks of its inputs, and whole constants: its blocks of the outputs."""
+    jaxpr, mesh = layout.jaxpr, layout.mesh
+    blocks: _Blocks = {var: {mesh.replicated(): value} for var, value in zip(jaxpr.constvars, consts, strict=True)}
+    for var, placement, value in zip(jaxpr.invars, layout.inputs, inputs, strict=True):
+        blocks[var] = {placement: value}
+    last_use = _last_uses(jaxpr)
     for index, step in enumerate(layout.steps):
         with _jax_compat.provenance(step.eqn):
             operands = [
-                blocks.fetch(atom, fetch, _companion(step, position, blocks))
+                _fetched(blocks, atom, fetch, mesh, _companion(step, position, blocks))
                 for position, (atom, fetch) in enumerate(zip(step.eqn.invars, step.fetches, strict=True))
             ]
-            results = _compute(step, operands, layout.mesh)
+            results = _compute(step, operands, mesh)
             for var, computed, kept, value in zip(step.eqn.outvars, step.results, step.kept, results, strict=True):
-                for move in plan_moves(computed, kept, layout.mesh):
-                    value = apply_move(value, move, layout.mesh)
-                blocks.write(var, kept, value)
+                blocks[var] = {kept: _moved(value, computed, kept, mesh)}
         for atom in set(variables(step.eqn.invars)):
             if last_use[atom] == index:
-                blocks.forget(atom)
+                del blocks[atom]
     makers = {var: step.eqn for step in layout.steps for var in step.eqn.outvars}
-    return [
-        _delivered(blocks, atom, fetch, None if isinstance(atom, jex.Literal) else makers.get(atom))
-        for atom, fetch in zip(layout.jaxpr.outvars, layout.outputs, strict=True)
-    ]
-
-
-def _delivered(blocks: _Blocks, atom, fetch: Fetch, maker: Equation | None) -> jax.Array:
-    with contextlib.nullcontext() if maker is None else _jax_compat.provenance(maker):
-        return blocks.fetch(atom, fetch, None)
+    outputs = []
+    for atom, fetch in zip(jaxpr.outvars, layout.outputs, strict=True):
+        maker = None if isinstance(atom, jex.Literal) else makers.get(atom)
+        with contextlib.nullcontext() if maker is None else _jax_compat.provenance(maker):
+            outputs.append(_fetched(blocks, atom, fetch, mesh))
+    return outputs
 
 
 def _compute(step: Step, operands: list[jax.Array], mesh: MeshAxes) -> Sequence[jax.Array]:
     if not isinstance(step.how, Split):
-        typed = [_as_array(value, atom) for value, atom in zip(operands, step.eqn.invars, strict=True)]
+        kinds = [(isinstance(atom, jex.Literal), atom.aval.dtype) for atom in step.eqn.invars]
+        pairs = zip(operands, kinds, strict=True)
+        typed = [jnp.asarray(value, dtype) if is_literal else value for value, (is_literal, dtype) in pairs]
         return step.how.rule.emit(step, typed, run_layout, mesh)
     rule, splits = step.how.rule, step.how.splits
     results = rule.emit(LocalEquation(step.eqn, rule, splits, mesh), *operands)
@@ -88,19 +73,10 @@ def _extremum(value: jax.Array, axes: tuple[str, ...], combine: Callable) -> jax
     return jnp.where(undefined > 0, jnp.asarray(jnp.nan, value.dtype), found)
 
 
-def _as_array(value, atom: Any) -> jax.Array:
-    dtype = atom.aval.dtype
-    return jnp.asarray(value, dtype) if isinstance(atom, jex.Literal) else value
-
-
 def _companion(step: Step, position: int, blocks: _Blocks) -> jax.Array | None:
     """A block the equation reads anyway; what is tied to it cannot start before it exists."""
-    for other, atom in enumerate(step.eqn.invars):
-        if other != position and not isinstance(atom, jex.Literal):
-            value = blocks.native(atom)
-            if value.ndim:
-                return value
-    return None
+    others = variables([*step.eqn.invars[:position], *step.eqn.invars[position + 1 :]])
+    return next((value for value in (next(iter(blocks[atom].values())) for atom in others) if value.ndim), None)
 
 
 def _last_uses(jaxpr: jex.Jaxpr) -> dict:
@@ -111,38 +87,27 @@ def _last_uses(jaxpr: jex.Jaxpr) -> dict:
     return uses
 
 
-class _Blocks:
-    """The local blocks of every value, by placement."""
+_Blocks = dict[Any, dict[Placement, jax.Array]]
+"""The local blocks of every value, by placement; the first is as it was made."""
 
-    def __init__(self, mesh: MeshAxes) -> None:
-        self.mesh = mesh
-        self.values: dict = {}
 
-    def write(self, var, placement: Placement, value: jax.Array) -> None:
-        self.values[var] = {placement: value}
-
-    def native(self, var) -> jax.Array:
-        return next(iter(self.values[var].values()))
-
-    def forget(self, var) -> None:
-        del self.values[var]
-
-    def fetch(self, atom, fetch: Fetch, companion: jax.Array | None) -> jax.Array:
-        if isinstance(atom, jex.Literal):
-            return self._move_literal(atom.val, fetch)
-        copies = self.values[atom]
-        if fetch.target in copies and not fetch.fresh:
-            return copies[fetch.target]
+def _fetched(blocks: _Blocks, atom, fetch: Fetch, mesh: MeshAxes, companion: jax.Array | None = None) -> jax.Array:
+    if isinstance(atom, jex.Literal):
+        return _moved(atom.val, fetch.source, fetch.target, mesh)
+    copies = blocks[atom]
+    if fetch.target not in copies or fetch.fresh:
         value = copies[fetch.source]
         if fetch.fresh and companion is not None:
             value, _ = lax.optimization_barrier((value, companion))
-        for move in plan_moves(fetch.source, fetch.target, self.mesh):
-            value = apply_move(value, move, self.mesh)
-        copies[fetch.target] = value
-        return value
+        copies[fetch.target] = _moved(value, fetch.source, fetch.target, mesh)
+    return copies[fetch.target]
 
-    def _move_literal(self, value, fetch: Fetch) -> jax.Array:
-        for move in plan_moves(fetch.source, fetch.target, self.mesh):
-            zero = move.kind is MoveKind.MASK and not isinstance(value, jax.Array) and not value
-            value = value if zero else apply_move(jnp.asarray(value), move, self.mesh)
-        return value
+
+def _moved(value: Any, source: Placement, target: Placement, mesh: MeshAxes) -> Any:
+    """``value``, a block or the number in a literal, in another placement; a zero is a partial sum as it is."""
+    for move in plan_moves(source, target, mesh):
+        if isinstance(value, jax.Array):
+            value = apply_move(value, move, mesh)
+        elif move.kind is not MoveKind.MASK or value:
+            value = apply_move(jnp.asarray(value), move, mesh)
+    return value

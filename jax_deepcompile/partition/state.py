@@ -6,8 +6,6 @@ the first one is taken that is not a loop's: a stack of layers must be split ins
 gathered when its turn comes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,32 +23,19 @@ from jax_deepcompile.ir.program import Port, Program
 
 @dataclass(frozen=True)
 class LeafChoice:
-    """What was decided for one state leaf, and why.
-
-    Attributes:
-      path: the leaf.
-      placement: where it lives.
-      reason: empty when it is split on its first dimension; else what stood in the way.
-      bytes_per_device: what it takes on each device.
-    """
+    """What was decided for one state leaf, and why."""
 
     path: str
     placement: Placement
     reason: str
+    """Empty when it is split on its first dimension; else what stood in the way."""
     bytes_per_device: int
 
 
 def choose_state_placements(program: Program, axes: Sequence[str], role_ports: Sequence[Port]) -> list[LeafChoice]:
-    """Decides every port of ``role_ports`` that is state.
-
-    Args:
-      program: global view.
-      axes: the mesh axes state is split over, major first.
-      role_ports: the program's inputs (of a step) or outputs (of an initialisation).
-    """
-    jaxpr = open_jaxpr(program.jaxpr)
+    """Decides every port of ``role_ports``, a step's inputs or an initialisation's outputs, that is state."""
+    jaxpr, groups = open_jaxpr(program.jaxpr), _Groups()
     atoms = jaxpr.invars if role_ports is program.inputs else jaxpr.outvars
-    groups = _Groups()
     groups.read(jaxpr)
     for source, target in program.state_outputs:
         groups.join(jaxpr.invars[source], jaxpr.outvars[target])
@@ -69,16 +54,15 @@ def _as_of_equal_shape(ports: Sequence[Port], loop_dims: Sequence[frozenset[int]
 
 
 def _choose_leaf(port: Port, loop_dims: frozenset[int], axes: Sequence[str], mesh: MeshAxes) -> LeafChoice:
-    size = math.prod(port.shape) * _itemsize(port.dtype)
+    is_key = port.dtype.startswith("key<")
+    size = math.prod(port.shape) * (8 if is_key else jnp.dtype(port.dtype).itemsize)
     parts = mesh.size_of(axes)
-    if not port.role.is_state or not size or not port.shape or port.dtype.startswith("key<"):
+    if not port.role.is_state or not size or not port.shape or is_key:
         return LeafChoice(port.path, mesh.replicated(), "", size)
     fitting = [dim for dim, extent in enumerate(port.shape) if extent % parts == 0 and extent]
-    inside = [dim for dim in fitting if dim not in loop_dims]
-    chosen = inside or fitting
-    if not chosen:
+    if not fitting:
         return _choose_axis_by_axis(port, loop_dims, axes, mesh, size)
-    dim = chosen[0]
+    dim = next((dim for dim in fitting if dim not in loop_dims), fitting[0])
     reason = "" if dim == 0 else f"dimension {dim}: {_why_not_before(port.shape, dim, loop_dims, parts)}"
     return LeafChoice(port.path, mesh.place({dim: axes}), reason, size // parts)
 
@@ -113,10 +97,6 @@ def _why_not_before(shape, dim: int, loop_dims: frozenset[int], parts: int) -> s
         f"{before} is a loop's" if before in loop_dims else f"{before} ({shape[before]}) does not divide by {parts}"
         for before in range(dim)
     )
-
-
-def _itemsize(dtype: str) -> int:
-    return 8 if dtype.startswith("key<") else jnp.dtype(dtype).itemsize
 
 
 @dataclass
@@ -154,8 +134,6 @@ class _Groups:
     def _cut(self, eqn: Equation) -> None:
         """A dimension that is taken apart would be gathered just to be cut again."""
         atom = eqn.invars[0]
-        if isinstance(atom, jex.Literal):
-            return
         for result in eqn.outvars:
             for dim, (whole, part) in enumerate(zip(atom.aval.shape, result.aval.shape, strict=False)):
                 if whole != part and len(result.aval.shape) == len(atom.aval.shape):

@@ -5,8 +5,6 @@ waited for. So the number of every signal goes down a pipe as well, to a thread 
 thread does not. It ends it without Python's and JAX's own clean-up, which would tear down what still runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

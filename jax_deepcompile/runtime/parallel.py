@@ -5,8 +5,6 @@ it waits for a pool of threads to shut down. Here the main thread waits where it
 under way behind.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import operator
@@ -47,7 +45,7 @@ def in_parallel(works: Sequence[Iterable[T]]) -> list[list[T]]:
 
     try:
         for _ in range(min(len(works), os.cpu_count() or 1)):
-            _Worker(target=work_off).start()
+            threading.Thread(target=work_off, name=_WORKER, daemon=True).start()
         wait(results, return_when=FIRST_EXCEPTION)
         for failed in (each for each in results if each.done() and each.exception()):
             failed.result()
@@ -66,12 +64,8 @@ def interruptible(call: Callable[[], T]) -> T:
     return results_of([call])[0]
 
 
-class _Worker(threading.Thread):
-    """A thread that the interpreter does not wait for before ``_outlast_workers`` has its say."""
-
-    def __init__(self, target: Callable[[], None]):
-        super().__init__(target=target, name="deepcompile worker", daemon=True)
-
+_WORKER = "deepcompile worker"
+"""The name of threads that the interpreter does not wait for before ``_outlast_workers`` has its say."""
 
 _PATIENCE_S = 1.0
 """How long an interrupted program waits for what it left behind: it is to be gone within two seconds."""
@@ -84,7 +78,7 @@ def _outlast_workers() -> None:
     A program that Ctrl-C ends does not wait for long: it ends as Python ends it, by the signal itself. One that caught
     ``KeyboardInterrupt`` waits to the end, or to the next Ctrl-C: its exit code is known to the interpreter alone.
     """
-    workers = [each for each in threading.enumerate() if isinstance(each, _Worker)]
+    workers = [each for each in threading.enumerate() if each.name == _WORKER]
     interrupted = isinstance(getattr(sys, "last_value", None), KeyboardInterrupt)
     until = time.monotonic() + _PATIENCE_S
     try:

@@ -4,8 +4,6 @@ They meet in the key-value store of JAX's coordination service, not in collectiv
 come says why there, and the others hear it at once.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jax_deepcompile.hlo.launches import launches
 from jax_deepcompile.hlo.reader import read
+from jax_deepcompile.hlo.trip_counts import launches
 
 pytestmark = pytest.mark.pure
 

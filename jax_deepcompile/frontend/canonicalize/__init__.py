@@ -1,7 +1,5 @@
 """A program is written as partitioning rules expect it: one rewrite a file, each from closed jaxpr to closed jaxpr."""
 
-from __future__ import annotations
-
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, dce, open_jaxpr

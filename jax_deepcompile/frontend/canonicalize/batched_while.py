@@ -3,8 +3,6 @@
 ``jax.vmap`` leaves such loops where the condition depends on what is mapped; only lowering gives them a meaning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +45,9 @@ def _rewritten(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
         tested, read, old = loop.split(operands)
         (going,) = eval_local(loop.closed_condition, [*tested, *old])
         new = eval_local(loop.closed_body, [*read, *old])
-        return [_select(going, after, before) for after, before in zip(new, old, strict=True)]
+        dims = tuple(range(going.ndim))
+        each = zip(new, old, strict=True)
+        return [lax.select_n(lax.broadcast_in_dim(going, new.shape, dims), old, new) for new, old in each]
 
     with provenance(eqn):
         bodies = {"cond_jaxpr": _traced(condition, [*tested, *carry]), "body_jaxpr": _traced(body, eqn.invars)}
@@ -57,8 +57,3 @@ def _rewritten(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
 
 def _traced(fun: Any, atoms: Sequence) -> Any:
     return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in atoms))
-
-
-def _select(going: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    each = lax.broadcast_in_dim(going, new.shape, tuple(range(going.ndim)))
-    return lax.select_n(each, old, new)

@@ -1,7 +1,5 @@
 """Arrays without elements, which ``jnp.pad`` puts at both ends of every dimension, are not waited for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,16 +55,12 @@ class _Walk(Walk):
         if name == "split":
             return self._split(eqn)
         if name in ADDITIONS and any(map(self._is_zero, eqn.invars)):
-            return self._added(eqn)
+            kept = next((atom for atom in eqn.invars if not self._is_zero(atom)), eqn.invars[0])
+            return self._renamed(eqn.outvars[0], kept) if _shape(kept) == _shape(eqn.outvars[0]) else [eqn]
         if self._makes_zeros(eqn):
             self.zeros.add(eqn.outvars[0])
             return [self._constant(eqn, eqn.outvars[0])]
         return [eqn]
-
-    def _added(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
-        rest = [atom for atom in eqn.invars if not self._is_zero(atom)] or eqn.invars
-        alike = _shape(rest[0]) == _shape(eqn.outvars[0])
-        return self._renamed(eqn.outvars[0], rest[0]) if alike else [eqn]
 
     def _concatenated(self, eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
         pieces = [atom for atom in eqn.invars if _shape(atom)[eqn.params["dimension"]]]
@@ -91,18 +85,16 @@ class _Walk(Walk):
         name, first = eqn.primitive.name, eqn.invars[0]
         if _is_empty(eqn.outvars[0]):
             return name not in CONTROL_FLOW and name != "optimization_barrier"
-        if name == "reduce_sum":
+        if name == "reduce_sum" or (name == "pad" and _is_positive_zero(eqn.invars[1])):
             return _is_empty(first) or self._is_zero(first)
-        if name == "pad":
-            padding = eqn.invars[1]
-            return _is_positive_zero(padding) and (_is_empty(first) or self._is_zero(first))
         return name in _ZERO_OF_ZEROS and self._is_zero(first)
 
     def _is_zero(self, atom: Any) -> bool:
         return not isinstance(atom, jex.Literal) and atom in self.zeros
 
     def _constant(self, eqn: jex.JaxprEqn, var: Any) -> jex.JaxprEqn:
-        zero = jex.Literal(np.zeros((), _dtype(var)), core.ShapedArray((), _dtype(var)))
+        dtype = var.aval.dtype
+        zero = jex.Literal(np.zeros((), dtype), core.ShapedArray((), dtype))
         params = {"shape": _shape(var), "broadcast_dimensions": (), "sharding": None}
         return jex.new_jaxpr_eqn([zero], [var], primitives.broadcast_in_dim_p, params, jex.no_effects, eqn.source_info)
 
@@ -115,10 +107,6 @@ def _shape(atom: Any) -> tuple[int, ...]:
     return atom.aval.shape
 
 
-def _dtype(atom: Any) -> Any:
-    return atom.aval.dtype
-
-
 def _is_empty(atom: Any) -> bool:
     return 0 in _shape(atom)
 
@@ -129,4 +117,4 @@ def _is_positive_zero(atom: Any) -> bool:
 
 
 def _is_number(var: Any) -> bool:
-    return jnp.issubdtype(_dtype(var), np.number) or jnp.issubdtype(_dtype(var), np.bool_)
+    return any(jnp.issubdtype(var.aval.dtype, kind) for kind in (np.number, np.bool_))

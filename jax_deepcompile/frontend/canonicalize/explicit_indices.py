@@ -1,7 +1,5 @@
 """Gathers and scatters that spell a batch dimension out as an index get a batching dimension instead."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 
 from jax import core
@@ -9,8 +7,7 @@ from jax.extend import core as jex
 from jax.extend.core import primitives
 
 from jax_deepcompile._jax_compat import new_var
-from jax_deepcompile.frontend.canonicalize.counting import Claim, holds
-from jax_deepcompile.frontend.canonicalize.scope import Scope, shape_of
+from jax_deepcompile.frontend.canonicalize.counting import Claim, Scope, holds, shape_of
 from jax_deepcompile.ir.rewrite import Walk, with_regions
 
 

@@ -1,7 +1,5 @@
 """Inner products of whole arrays: ``jnp.vdot`` puts both in a row, where only a leading dimension can be split."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from jax.extend import core as jex

@@ -11,7 +11,7 @@ placement.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -155,8 +155,22 @@ class RuleBuilder:
     def whole(self, size: int) -> tuple[int, ...]:
         return (self.factor(size, Kind.WHOLE),)
 
+    def dims(self, shape: Sequence[int], whole: Container[int] = ()) -> Dims:
+        """A factor for every dimension; those of the dimensions ``whole`` cannot be split."""
+        return tuple(self.whole(size) if dim in whole else self.map(size) for dim, size in enumerate(shape))
+
     def whole_dims(self, shape: Sequence[int]) -> Dims:
-        return tuple(self.whole(size) for size in shape)
+        return tuple(map(self.whole, shape))
+
+    def shared(self, one: Sequence[int], other: Sequence[int], alike: Sequence[bool] = ()) -> tuple[Dims, Dims]:
+        """Dims of two values of one rank: a factor for both where they are ``alike``, else whole, each by itself.
+
+        By default they are where they are as long.
+        """
+        alike = alike or [left == right for left, right in zip(one, other, strict=True)]
+        each = zip(one, other, alike, strict=True)
+        pairs = [(self.map(left),) * 2 if both else (self.whole(left), self.whole(right)) for left, right, both in each]
+        return tuple(left for left, _ in pairs), tuple(right for _, right in pairs)
 
     def build(
         self,

@@ -1,14 +1,13 @@
 """Contractions: batch and free dimensions may be split freely, contracted ones make partial sums."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_deepcompile.ir.equation import Equation
-from jax_deepcompile.partition.rules.base import Kind, LocalEquation, OpRule, RuleBuilder
+from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
 
@@ -18,26 +17,35 @@ def dot_general(eqn: Equation) -> OpRule:
 
     Booleans are contracted by "any", which is a maximum.
     """
-    (contract_x, contract_y), (batch_x, batch_y) = eqn.params["dimension_numbers"]
-    shape_x, shape_y = (var.aval.shape for var in eqn.invars)
-    contracted = Kind.MAX if eqn.outvars[0].aval.dtype == bool else Kind.SUM
     builder = RuleBuilder()
-    dims_x, dims_y = {}, {}
-    batch = [builder.map(shape_x[dim]) for dim in batch_x]
-    for dim_x, dim_y, factor in zip(batch_x, batch_y, batch, strict=True):
-        dims_x[dim_x] = dims_y[dim_y] = factor
+    contracted = Kind.MAX if eqn.outvars[0].aval.dtype == bool else Kind.SUM
+    dims_x, dims_y, result = product(builder, eqn, eqn.params["dimension_numbers"], contracted)
+    return builder.build([dims_x, dims_y], [result], linear=_linear(eqn))
+
+
+def product(
+    builder: RuleBuilder,
+    eqn: Equation,
+    numbers: Any,
+    contracted: Kind,
+    group: Mapping[int, tuple[int, ...]] | None = None,
+) -> tuple[Dims, Dims, Dims]:
+    """The dims of the two operands and the result of a product; ``group`` has those of the second that are no part."""
+    (contract_x, contract_y), (batch_x, batch_y) = numbers
+    shape_x, shape_y = (var.aval.shape for var in eqn.invars[:2])
+    dims_x, dims_y = {}, dict(group or {})
+    for dim_x, dim_y in zip(batch_x, batch_y, strict=True):
+        dims_x[dim_x] = dims_y[dim_y] = builder.map(shape_x[dim_x])
+    batch = [dims_x[dim] for dim in batch_x]
     for dim_x, dim_y in zip(contract_x, contract_y, strict=True):
         dims_x[dim_x] = dims_y[dim_y] = (builder.factor(shape_x[dim_x], contracted),)
-    free_x = [dim for dim in range(len(shape_x)) if dim not in dims_x]
-    free_y = [dim for dim in range(len(shape_y)) if dim not in dims_y]
-    dims_x |= {dim: builder.map(shape_x[dim]) for dim in free_x}
-    dims_y |= {dim: builder.map(shape_y[dim]) for dim in free_y}
-    result = [*batch, *(dims_x[dim] for dim in free_x), *(dims_y[dim] for dim in free_y)]
-    return builder.build(
-        [[dims_x[dim] for dim in range(len(shape_x))], [dims_y[dim] for dim in range(len(shape_y))]],
-        [result],
-        linear=_linear(eqn),
-    )
+    free = []
+    for dims, shape in ((dims_x, shape_x), (dims_y, shape_y)):
+        for dim in [dim for dim in range(len(shape)) if dim not in dims]:
+            dims[dim] = builder.map(shape[dim])
+            free.append(dims[dim])
+    x, y = (tuple(dims[dim] for dim in range(len(dims))) for dims in (dims_x, dims_y))
+    return x, y, (*batch, *free)
 
 
 def _linear(eqn: Equation) -> list[tuple[int]]:
@@ -63,9 +71,7 @@ def convolution(eqn: Equation) -> OpRule:
     out = eqn.outvars[0].aval.shape
     numbers = eqn.params["dimension_numbers"]
     builder = RuleBuilder()
-    lhs_dims = [builder.whole(size) for size in lhs]
-    rhs_dims = [builder.whole(size) for size in rhs]
-    out_dims = [builder.whole(size) for size in out]
+    lhs_dims, rhs_dims, out_dims = (list(builder.whole_dims(shape)) for shape in (lhs, rhs, out))
     lhs_batch, lhs_feature = numbers.lhs_spec[:2]
     rhs_out, rhs_in = numbers.rhs_spec[:2]
     out_batch, out_feature = numbers.out_spec[:2]

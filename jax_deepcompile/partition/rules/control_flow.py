@@ -1,7 +1,5 @@
 """``while`` and ``cond``: their jaxprs are decided like the program; what a loop carries reaches a fixed point."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,10 +65,8 @@ def settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands, 
         moved = [before != after for before, after in zip(carry, settled, strict=True)]
         carry = settled
         if round_ == _ROUNDS - 2:
-            carry = [
-                Placement((REPLICATE,) * len(placement.axes)) if still else placement
-                for placement, still in zip(carry, moved, strict=True)
-            ]
+            whole = propagate.mesh.replicated()
+            carry = [whole if still else placement for placement, still in zip(carry, moved, strict=True)]
     demands = [*[(placement,) for placement in carry], *rest_demands]
     return tuple(carry), propagate(jaxpr, [*fixed, *carry, *rest], batch, demands, held)
 
@@ -116,9 +112,6 @@ def _without_unwanted_partial(placement: Placement, wanted, allowed: bool) -> Pl
 class WhileRule(RegionRule):
     """``while``: the predicate is the same on every device, so that all run, and communicate, equally often."""
 
-    def trip_count(self, eqn) -> int:
-        return 1
-
     def batch(self, eqn, operands):
         _, body_consts, carry = While(eqn).split(operands)
         return settled_batch(While(eqn).body, body_consts, carry, [])[0]
@@ -130,8 +123,9 @@ class WhileRule(RegionRule):
         loop = While(eqn)
         cond_consts, body_consts, carry = loop.split(request.operands)
         cond_batch, body_batch, carry_batch = loop.split(request.batch)
-        cond_consts = [placement.without_partial() for placement in cond_consts]
-        body_consts = [placement.without_partial() for placement in body_consts]
+        cond_consts, body_consts = (
+            [each.without_partial() for each in consts] for consts in (cond_consts, body_consts)
+        )
         tested = _read_by_condition(loop)
         carry = [
             _after_the_loop(placement, request.mesh) if read else placement
@@ -142,12 +136,8 @@ class WhileRule(RegionRule):
             loop.body, body_consts, carry, [], [*body_batch, *carry_batch], [], request.demands, propagate,
             [not any(demand.is_split for demand in wanted) for wanted in request.demands],
         )  # fmt: skip
-        condition = propagate(
-            loop.condition,
-            [*cond_consts, *carry],
-            [*cond_batch, *carry_batch],
-            [(request.mesh.replicated(),)],
-        )
+        whole = request.mesh.replicated()
+        condition = propagate(loop.condition, [*cond_consts, *carry], [*cond_batch, *carry_batch], [(whole,)])
         operands = (*cond_consts, *body_consts, *carry)
         return Decision(Nested(self, (condition, body)), operands, carry, batch=body.batch_outputs)
 
@@ -177,9 +167,6 @@ def _after_the_loop(placement: Placement, mesh: MeshAxes) -> Placement:
 @dataclass(frozen=True)
 class CondRule(RegionRule):
     """``cond``: every device takes the same branch, and all branches yield the same placements."""
-
-    def trip_count(self, eqn) -> int:
-        return 1
 
     def batch(self, eqn, operands):
         by_branch = [batch_through(branch, operands[1:]) for branch in Cond(eqn).branches]

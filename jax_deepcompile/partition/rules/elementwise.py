@@ -1,15 +1,12 @@
 """Elementwise primitives: every dimension is a factor of its own, scalars take part in none."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jax_deepcompile.ir.equation import Equation
-from jax_deepcompile.partition.rules.base import Dims, OpRule, RuleBuilder
+from jax_deepcompile.partition.rules.base import OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
 UNARY_LINEAR = ("neg", "real", "imag", "conj", "copy", "name", "pvary", "stop_gradient")
@@ -23,11 +20,17 @@ NONLINEAR = """
 """
 
 
+_LINEAR = {
+    **dict.fromkeys(UNARY_LINEAR, ((0,),)),
+    **dict.fromkeys(("add", "sub", "add_any", "complex"), ((0, 1),)),
+}
+
+
 def elementwise(eqn: Equation, linear: Sequence[Sequence[int]] = (), rounded: Sequence[Sequence[int]] = ()) -> OpRule:
     """Operands have the results' rank, their dimensions the results' size or one, or they are scalars."""
     builder = RuleBuilder()
     shape = eqn.outvars[0].aval.shape
-    dims: Dims = tuple(builder.map(size) for size in shape)
+    dims = builder.dims(shape)
     operands = [
         tuple(dims[dim] if size == shape[dim] else builder.whole(size) for dim, size in enumerate(var.aval.shape))
         for var in eqn.invars
@@ -35,19 +38,9 @@ def elementwise(eqn: Equation, linear: Sequence[Sequence[int]] = (), rounded: Se
     return builder.build(operands, [dims] * len(eqn.outvars), linear=linear, rounded=rounded)
 
 
-@rule(*NONLINEAR.split())
-def nonlinear(eqn: Equation) -> OpRule:
-    return elementwise(eqn)
-
-
-@rule(*UNARY_LINEAR)
-def unary_linear(eqn: Equation) -> OpRule:
-    return elementwise(eqn, linear=[(0,)])
-
-
-@rule("add", "sub", "add_any", "complex")
-def sum_of_two(eqn: Equation) -> OpRule:
-    return elementwise(eqn, linear=[(0, 1)])
+@rule(*NONLINEAR.split(), *_LINEAR)
+def by_name(eqn: Equation) -> OpRule:
+    return elementwise(eqn, _LINEAR.get(eqn.primitive.name, ()))
 
 
 @rule("mul")
@@ -85,22 +78,9 @@ def _keeps_sums(source: np.dtype, target: np.dtype) -> bool:
     if source == target:
         return True
     if jnp.issubdtype(source, jnp.inexact):
-        return jnp.issubdtype(target, jnp.inexact) and _contains(jnp.finfo(target), jnp.finfo(source))
+        if not jnp.issubdtype(target, jnp.inexact):
+            return False
+        wide, narrow = jnp.finfo(target), jnp.finfo(source)
+        return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp
     integers = jnp.issubdtype(source, jnp.integer) and jnp.issubdtype(target, jnp.integer)
     return integers and jnp.iinfo(target).bits <= jnp.iinfo(source).bits
-
-
-def _contains(wide: Any, narrow: Any) -> bool:
-    return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp
-
-
-@rule("bitcast_convert_type")
-def bitcast(eqn: Equation) -> OpRule:
-    """Dimensions are kept, but for a last one that appears or disappears when the width changes."""
-    builder = RuleBuilder()
-    source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    rank = min(len(source), len(target))
-    shared = [builder.map(size) for size in source[:rank]]
-    operand = shared + [builder.whole(size) for size in source[rank:]]
-    result = shared + [builder.whole(size) for size in target[rank:]]
-    return builder.build([operand], [result])

@@ -1,6 +1,6 @@
 """All families of rules, registered by being imported."""
 
-from jax_deepcompile.partition.rules import (
+from jax_deepcompile.partition.rules import (  # noqa: F401
     contraction,
     control_flow,
     elementwise,
@@ -14,26 +14,6 @@ from jax_deepcompile.partition.rules import (
     regions,
     scan,
     shape,
-    sorting,
     windows,
 )
-from jax_deepcompile.partition.rules.registry import REGISTRY
-
-__all__ = [
-    "REGISTRY",
-    "contraction",
-    "control_flow",
-    "elementwise",
-    "indexing",
-    "kernels",
-    "linalg",
-    "manual",
-    "pallas",
-    "random",
-    "reduction",
-    "regions",
-    "scan",
-    "shape",
-    "sorting",
-    "windows",
-]
+from jax_deepcompile.partition.rules.registry import REGISTRY  # noqa: F401

@@ -7,8 +7,6 @@ A window that spans its dimension starts at 0 or is out of bounds, on one device
 ``GatherScatterMode`` treats it alike in both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.equation import Equation
-from jax_deepcompile.partition.rules.base import Kind, LocalEquation, OpRule, RuleBuilder
+from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
 Mode = lax.GatherScatterMode
@@ -30,29 +28,43 @@ def gather(eqn: Equation) -> OpRule:
 
     The index batch includes the batching dimensions, which index and operand share.
     """
-    operand, indices = (var.aval.shape for var in eqn.invars)
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     builder = RuleBuilder()
-    index_batch = [builder.map(size) for size in indices[:-1]]
-    dims = _batching(numbers.operand_batching_dims, numbers.start_indices_batching_dims, index_batch)
+    numbers = eqn.params["dimension_numbers"]
+    hidden = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    sizes = [size for dim, size in enumerate(eqn.params["slice_sizes"]) if dim not in hidden]
     adds_up = jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.number)
-    one_by_one = _one_by_one(eqn, numbers.start_index_map, numbers.collapsed_slice_dims) if adds_up else []
-    dims |= {
-        dim: builder.sum(operand[dim]) if dim in one_by_one else builder.whole(operand[dim])
-        for dim in numbers.collapsed_slice_dims
-    }
-    window = []
-    for dim in (dim for dim in range(len(operand)) if dim not in dims):
-        dims[dim], in_result = _window(builder, operand[dim], sizes[dim])
-        window.append(in_result)
-    result = _interleave(numbers.offset_dims, window, index_batch)
-    return builder.build(
-        [[dims[dim] for dim in range(len(operand))], [*index_batch, builder.whole(indices[-1])]],
-        [result],
-        linear=() if _fills(eqn) else [(0,)],
-        looked_up=[dims[dim][0] for dim in one_by_one],
-        emit=_look_up,
+    operand, indices, result, looked_up = _indexed(builder, eqn, sizes, Kind.MAP, Kind.SUM if adds_up else Kind.WHOLE)
+    fills = eqn.params["mode"] is Mode.FILL_OR_DROP and eqn.params["fill_value"] != 0  # which sums would add up
+    linear = () if fills else [(0,)]
+    return builder.build([operand, indices], [result], linear=linear, looked_up=looked_up, emit=_look_up)
+
+
+def _indexed(
+    builder: RuleBuilder, eqn: Equation, window_sizes: Sequence[int], index_kind: Kind, element_kind: Kind
+) -> tuple[Dims, Dims, Dims, list[int]]:
+    """Dims of the operand, of the indices, and of index batch and window; factors of elements chosen one by one.
+
+    Args:
+      window_sizes: of the window in the dimensions of the operand that it has.
+      index_kind: what splitting an index batch dimension that is no batching dimension does to the result.
+      element_kind: what splitting a dimension does whose elements are chosen one by one.
+    """
+    shape, indices = (var.aval.shape for var in eqn.invars[:2])
+    window_dims, dropped, index_map, operand_batching, index_batching = eqn.params["dimension_numbers"]
+    index_batch = tuple(
+        (builder.factor(size, Kind.MAP if dim in index_batching else index_kind),)
+        for dim, size in enumerate(indices[:-1])
     )
+    dims = {dim: index_batch[other] for dim, other in zip(operand_batching, index_batching, strict=True)}
+    chosen = [] if element_kind is Kind.WHOLE else _one_by_one(eqn, index_map, dropped)
+    dims |= {dim: (builder.factor(shape[dim], element_kind if dim in chosen else Kind.WHOLE),) for dim in dropped}
+    inside = [dim for dim in range(len(shape)) if dim not in dims]
+    own, window = builder.shared([shape[dim] for dim in inside], window_sizes)
+    dims |= zip(inside, own, strict=True)
+    operand = tuple(dims[dim] for dim in range(len(shape)))
+    windows, batches = iter(window), iter(index_batch)
+    of_both = [next(windows if dim in window_dims else batches) for dim in range(len(window) + len(index_batch))]
+    return operand, (*index_batch, builder.whole(indices[-1])), tuple(of_both), [dims[dim][0] for dim in chosen]
 
 
 def _one_by_one(eqn: Equation, index_map: Sequence[int], dims: Sequence[int]) -> list[int]:
@@ -92,11 +104,6 @@ def _wide(indices: jax.Array) -> jax.Array:
     return indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
 
 
-def _fills(eqn: Equation) -> bool:
-    """Whether out-of-bounds windows are filled with something that partial sums would add up."""
-    return eqn.params["mode"] is Mode.FILL_OR_DROP and eqn.params["fill_value"] != 0
-
-
 def _local_slice_sizes(
     local: LocalEquation, operand: jax.Array, *indices: jax.Array, **params: Any
 ) -> Sequence[jax.Array]:
@@ -109,27 +116,23 @@ def _local_slice_sizes(
     return local.bind(operand, *indices, slice_sizes=sizes, **params)
 
 
-@rule("scatter-add", "scatter-sub")
-def scatter_sum(eqn: Equation) -> OpRule:
-    """Updates split over their index batch make partial sums, to which the operand is added."""
-    return _scatter(eqn, Kind.SUM, linear=[(0, 2)])
-
-
-@rule("scatter-mul")
-def scatter_product(eqn: Equation) -> OpRule:
-    return _scatter(eqn, Kind.WHOLE, linear=[(0,)])
-
-
-@rule("scatter-min", "scatter-max")
-def scatter_extremum(eqn: Equation) -> OpRule:
-    return _scatter(eqn, Kind.WHOLE)
-
-
-@rule("scatter")
+@rule("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def scatter(eqn: Equation) -> OpRule:
-    """Which of several updates of one element stays is undefined, so only scatters that never meet any are linear."""
-    distinct = eqn.params["unique_indices"] or all(size == 1 for size in eqn.invars[1].aval.shape[:-1])
-    return _scatter(eqn, Kind.WHOLE, linear=[(0, 2)] if distinct and _replaces(eqn.params["update_jaxpr"]) else ())
+    """``operand[batching, indexed, window], indices[index batch, coordinates], updates[index batch and window]``.
+
+    Where they are added, updates split over their index batch make partial sums, to which the operand is added. Which
+    of several updates of one element stays is undefined, so only scatters that never meet any are linear.
+    """
+    match eqn.primitive.name:
+        case "scatter-add" | "scatter-sub":
+            return _scatter(eqn, Kind.SUM, linear=[(0, 2)])
+        case "scatter-mul":
+            return _scatter(eqn, Kind.WHOLE, linear=[(0,)])
+        case "scatter":
+            distinct = eqn.params["unique_indices"] or all(size == 1 for size in eqn.invars[1].aval.shape[:-1])
+            replaces = distinct and _replaces(eqn.params["update_jaxpr"])
+            return _scatter(eqn, Kind.WHOLE, linear=[(0, 2)] if replaces else ())
+    return _scatter(eqn, Kind.WHOLE)
 
 
 def _replaces(update_jaxpr) -> bool:
@@ -141,43 +144,12 @@ def _replaces(update_jaxpr) -> bool:
 
 
 def _scatter(eqn: Equation, index_kind: Kind, linear: Sequence[Sequence[int]] = ()) -> OpRule:
-    """``operand[batching, indexed, window], indices[index batch, coordinates], updates[index batch and window]``.
-
-    Args:
-      index_kind: what splitting an index batch dimension that is not a batching dimension does to the result.
-      linear: the sets of operands the scatter is linear in.
-    """
-    operand, indices, updates = (var.aval.shape for var in eqn.invars)
-    numbers = eqn.params["dimension_numbers"]
-    builder = RuleBuilder()
-    index_batch = [
-        (builder.factor(size, Kind.MAP if dim in numbers.scatter_indices_batching_dims else index_kind),)
-        for dim, size in enumerate(indices[:-1])
-    ]
-    dims = _batching(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, index_batch)
-    one_by_one = _one_by_one(eqn, numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims)
-    dims |= {
-        dim: builder.map(operand[dim]) if dim in one_by_one else builder.whole(operand[dim])
-        for dim in numbers.inserted_window_dims
-    }
-    in_window = [dim for dim in range(len(operand)) if dim not in dims]
-    window = []
-    for dim, in_updates in zip(in_window, numbers.update_window_dims, strict=True):
-        dims[dim], factors = _window(builder, operand[dim], updates[in_updates])
-        window.append(factors)
-    operand_dims = [dims[dim] for dim in range(len(operand))]
-    return builder.build(
-        [
-            operand_dims,
-            [*index_batch, builder.whole(indices[-1])],
-            _interleave(numbers.update_window_dims, window, index_batch),
-        ],
-        [operand_dims],
-        linear=linear,
-        addends=(0,) if index_kind is Kind.SUM else (),
-        updated=[dims[dim][0] for dim in one_by_one],
-        emit=_update,
-    )
+    builder, updates = RuleBuilder(), eqn.invars[2].aval.shape
+    sizes = [updates[dim] for dim in eqn.params["dimension_numbers"].update_window_dims]
+    operand, indices, update, updated = _indexed(builder, eqn, sizes, index_kind, Kind.MAP)
+    addends = (0,) if index_kind is Kind.SUM else ()
+    operands = [operand, indices, update]
+    return builder.build(operands, [operand], linear=linear, addends=addends, updated=updated, emit=_update)
 
 
 def _update(local: LocalEquation, operand: jax.Array, indices: jax.Array, updates: jax.Array) -> Sequence[jax.Array]:
@@ -198,47 +170,19 @@ def _update(local: LocalEquation, operand: jax.Array, indices: jax.Array, update
     return local.bind(operand, jnp.stack(moved, axis=-1), updates, mode=Mode.FILL_OR_DROP, indices_are_sorted=False)
 
 
-def _batching(
-    operand_dims: Sequence[int], index_dims: Sequence[int], index_batch: Sequence[tuple[int, ...]]
-) -> dict[int, tuple[int, ...]]:
-    return {dim: index_batch[other] for dim, other in zip(operand_dims, index_dims, strict=True)}
-
-
-def _window(builder: RuleBuilder, size: int, window: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The factors of an operand's dimension and of the window in it: shared where the window spans the dimension."""
-    if size == window:
-        shared = builder.map(size)
-        return shared, shared
-    return builder.whole(size), builder.whole(window)
-
-
-def _interleave(
-    window_dims: Sequence[int], window: Sequence[tuple[int, ...]], batch: Sequence[tuple[int, ...]]
-) -> list[tuple[int, ...]]:
-    """Dimensions with those of the window at ``window_dims`` and those of the index batch, in order, elsewhere."""
-    windows, batches = iter(window), iter(batch)
-    return [next(windows if dim in window_dims else batches) for dim in range(len(window) + len(batch))]
-
-
 @rule("dynamic_slice")
 def dynamic_slice(eqn: Equation) -> OpRule:
     """``operand, *starts -> slice``; dimensions sliced whole split freely, as their start is clamped to 0."""
-    operand, *starts = (var.aval.shape for var in eqn.invars)
+    operand, *starts = eqn.invars
     builder = RuleBuilder()
-    windows = [_window(builder, size, part) for size, part in zip(operand, eqn.params["slice_sizes"], strict=True)]
-    return builder.build(
-        [[dim for dim, _ in windows], *([()] * len(starts))],
-        [[dim for _, dim in windows]],
-        linear=[(0,)],
-        emit=_local_slice_sizes,
-    )
+    dims, sliced = builder.shared(operand.aval.shape, eqn.params["slice_sizes"])
+    return builder.build([dims, *[()] * len(starts)], [sliced], linear=[(0,)], emit=_local_slice_sizes)
 
 
 @rule("dynamic_update_slice")
 def dynamic_update_slice(eqn: Equation) -> OpRule:
     """``operand, update, *starts -> operand's shape``; dimensions updated whole split freely."""
-    operand, update, *starts = (var.aval.shape for var in eqn.invars)
+    operand, update, *starts = eqn.invars
     builder = RuleBuilder()
-    windows = [_window(builder, size, part) for size, part in zip(operand, update, strict=True)]
-    dims = [dim for dim, _ in windows]
-    return builder.build([dims, [dim for _, dim in windows], *([()] * len(starts))], [dims], linear=[(0, 1)])
+    dims, updated = builder.shared(operand.aval.shape, update.aval.shape)
+    return builder.build([dims, updated, *[()] * len(starts)], [dims], linear=[(0, 1)])

@@ -1,7 +1,5 @@
 """Matrix products and attention of special shape: groups of rows, scaled blocks, cuDNN's fused attention."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -10,6 +8,7 @@ import jax.numpy as jnp
 
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule, RuleBuilder, replicated_rule
+from jax_deepcompile.partition.rules.contraction import product
 from jax_deepcompile.partition.rules.registry import rule
 
 
@@ -24,40 +23,25 @@ def ragged_dot(eqn: Equation) -> OpRule:
     The sizes may lack all dimensions but the last.
     """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (contract_x, contract_y), (batch_x, batch_y) = numbers.dot_dimension_numbers
+    (contract, _), (batch, _) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
-    shape_x, shape_y, shape_sizes = (var.aval.shape for var in eqn.invars)
+    sizes = eqn.invars[2].aval.shape
     builder = RuleBuilder()
-    group = builder.whole(shape_sizes[-1])
-    dims_x, dims_y = {}, dict.fromkeys(numbers.rhs_group_dimensions, group)
-    for dim_x, dim_y in zip(batch_x, batch_y, strict=True):
-        dims_x[dim_x] = dims_y[dim_y] = builder.map(shape_x[dim_x])
-    for dim_x, dim_y in zip(contract_x, contract_y, strict=True):
-        dims_x[dim_x] = dims_y[dim_y] = builder.sum(shape_x[dim_x])
-    free_x = [dim for dim in range(len(shape_x)) if dim not in dims_x]
-    free_y = [dim for dim in range(len(shape_y)) if dim not in dims_y]
-    dims_x |= {dim: builder.map(shape_x[dim]) for dim in free_x}
-    dims_y |= {dim: builder.map(shape_y[dim]) for dim in free_y}
-    result = [dims_x[dim] for dim in (*batch_x, *free_x)] + [dims_y[dim] for dim in free_y]
-    outer = [dims_x[dim] for dim in _outer_dims(ragged, batch_x, contract_x, free_x)] if len(shape_sizes) > 1 else []
+    group = builder.whole(sizes[-1])
+    groups = dict.fromkeys(numbers.rhs_group_dimensions, group)
+    x, y, result = product(builder, eqn, numbers.dot_dimension_numbers, Kind.SUM, groups)
+    outer = [x[dim] for dim in _outer_dims(ragged, len(x), batch, contract)] if len(sizes) > 1 else []
 
-    def emit(local: LocalEquation, x: jax.Array, y: jax.Array, sizes: jax.Array) -> Sequence[jax.Array]:
-        return local.bind(x, y, _local_group_sizes(local, dims_x[ragged], sizes))
+    def emit(local: LocalEquation, x_block: jax.Array, y_block: jax.Array, sizes: jax.Array) -> Sequence[jax.Array]:
+        return local.bind(x_block, y_block, _local_group_sizes(local, x[ragged], sizes))
 
-    return builder.build(
-        [
-            [dims_x[dim] for dim in range(len(shape_x))],
-            [dims_y[dim] for dim in range(len(shape_y))],
-            [*outer, group],
-        ],
-        [[group, *result] if ragged in contract_x else result],
-        linear=[(0,), (1,)],
-        emit=emit,
-    )
+    results = [(group, *result) if ragged in contract else result]
+    return builder.build([x, y, [*outer, group]], results, linear=[(0,), (1,)], emit=emit)
 
 
-def _outer_dims(ragged: int, batch: Sequence[int], contract: Sequence[int], free: Sequence[int]) -> list[int]:
+def _outer_dims(ragged: int, rank: int, batch: Sequence[int], contract: Sequence[int]) -> list[int]:
     """The dimensions of ``x`` each index of which has group sizes of its own, in the order of the group sizes."""
+    free = [dim for dim in range(rank) if dim not in batch and dim not in contract]
     kind = next(dims for dims in (batch, contract, free) if ragged in dims)
     before = list(kind[: list(kind).index(ragged)])
     return before if kind is batch else [*batch, *before]
@@ -91,17 +75,12 @@ def _scaled_product(eqn: Equation, contract: Sequence[Sequence[int]], batch: Seq
     Scales have the dimensions of what they scale; contracted ones count blocks.
     """
     builder = RuleBuilder()
-    batch_factors = [builder.map(eqn.invars[0].aval.shape[dim]) for dim in batch[0]]
-    operands, scales, result = [], [], list(batch_factors)
-    for side in (0, 1):
-        shape, scale_shape = eqn.invars[side].aval.shape, eqn.invars[side + 2].aval.shape
-        shared = dict(zip(batch[side], batch_factors, strict=True))
-        free = [dim for dim in range(len(shape)) if dim not in shared and dim not in contract[side]]
-        shared |= {dim: builder.map(shape[dim]) for dim in free}
-        operands.append([shared.get(dim) or builder.whole(size) for dim, size in enumerate(shape)])
-        scales.append([shared.get(dim) or builder.whole(size) for dim, size in enumerate(scale_shape)])
-        result += [shared[dim] for dim in free]
-    return builder.build([*operands, *scales], [result])
+    x, y, result = product(builder, eqn, (contract, batch), Kind.WHOLE)
+    scales = [
+        [builder.whole(size) if dim in blocks else dims[dim] for dim, size in enumerate(var.aval.shape)]
+        for dims, blocks, var in zip((x, y), contract, eqn.invars[2:], strict=True)
+    ]
+    return builder.build([x, y, *scales], [result])
 
 
 @rule("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper")
@@ -116,14 +95,11 @@ def attention_gradient(eqn: Equation) -> OpRule:
     return _attention(eqn, saved=("statistics", "query", "query"), results=("query", "key", "key", "bias"))
 
 
+rule("platform_index")(replicated_rule)
+"""Which of the implementations of ``lax.platform_dependent`` runs: a number, known when it is lowered."""
+
 _HEADS_FIRST = 1
 """The ``layout`` in which heads come before positions."""
-
-
-@rule("platform_index")
-def platform_index(eqn: Equation) -> OpRule:
-    """Which of the implementations of ``lax.platform_dependent`` runs: a number, known when it is lowered."""
-    return replicated_rule(eqn)
 
 
 def _attention(eqn: Equation, saved: Sequence[str], results: Sequence[str]) -> OpRule:

@@ -1,7 +1,5 @@
 """Matrix decompositions, solves and Fourier transforms: batches of matrices split freely, matrices stay whole."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from jax_deepcompile.ir.equation import Equation
@@ -13,55 +11,32 @@ DECOMPOSITIONS = """
 """
 
 
-@rule(*DECOMPOSITIONS.split())
+@rule(*DECOMPOSITIONS.split(), "lu_pivots_to_permutation", "fft")
 def decomposition(eqn: Equation) -> OpRule:
-    """``[batch..., m, n], ... -> [batch..., ...]...``."""
-    builder, batch = _batched(eqn, core_rank=2)
-    operands = [_behind(builder, batch, var) for var in eqn.invars]
-    return builder.build(operands, [_behind(builder, batch, var) for var in eqn.outvars])
+    """``[batch..., m, n], ... -> [batch..., ...]...``; pivots are vectors, and ``fft`` says what it transforms."""
+    core_ranks = {"lu_pivots_to_permutation": 1, "fft": len(eqn.params.get("fft_lengths", ()))}
+    builder, batch = _batched(eqn, core_ranks.get(eqn.primitive.name, 2))
+    operands, results = ([_behind(builder, batch, var) for var in each] for each in (eqn.invars, eqn.outvars))
+    return builder.build(operands, results, linear=[(0,)] if eqn.primitive.name == "fft" else ())
 
 
-@rule("lu_pivots_to_permutation")
-def pivots_to_permutation(eqn: Equation) -> OpRule:
-    """``pivots[batch..., k] -> permutation[batch..., m]``."""
-    builder, batch = _batched(eqn, core_rank=1)
-    return builder.build([_behind(builder, batch, eqn.invars[0])], [_behind(builder, batch, eqn.outvars[0])])
+_SOLVES = {"triangular_solve": (2, "left_side"), "ormqr": (2, "left"), "tridiagonal_solve": (1, "")}
+"""Dimensions of the first operand, and the parameter that says whether it stands on the left; else it does."""
 
 
-@rule("fft")
-def fft(eqn: Equation) -> OpRule:
-    """``[batch..., transformed...] -> [batch..., transformed...]``."""
-    builder, batch = _batched(eqn, core_rank=len(eqn.params["fft_lengths"]))
-    operand, result = _behind(builder, batch, eqn.invars[0]), _behind(builder, batch, eqn.outvars[0])
-    return builder.build([operand], [result], linear=[(0,)])
+@rule(*_SOLVES)
+def solve(eqn: Equation) -> OpRule:
+    """``system[batch..., ...]..., b[batch..., m, n] -> x[batch..., m, n]``, as ``a x = b`` or its mirror ``x a = b``.
 
-
-@rule("triangular_solve")
-def triangular_solve(eqn: Equation) -> OpRule:
-    """``a[batch..., m, m], b[batch..., m, n] -> x[batch..., m, n]`` of ``a x = b``, or its mirror ``x a = b``."""
-    return _solve(eqn, core_rank=2, free_dim=-1 if eqn.params["left_side"] else -2)
-
-
-@rule("tridiagonal_solve")
-def tridiagonal_solve(eqn: Equation) -> OpRule:
-    """``lower[batch..., m], diagonal[batch..., m], upper[batch..., m], b[batch..., m, n] -> x[batch..., m, n]``."""
-    return _solve(eqn, core_rank=1, free_dim=-1)
-
-
-@rule("ormqr")
-def multiply_by_q(eqn: Equation) -> OpRule:
-    """``a[batch..., m, k], taus[batch..., k], c[batch..., m, n] -> q c [batch..., m, n]``, or its mirror ``c q``."""
-    return _solve(eqn, core_rank=2, free_dim=-1 if eqn.params["left"] else -2)
-
-
-def _solve(eqn: Equation, core_rank: int, free_dim: int) -> OpRule:
-    """The last operand, ``b``, is transformed linearly, its vectors along ``free_dim`` independently."""
+    The last operand is transformed linearly, its columns, or in the mirror its rows, independently.
+    """
+    core_rank, is_left = _SOLVES[eqn.primitive.name]
+    free_dim = -1 if eqn.params.get(is_left, True) else -2
     builder, batch = _batched(eqn, core_rank)
     *system, b = eqn.invars
     dims = list(_behind(builder, batch, b))
     dims[free_dim] = builder.map(b.aval.shape[free_dim])
-    operands = [*(_behind(builder, batch, var) for var in system), dims]
-    return builder.build(operands, [dims], linear=[(len(system),)])
+    return builder.build([*(_behind(builder, batch, var) for var in system), dims], [dims], linear=[(len(system),)])
 
 
 @rule("symmetric_product")
@@ -75,14 +50,10 @@ def symmetric_product(eqn: Equation) -> OpRule:
 
 
 def _batched(eqn: Equation, core_rank: int) -> tuple[RuleBuilder, Dims]:
-    """A builder that holds the batch dimensions all operands and results lead with.
-
-    Args:
-      core_rank: dimensions of the first operand behind its batch dimensions.
-    """
+    """A builder with the batch dimensions that all lead with, of which the first operand has ``core_rank`` behind."""
     builder = RuleBuilder()
     shape = eqn.invars[0].aval.shape
-    return builder, tuple(builder.map(size) for size in shape[: len(shape) - core_rank])
+    return builder, builder.dims(shape[: len(shape) - core_rank])
 
 
 def _behind(builder: RuleBuilder, batch: Dims, var) -> Sequence[tuple[int, ...]]:

@@ -1,7 +1,5 @@
 """The user's own ``shard_map``: a program for one device already, over axes that ours stand for."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +11,7 @@ from jax_deepcompile import _jax_compat, errors
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.ir.primitives import ShardMap
 from jax_deepcompile.ir.retrace import run_automatic
-from jax_deepcompile.partition.layout import Decision, Nested, Propagate, Request, Run, Step
-from jax_deepcompile.partition.rules.regions import SingleTrip
+from jax_deepcompile.partition.layout import Decision, Nested, Propagate, RegionRule, Request, Run, Step
 from jax_deepcompile.partition.rules.registry import REGISTRY
 
 AxisMap = Mapping[str, tuple[str, ...]]
@@ -22,7 +19,7 @@ AxisMap = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class ManualRule(SingleTrip):
+class ManualRule(RegionRule):
     """``shard_map``: its specs are the placements, its body is run as it is, over our axes.
 
     What it computes depends on how many blocks there are along each of its axes, not on where they are: an axis of
@@ -52,14 +49,9 @@ def _axis_map(eqn, mesh: MeshAxes) -> AxisMap:
     same = {name: (name,) for name in wanted if name in ours.names and ours.size_of((name,)) == theirs[name]}
     free = [name for name in ours.names if name not in same]
     found: dict[str, tuple[str, ...]] = dict(same)
-    for name in wanted:
-        if name in same:
-            continue
-        if theirs[name] == 1:
-            found[name] = ()
-            continue
-        runs = itertools.combinations(range(len(free) + 1), 2)
-        fitting = [free[start:stop] for start, stop in runs if ours.size_of(free[start:stop]) == theirs[name]]
+    for name in [name for name in wanted if name not in same]:
+        runs = [free[start:stop] for start, stop in itertools.combinations(range(len(free) + 1), 2)]
+        fitting = [run for run in ([], *runs) if ours.size_of(run) == theirs[name]]
         if fitting:
             found[name] = tuple(fitting[0])
             free = [axis for axis in free if axis not in fitting[0]]

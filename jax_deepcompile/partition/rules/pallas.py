@@ -4,8 +4,6 @@ Such a dimension moves every output, and each input that it moves at all, by one
 the kernel does not ask at which step it is. A device then runs a smaller grid over smaller arrays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +61,9 @@ def pallas_call(eqn: Equation) -> OpRule:
 def _moves(eqn: Equation) -> dict[int, list[_Moved | None]]:
     """For each dimension of the grid that may be split, what it moves over in every input and output."""
     mapping = eqn.params["grid_mapping"]
-    if not _is_plain(eqn) or any(equation.primitive.name in _OPAQUE_PRIMITIVES for equation in _kernel(eqn)):
+    if not _is_plain(eqn) or any(
+        inner.primitive.name in _OPAQUE_PRIMITIVES for inner in equations(eqn.params["jaxpr"])
+    ):
         return {}
     asked = _asked_positions(eqn)
     moves = {}
@@ -89,16 +89,12 @@ def _is_plain(eqn: Equation) -> bool:
     )
 
 
-def _kernel(eqn: Equation) -> list[Equation]:
-    return list(equations(eqn.params["jaxpr"]))
-
-
 def _asked_positions(eqn: Equation) -> set[int]:
     """Dimensions of the grid whose step or size the kernel asks for; it does not count those that ``vmap`` added."""
     mapping = eqn.params["grid_mapping"]
     own = [axis for axis in range(len(mapping.grid)) if axis not in mapping.vmapped_dims]
-    asking = [equation for equation in _kernel(eqn) if equation.primitive.name in _POSITION_PRIMITIVES]
-    return {own[equation.params["axis"]] for equation in asking}
+    asking = (inner for inner in equations(eqn.params["jaxpr"]) if inner.primitive.name in _POSITION_PRIMITIVES)
+    return {own[inner.params["axis"]] for inner in asking}
 
 
 def _moved(block: Any, axis: int, steps: int) -> _Moved | str | None:
@@ -127,11 +123,8 @@ def _block_size(block: Any) -> int:
 def _aliases_agree(eqn: Equation, moved: Sequence[_Moved | str | None]) -> bool:
     """Whether what an output takes the place of is moved over as the output is."""
     mapping = eqn.params["grid_mapping"]
-    for operand, output in eqn.params["input_output_aliases"]:
-        position = operand - mapping.num_index_operands
-        if position < 0 or moved[position] != moved[mapping.num_inputs + output]:
-            return False
-    return True
+    inputs = [(operand - mapping.num_index_operands, output) for operand, output in eqn.params["input_output_aliases"]]
+    return all(position >= 0 and moved[position] == moved[mapping.num_inputs + output] for position, output in inputs)
 
 
 def _local_params(local: LocalEquation, grid: dict[int, int], inputs: Sequence[jax.Array]) -> dict[str, Any]:

@@ -4,8 +4,6 @@ Threefry in its partitionable form (``jax_threefry_partitionable``, the default)
 key and ``i`` alone, so a block of the array needs only the indices of the block.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -16,21 +14,12 @@ from jax.extend.random import threefry2x32_p
 
 from jax_deepcompile._jax_compat import gamma_variables, threefry_is_partitionable
 from jax_deepcompile.ir.equation import Equation
-from jax_deepcompile.partition.rules.base import LocalEquation, OpRule, RuleBuilder
+from jax_deepcompile.partition.rules.base import LocalEquation, OpRule, RuleBuilder, replicated_rule
 from jax_deepcompile.partition.rules.registry import rule
 
 _WORD = 0xFFFFFFFF
+_NOT_SLICED = "this generator's stream cannot be sliced: every device draws the whole array"
 _UINT = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32, 64: jnp.uint64}
-
-
-@rule("random_wrap", "random_unwrap")
-def key_data(eqn: Equation) -> OpRule:
-    """``keys[*k] <-> data[*k, words]``: the words of a key stay together."""
-    builder = RuleBuilder()
-    shapes = [eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape]
-    shared = [builder.map(size) for size in min(shapes, key=len)]
-    operand, result = ([*shared, *(builder.whole(size) for size in shape[len(shared) :])] for shape in shapes)
-    return builder.build([operand], [result])
 
 
 @rule("random_gamma")
@@ -40,9 +29,9 @@ def random_gamma(eqn: Equation) -> OpRule:
     A key is split into one for each of its samples, in order: all ways on each device, which then draws its own.
     """
     builder = RuleBuilder()
-    keys = [builder.map(size) for size in eqn.invars[0].aval.shape]
+    keys = builder.dims(eqn.invars[0].aval.shape)
     shape = eqn.outvars[0].aval.shape[len(keys) :]
-    drawn = [builder.map(size) for size in shape]
+    drawn = builder.dims(shape)
 
     def emit(local: LocalEquation, key_block: jax.Array, alpha_block: jax.Array):
         if not any(local.splits[factor] for factors in drawn for factor in factors):
@@ -60,7 +49,7 @@ def per_key(eqn: Equation) -> OpRule:
     """One result a key."""
     builder = RuleBuilder()
     shape = eqn.outvars[0].aval.shape
-    dims = [builder.map(size) for size in shape]
+    dims = builder.dims(shape)
     return builder.build([dims if var.aval.shape == shape else () for var in eqn.invars], [dims])
 
 
@@ -68,19 +57,18 @@ def per_key(eqn: Equation) -> OpRule:
 def split_keys(eqn: Equation) -> OpRule:
     """``keys[*k] -> keys[*k, *shape]``: each device splits the keys it has, all ways."""
     builder = RuleBuilder()
-    keys = [builder.map(size) for size in eqn.invars[0].aval.shape]
-    return builder.build([keys], [[*keys, *(builder.whole(size) for size in eqn.params["shape"])]])
+    keys = builder.dims(eqn.invars[0].aval.shape)
+    return builder.build([keys], [[*keys, *builder.whole_dims(eqn.params["shape"])]])
 
 
 @rule("random_bits")
 def random_bits(eqn: Equation) -> OpRule:
     """``keys[*k] -> bits[*k, *shape]``."""
     builder = RuleBuilder()
-    keys = [builder.map(size) for size in eqn.invars[0].aval.shape]
+    keys = builder.dims(eqn.invars[0].aval.shape)
     shape, width = eqn.params["shape"], eqn.params["bit_width"]
-    sliceable = _is_partitionable_threefry(eqn.invars[0].aval.dtype)
-    bits = [builder.map(size) if sliceable else builder.whole(size) for size in shape]
-    result = [*keys, *bits]
+    sliceable = str(eqn.invars[0].aval.dtype) == "key<fry>" and threefry_is_partitionable()
+    bits = builder.dims(shape) if sliceable else builder.whole_dims(shape)
 
     def emit(local: LocalEquation, key_block: jax.Array):
         if not any(local.splits[factor] for factors in bits for factor in factors):
@@ -89,12 +77,7 @@ def random_bits(eqn: Equation) -> OpRule:
         block = tuple(local.dim_size(factors) for factors in bits)
         return [_threefry_block(key_block, shape, block, starts, width)]
 
-    reported = "" if sliceable else "this generator's stream cannot be sliced: every device draws the whole array"
-    return builder.build([keys], [result], emit=emit, reported=reported)
-
-
-def _is_partitionable_threefry(key_dtype) -> bool:
-    return str(key_dtype) == "key<fry>" and threefry_is_partitionable()
+    return builder.build([keys], [[*keys, *bits]], emit=emit, reported="" if sliceable else _NOT_SLICED)
 
 
 def _threefry_block(keys, shape, block, starts, bit_width: int) -> jax.Array:
@@ -140,9 +123,4 @@ def _multiply_wide(position: jax.Array, stride: int) -> tuple[jax.Array, jax.Arr
 
 @rule("rng_bit_generator", "rng_uniform")
 def stateful_generator(eqn: Equation) -> OpRule:
-    builder = RuleBuilder()
-    return builder.build(
-        [builder.whole_dims(var.aval.shape) for var in eqn.invars],
-        [builder.whole_dims(var.aval.shape) for var in eqn.outvars],
-        reported="this generator's stream cannot be sliced: every device draws the whole array",
-    )
+    return replicated_rule(eqn, reported=_NOT_SLICED)

@@ -1,56 +1,48 @@
-"""Reductions and cumulative operations."""
-
-from __future__ import annotations
+"""Reductions, cumulative operations, sorting: dimensions that no element is combined along split freely."""
 
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import Kind, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
+_REDUCTIONS = {
+    "reduce_sum": Kind.SUM,
+    **dict.fromkeys(("reduce_max", "reduce_or"), Kind.MAX),
+    **dict.fromkeys(("reduce_min", "reduce_and"), Kind.MIN),
+    **dict.fromkeys(("reduce", "reduce_prod", "reduce_xor", "argmax", "argmin"), Kind.WHOLE),
+}
+"""What splitting a reduced dimension does; on booleans any is a maximum, and all a minimum."""
 
-def reduction(eqn: Equation, kind: Kind, linear: bool = False) -> OpRule:
-    """Kept dimensions split freely; ``kind`` says what splitting a reduced one does."""
-    shape = eqn.invars[0].aval.shape
+
+@rule(*_REDUCTIONS)
+def reduction(eqn: Equation) -> OpRule:
+    """``operands[shape]..., initial scalars... -> [kept dimensions]...``."""
+    name, params, results = eqn.primitive.name, eqn.params, len(eqn.outvars)
+    by_bits = name in ("reduce_or", "reduce_and") and eqn.outvars[0].aval.dtype != bool
+    kind = Kind.WHOLE if by_bits else _REDUCTIONS[name]
     builder = RuleBuilder()
-    reduced = set(eqn.params["axes"])
-    dims = [(builder.factor(size, kind if dim in reduced else Kind.MAP),) for dim, size in enumerate(shape)]
-    result = [factors for dim, factors in enumerate(dims) if dim not in reduced]
-    operands = [dims] * len(eqn.invars)
-    return builder.build(operands, [result] * len(eqn.outvars), linear=[(0,)] if linear else ())
-
-
-@rule("reduce_sum")
-def reduce_sum(eqn: Equation) -> OpRule:
-    return reduction(eqn, Kind.SUM, linear=True)
-
-
-@rule("reduce_max")
-def reduce_max(eqn: Equation) -> OpRule:
-    return reduction(eqn, Kind.MAX)
-
-
-@rule("reduce_min")
-def reduce_min(eqn: Equation) -> OpRule:
-    return reduction(eqn, Kind.MIN)
-
-
-@rule("reduce_or", "reduce_and")
-def reduce_logical(eqn: Equation) -> OpRule:
-    """On booleans, any is a maximum and all a minimum; integers are reduced bit by bit, which neither is."""
-    if eqn.outvars[0].aval.dtype != bool:
-        return reduction(eqn, Kind.WHOLE)
-    return reduction(eqn, Kind.MAX if eqn.primitive.name == "reduce_or" else Kind.MIN)
-
-
-@rule("reduce_prod", "reduce_xor", "argmax", "argmin")
-def reduce_whole(eqn: Equation) -> OpRule:
-    return reduction(eqn, Kind.WHOLE)
+    reduced = set(params["dimensions"] if name == "reduce" else params["axes"])
+    shape = enumerate(eqn.invars[0].aval.shape)
+    dims = [(builder.factor(size, kind if dim in reduced else Kind.MAP),) for dim, size in shape]
+    kept = [factors for dim, factors in enumerate(dims) if dim not in reduced]
+    operands = [dims] * results + [()] * (len(eqn.invars) - results)
+    return builder.build(operands, [kept] * results, linear=[(0,)] if name == "reduce_sum" else ())
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 def cumulative(eqn: Equation) -> OpRule:
     builder = RuleBuilder()
-    axis = eqn.params["axis"]
-    dims = [
-        builder.whole(size) if dim == axis else builder.map(size) for dim, size in enumerate(eqn.invars[0].aval.shape)
-    ]
+    dims = builder.dims(eqn.invars[0].aval.shape, {eqn.params["axis"]})
     return builder.build([dims], [dims], linear=[(0,)] if eqn.primitive.name == "cumsum" else ())
+
+
+_SORTED_ALONG = {"sort": "dimension", "top_k": "axis", "approx_top_k": "reduction_dimension"}
+
+
+@rule(*_SORTED_ALONG)
+def sort(eqn: Equation) -> OpRule:
+    """Operands of one shape, results that differ from it along one dimension only, which may count from the end."""
+    shape, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    axis = eqn.params[_SORTED_ALONG[eqn.primitive.name]] % len(shape)
+    builder = RuleBuilder()
+    dims, sorted_dims = builder.shared(shape, result, [dim != axis for dim in range(len(shape))])
+    return builder.build([dims] * len(eqn.invars), [sorted_dims] * len(eqn.outvars))

@@ -1,7 +1,5 @@
 """Equations that place their operands themselves: barriers, the user's own constraints, printing."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from jax.extend import core as jex
 from jax.sharding import NamedSharding
 
 from jax_deepcompile.ir.equation import Equation
-from jax_deepcompile.ir.placement import REPLICATE, MeshAxes, Placement
+from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.ir.primitives import ShardMap
 from jax_deepcompile.ir.retrace import constrain_automatic
 from jax_deepcompile.ir.traversal import located_equations
@@ -25,16 +23,8 @@ _CONSTRAINTS = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 """The parameter that has the sharding, by the name of the primitive."""
 
 
-class SingleTrip(RegionRule):
-    def trip_count(self, eqn: Equation) -> int:
-        return 1
-
-    def batch(self, eqn: Equation, operands: Sequence[bool]) -> list[bool]:
-        return [any(operands)] * len(eqn.outvars)
-
-
 @dataclass(frozen=True)
-class BarrierRule(SingleTrip):
+class BarrierRule(RegionRule):
     """``optimization_barrier``: every value passes as it is, partial sums included."""
 
     def batch(self, eqn, operands):
@@ -63,13 +53,10 @@ class TransferRule(BarrierRule):
 
 
 @dataclass(frozen=True)
-class ConstraintRule(SingleTrip):
+class ConstraintRule(RegionRule):
     """``sharding_constraint``, ``reshard``: axes of ours are obeyed, automatic axes are passed on to XLA.
 
     Those that the mesh does not have are left out: how values are divided is derived here.
-
-    Attributes:
-      param: the parameter that the sharding is in.
     """
 
     param: str
@@ -95,11 +82,8 @@ def unmet_annotations(layout: Layout) -> Iterator[tuple[Equation, str]]:
     A value that is divided as asked wherever it is used is divided as asked.
     """
     used: dict[Any, list[Placement]] = defaultdict(list)
-    for step in layout.steps:
-        for atom, fetch in zip(step.eqn.invars, step.fetches, strict=True):
-            if isinstance(atom, jex.Var):
-                used[atom].append(fetch.target)
-    for atom, fetch in zip(layout.jaxpr.outvars, layout.outputs, strict=True):
+    inside = [pair for step in layout.steps for pair in zip(step.eqn.invars, step.fetches, strict=True)]
+    for atom, fetch in [*inside, *zip(layout.jaxpr.outvars, layout.outputs, strict=True)]:
         if isinstance(atom, jex.Var):
             used[atom].append(fetch.target)
     for step in layout.steps:
@@ -151,17 +135,15 @@ def _entries(sharding) -> list[tuple[str, ...]]:
     """The mesh axes of every dimension that ``sharding`` mentions."""
     if not isinstance(sharding, NamedSharding):
         return []
-    return [
-        entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else () for entry in sharding.spec
-    ]
+    return [each if isinstance(each, tuple) else (each,) if isinstance(each, str) else () for each in sharding.spec]
 
 
 @dataclass(frozen=True)
-class PrintRule(SingleTrip):
+class PrintRule(RegionRule):
     """``jax.debug.print`` and ``jax.debug.callback``: whole values, from the first device alone."""
 
     def decide(self, eqn, request: Request, propagate: Propagate) -> Decision:
-        whole = Placement((REPLICATE,) * len(request.mesh.names))
+        whole = request.mesh.replicated()
         return Decision(Nested(self), (whole,) * len(eqn.invars), (whole,) * len(eqn.outvars))
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):

@@ -1,7 +1,5 @@
 """The open table of rules, by primitive name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from jax_deepcompile.ir.equation import Equation

@@ -11,8 +11,6 @@ the body when its turn comes. Three kinds of loop deserve better than that, and 
   runs the iterations of its own examples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 from jax import lax
 
 from jax_deepcompile._jax_compat import closed_consts
-from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
+from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, AxisPlacement, MeshAxes, Placement
 from jax_deepcompile.ir.primitives import ADDITIONS, Scan
 from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.partition.layout import (
@@ -66,22 +64,21 @@ class ScanRule(RegionRule):
         request = replace(request, operands=_behind_the_loop(eqn, request))
         axes = _splittable_axes(eqn, request)
         decision, layout = self._decide_whole(eqn, request, propagate)
-        as_batch = _still_split(eqn, request, decision, axes) and not (
-            layout.moves_activations or _sums_over_features(layout)
-        )
-        return decision if as_batch or not axes else _decide_shared(eqn, request, propagate, axes)
+        if not axes:
+            return decision
+        inside = layout.moves_activations or _sums_over_features(layout)
+        as_batch = not inside and _still_split(eqn, request, decision, axes)
+        return decision if as_batch else _decide_shared(eqn, request, propagate, axes)
 
     def _decide_whole(self, eqn, request: Request, propagate: Propagate) -> tuple[Decision, Layout]:
         """Every device runs every iteration."""
         scan = Scan(eqn)
-        consts, carry, xs = scan.split(request.operands)
-        consts = [placement.without_partial() for placement in consts]
+        stacks = zip(scan.split(request.operands).xs, scan.operands.xs, scan.split(request.batch).xs, strict=True)
         xs = [
             _off_the_loop(placement.without_partial(), var.aval.shape, depends, request.mesh)
-            for placement, var, depends in zip(xs, scan.operands.xs, scan.split(request.batch).xs, strict=True)
+            for placement, var, depends in stacks
         ]
-        consts, carry, layout = _settle(eqn, request, propagate, consts, carry, xs)
-        ys = [placement.shifted(1) for placement in layout.output_placements[len(carry) :]]
+        consts, carry, ys, layout = _settle(eqn, request, propagate, xs)
         decision = Decision(Nested(self, (layout,)), (*consts, *carry, *xs), (*carry, *ys), batch=layout.batch_outputs)
         return decision, layout
 
@@ -99,9 +96,11 @@ class ScanRule(RegionRule):
         return [*carry, *ys]
 
 
-def _settle(eqn, request: Request, propagate: Propagate, consts, carry, xs):
-    """Decides the body for stacked inputs placed as ``xs``: ``(consts, carry, layout)``."""
+def _settle(eqn, request: Request, propagate: Propagate, xs: list[Placement]):
+    """Decides the body for stacked inputs placed as ``xs``: ``(consts, carry, ys, layout)``."""
     scan = Scan(eqn)
+    consts, carry, _ = scan.split(request.operands)
+    consts = [placement.without_partial() for placement in consts]
     jaxpr, num_carry = scan.body, len(carry)
     final_demands, ys_demands = scan.split_results(request.demands)
     ys_demands = [sums_later(_body_demands(wanted), request.mesh) for wanted in ys_demands]
@@ -130,7 +129,8 @@ def _settle(eqn, request: Request, propagate: Propagate, consts, carry, xs):
         [*[(placement,) for placement in settled], *ys_demands],
         held_in_body(len(consts) + num_carry, len(inner_xs)),
     )
-    return consts, settled, layout
+    ys = [placement.shifted(1) for placement in layout.output_placements[num_carry:]]
+    return consts, settled, ys, layout
 
 
 def _behind_the_loop(eqn, request: Request) -> tuple[Placement, ...]:
@@ -141,10 +141,8 @@ def _behind_the_loop(eqn, request: Request) -> tuple[Placement, ...]:
     scan = Scan(eqn)
     consts, carry, xs = scan.split(request.operands)
     for axis, size in enumerate(request.mesh.sizes):
-        depending = [
-            placement.axes[axis] for placement, depends in zip(request.operands, request.batch, strict=True) if depends
-        ]
-        if any(state != REPLICATE for state in depending):
+        held = zip(request.operands, request.batch, strict=True)
+        if any(placement.axes[axis] != REPLICATE for placement, depends in held if depends):
             continue
         for index, (var, depends) in enumerate(zip(scan.operands.xs, scan.split(request.batch).xs, strict=True)):
             asked = xs[index].replace(axis, 1)
@@ -155,17 +153,18 @@ def _behind_the_loop(eqn, request: Request) -> tuple[Placement, ...]:
 
 def _off_the_loop(placement: Placement, shape: Sequence[int], batch: bool, mesh: MeshAxes) -> Placement:
     """``placement`` without the loop's dimension; a batch is split along the next one instead, if it divides."""
-    whole = Placement(tuple(REPLICATE if axis == 0 else axis for axis in placement.axes))
-    behind = Placement(tuple(1 if axis == 0 else axis for axis in placement.axes))
-    return behind if batch and behind.fits(shape, mesh) else whole
+    behind = _moved_to(1, placement)
+    return behind if batch and behind.fits(shape, mesh) else _moved_to(REPLICATE, placement)
+
+
+def _moved_to(dim: AxisPlacement, placement: Placement) -> Placement:
+    """``placement`` with what splits the loop's dimension splitting ``dim`` in its place, or nothing."""
+    return Placement(tuple(dim if axis == 0 else axis for axis in placement.axes))
 
 
 def _body_demands(wanted) -> tuple[Placement, ...]:
     """What the body should yield for a stacked output: demands on its own dimensions, not on the loop's."""
-    inner = []
-    for placement in wanted:
-        if not placement.is_partial:
-            inner.append(Placement(tuple(REPLICATE if axis == 0 else axis for axis in placement.axes)).shifted(-1))
+    inner = [_moved_to(REPLICATE, placement).shifted(-1) for placement in wanted if not placement.is_partial]
     return tuple(dict.fromkeys(placement for placement in inner if placement.is_split))
 
 
@@ -174,7 +173,7 @@ def _is_recurrent(layout: Layout, num_consts: int) -> bool:
 
     Shared parameters that come whole already count too: they were gathered before the loop.
     """
-    shared = zip(layout.inputs[:num_consts], layout.regathered[:num_consts], strict=True)
+    shared = list(zip(layout.inputs, layout.regathered, strict=True))[:num_consts]
     return not any(held.is_split and regathered for held, regathered in shared)
 
 
@@ -188,11 +187,8 @@ def _sliced_outside(placement: Placement, wanted) -> Placement:
 def _splittable_axes(eqn, request: Request) -> tuple[int, ...]:
     """Axes over which examples are split along the loop, if only sums pass from one iteration to the next."""
     xs, batch = Scan(eqn).split(request.operands).xs, Scan(eqn).split(request.batch).xs
-    axes = tuple(
-        axis
-        for axis in range(len(request.mesh.names))
-        if any(placement.axes[axis] == 0 for placement, depends in zip(xs, batch, strict=True) if depends)
-    )
+    stacks = [placement.axes for placement, depends in zip(xs, batch, strict=True) if depends]
+    axes = tuple(axis for axis in range(len(request.mesh.names)) if any(states[axis] == 0 for states in stacks))
     return axes if axes and all(_sums(eqn)) else ()
 
 
@@ -251,14 +247,8 @@ def _decide_shared(eqn, request: Request, propagate: Propagate, axes: tuple[int,
         tuple(tuple(inside(placement) for placement in wanted) for wanted in request.demands),
         mesh,
     )
-    consts, carry, xs = Scan(eqn).split(inner.operands)
-    consts = [placement.without_partial() for placement in consts]
-    xs = [
-        Placement(tuple(REPLICATE if axis == 0 else axis for axis in placement.without_partial().axes))
-        for placement in xs
-    ]
-    consts, carry, layout = _settle(eqn, inner, propagate.within(mesh), consts, carry, xs)
-    ys = [placement.shifted(1) for placement in layout.output_placements[len(carry) :]]
+    xs = [_moved_to(REPLICATE, placement.without_partial()) for placement in Scan(eqn).split(inner.operands).xs]
+    consts, carry, ys, layout = _settle(eqn, inner, propagate.within(mesh), xs)
     shared_by = request.mesh.size_of(request.mesh.names[axis] for axis in axes)
     return Decision(
         Nested(ScanRule(shared_by), (layout,)),

@@ -1,7 +1,5 @@
 """Primitives that move data without computing: each output dimension is made of factors of input dimensions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -14,11 +12,13 @@ from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRu
 from jax_deepcompile.partition.rules.registry import rule
 
 
-@rule("transpose")
+@rule("transpose", "squeeze")
 def transpose(eqn: Equation) -> OpRule:
-    builder = RuleBuilder()
-    dims = [builder.map(size) for size in eqn.invars[0].aval.shape]
-    return builder.build([dims], [[dims[dim] for dim in eqn.params["permutation"]]], linear=[(0,)])
+    params, builder = eqn.params, RuleBuilder()
+    dims = builder.dims(eqn.invars[0].aval.shape)
+    dropped = {dim % len(dims) for dim in params.get("dimensions", ())}
+    order = params.get("permutation", [dim for dim in range(len(dims)) if dim not in dropped])
+    return builder.build([dims], [[dims[dim] for dim in order]], linear=[(0,)])
 
 
 @rule("broadcast_in_dim")
@@ -26,7 +26,7 @@ def broadcast_in_dim(eqn: Equation) -> OpRule:
     """New and widened dimensions may be split although the operand has nothing to split there."""
     operand, shape = eqn.invars[0].aval.shape, eqn.params["shape"]
     builder = RuleBuilder()
-    result = [builder.map(size) for size in shape]
+    result = builder.dims(shape)
     kept = [
         result[position] if operand[dim] == shape[position] else builder.whole(1)
         for dim, position in enumerate(eqn.params["broadcast_dimensions"])
@@ -65,147 +65,93 @@ def common_factors(builder: RuleBuilder, source: Sequence[int], target: Sequence
     dims: tuple[list[list[int]], list[list[int]]] = ([[] for _ in source], [[] for _ in target])
     shapes = (list(source), list(target))
     at = [0, 0]
-    aligned = True
     while at[0] < len(source) and at[1] < len(target):
         left, right = shapes[0][at[0]], shapes[1][at[1]]
         shared = math.gcd(left, right)
-        if aligned and shared > 1:
+        if shared > 1:
             factor = builder.factor(shared)
             for side in (0, 1):
                 dims[side][at[side]].append(factor)
                 shapes[side][at[side]] //= shared
         elif left == 1 or right == 1:
             for side in (0, 1):
-                at[side] += shapes[side][at[side]] == 1 and (side == 0 or left != 1 or right == 1)
+                at[side] += shapes[side][at[side]] == 1
         else:
-            aligned = _skip_interleaved(builder, dims, shapes, at)
+            taken = [1, 1]
+            while taken[0] == 1 or taken[0] != taken[1]:
+                side = 0 if taken[0] <= taken[1] else 1
+                size = shapes[side][at[side]]
+                if size > 1:
+                    dims[side][at[side]].append(builder.factor(size, Kind.WHOLE))
+                taken[side] *= size
+                at[side] += 1
     return tuple(map(tuple, dims[0])), tuple(map(tuple, dims[1]))
-
-
-def _skip_interleaved(builder: RuleBuilder, dims, shapes, at: list[int]) -> bool:
-    """Makes everything up to the next common boundary whole; true, as the walk is aligned again there."""
-    taken = [1, 1]
-    while taken[0] == 1 or taken[0] != taken[1]:
-        side = 0 if taken[0] <= taken[1] else 1
-        size = shapes[side][at[side]]
-        if size > 1:
-            dims[side][at[side]].append(builder.factor(size, Kind.WHOLE))
-        taken[side] *= size
-        shapes[side][at[side]] = 1
-        at[side] += 1
-    return True
-
-
-@rule("squeeze")
-def squeeze(eqn: Equation) -> OpRule:
-    builder = RuleBuilder()
-    dropped = {dim % len(eqn.invars[0].aval.shape) for dim in eqn.params["dimensions"]}
-    dims = [builder.map(size) for size in eqn.invars[0].aval.shape]
-    return builder.build([dims], [[d for dim, d in enumerate(dims) if dim not in dropped]], linear=[(0,)])
 
 
 @rule("rev")
 def rev(eqn: Equation) -> OpRule:
-    dims, builder = _partly_whole(eqn.invars[0].aval.shape, set(eqn.params["dimensions"]))
+    builder = RuleBuilder()
+    dims = builder.dims(eqn.invars[0].aval.shape, set(eqn.params["dimensions"]))
     return builder.build([dims], [dims], linear=[(0,)], rearranges=True)
 
 
-def _partly_whole(shape: Sequence[int], whole: set[int]) -> tuple[list[tuple[int, ...]], RuleBuilder]:
+@rule("concatenate", "stack", "split", "unstack")
+def join(eqn: Equation) -> OpRule:
+    """One value and pieces of it along a dimension, which the pieces may lack; all other dimensions split freely."""
+    is_joined = eqn.primitive.name in ("concatenate", "stack")
+    pieces, (together,) = (eqn.invars, eqn.outvars) if is_joined else (eqn.outvars, eqn.invars)
+    axis = eqn.params["dimension" if eqn.primitive.name == "concatenate" else "axis"]
     builder = RuleBuilder()
-    return [builder.whole(size) if dim in whole else builder.map(size) for dim, size in enumerate(shape)], builder
+    whole = builder.dims(together.aval.shape, {axis})
+    lengths = [var.aval.shape[axis : axis + 1 + len(var.aval.shape) - len(whole)] for var in pieces]
+    parts = [(*whole[:axis], *builder.whole_dims(length), *whole[axis + 1 :]) for length in lengths]
+    operands, results = (parts, [whole]) if is_joined else ([whole], parts)
+    return builder.build(operands, results, linear=[range(len(eqn.invars))])
 
 
-@rule("concatenate")
-def concatenate(eqn: Equation) -> OpRule:
-    """All dimensions but the concatenated one split freely."""
-    dimension = eqn.params["dimension"]
+@rule("tile", "pad")
+def repeat(eqn: Equation) -> OpRule:
+    """A dimension that is repeated once, or has no padding, splits freely; a padding's value is the other operand."""
+    operand, *padding = eqn.invars
+    if padding:
+        kept = [not any(amounts) for amounts in eqn.params["padding_config"]]
+    else:
+        kept = [times == 1 for times in eqn.params["reps"]]
     builder = RuleBuilder()
-    result = [
-        builder.whole(size) if dim == dimension else builder.map(size)
-        for dim, size in enumerate(eqn.outvars[0].aval.shape)
-    ]
-    operands = [_swap(result, dimension, builder.whole(var.aval.shape[dimension])) for var in eqn.invars]
-    return builder.build(operands, [result], linear=[range(len(eqn.invars))])
-
-
-@rule("split")
-def split(eqn: Equation) -> OpRule:
-    axis = eqn.params["axis"]
-    dims, builder = _partly_whole(eqn.invars[0].aval.shape, {axis})
-    results = [_swap(dims, axis, builder.whole(size)) for size in eqn.params["sizes"]]
-    return builder.build([dims], results, linear=[(0,)])
-
-
-@rule("stack")
-def stack(eqn: Equation) -> OpRule:
-    """Operands of one shape along a new dimension."""
-    builder = RuleBuilder()
-    dims = [builder.map(size) for size in eqn.invars[0].aval.shape]
-    axis = eqn.params["axis"]
-    result = [*dims[:axis], builder.whole(len(eqn.invars)), *dims[axis:]]
-    return builder.build([dims] * len(eqn.invars), [result], linear=[range(len(eqn.invars))])
-
-
-@rule("unstack")
-def unstack(eqn: Equation) -> OpRule:
-    axis = eqn.params["axis"]
-    dims, builder = _partly_whole(eqn.invars[0].aval.shape, {axis})
-    return builder.build([dims], [[*dims[:axis], *dims[axis + 1 :]]] * len(eqn.outvars), linear=[(0,)])
-
-
-def _swap(dims: Sequence[tuple[int, ...]], position: int, new: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [new if dim == position else factors for dim, factors in enumerate(dims)]
-
-
-@rule("tile")
-def tile(eqn: Equation) -> OpRule:
-    """A dimension repeated once splits freely."""
-    builder = RuleBuilder()
-    operand, result = [], []
-    for size, repeats in zip(eqn.invars[0].aval.shape, eqn.params["reps"], strict=True):
-        if repeats == 1:
-            factors = builder.map(size)
-            operand.append(factors)
-            result.append(factors)
-        else:
-            operand.append(builder.whole(size))
-            result.append(builder.whole(size * repeats))
-    return builder.build([operand], [result], linear=[(0,)])
-
-
-@rule("pad")
-def pad(eqn: Equation) -> OpRule:
-    """Dimensions without padding split freely."""
-    config = eqn.params["padding_config"]
-    padded = {dim for dim, amounts in enumerate(config) if any(amounts)}
-    dims, builder = _partly_whole(eqn.invars[0].aval.shape, padded)
-    result = [builder.whole(size) if dim in padded else dims[dim] for dim, size in enumerate(eqn.outvars[0].aval.shape)]
-    return builder.build([dims, ()], [result], linear=[(0, 1)])
+    dims, result = builder.shared(operand.aval.shape, eqn.outvars[0].aval.shape, kept)
+    return builder.build([dims, *[()] * len(padding)], [result], linear=[range(len(eqn.invars))])
 
 
 @rule("slice")
 def slice_(eqn: Equation) -> OpRule:
     """Dimensions taken whole split freely."""
     shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    cut = {dim for dim, size in enumerate(shape) if out[dim] != size}
-    strides = eqn.params["strides"]
-    reversed_or_strided = {dim for dim, stride in enumerate(strides or ()) if stride != 1}
-    dims, builder = _partly_whole(shape, cut | reversed_or_strided)
-    result = [builder.whole(size) if dim in cut else dims[dim] for dim, size in enumerate(out)]
+    builder = RuleBuilder()
+    dims, result = builder.shared(shape, out)
 
     def emit(local: LocalEquation, block):
-        starts = [0 if dim not in cut else start for dim, start in enumerate(eqn.params["start_indices"])]
-        limits = [limit if dim in cut else block.shape[dim] for dim, limit in enumerate(eqn.params["limit_indices"])]
-        return local.bind(block, start_indices=tuple(starts), limit_indices=tuple(limits))
+        bounds = zip(shape, out, block.shape, eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
+        cuts = [(start, limit) if size != part else (0, own) for size, part, own, start, limit in bounds]
+        return local.bind(block, start_indices=tuple(c for c, _ in cuts), limit_indices=tuple(c for _, c in cuts))
 
     return builder.build([dims], [result], linear=[(0,)], emit=emit)
+
+
+@rule("bitcast_convert_type", "random_wrap", "random_unwrap")
+def with_last_dimension(eqn: Equation) -> OpRule:
+    """Dimensions are kept, but for a last one that comes or goes: parts of a number, or words of a key."""
+    builder = RuleBuilder()
+    shapes = [eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape]
+    kept = builder.dims(min(shapes, key=len))
+    operand, result = ([*kept, *builder.whole_dims(shape[len(kept) :])] for shape in shapes)
+    return builder.build([operand], [result])
 
 
 @rule("iota")
 def iota(eqn: Equation) -> OpRule:
     """Each device counts from where its block starts."""
     builder = RuleBuilder()
-    result = [builder.map(size) for size in eqn.params["shape"]]
+    result = builder.dims(eqn.params["shape"])
     dimension, dtype = eqn.params["dimension"], eqn.params["dtype"]
 
     def emit(local: LocalEquation):
@@ -219,7 +165,7 @@ def iota(eqn: Equation) -> OpRule:
 @rule("empty", "empty2", "zeros_like")
 def like_operand(eqn: Equation) -> OpRule:
     builder = RuleBuilder()
-    result = [builder.map(size) for size in eqn.outvars[0].aval.shape]
+    result = builder.dims(eqn.outvars[0].aval.shape)
 
     def emit(local: LocalEquation, *_blocks: jax.Array):
         return [jnp.zeros(local.result_shape(), eqn.outvars[0].aval.dtype)]

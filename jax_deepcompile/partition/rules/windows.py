@@ -1,90 +1,36 @@
-"""Windowed and general reductions: dimensions whose windows are single elements split freely, the others stay whole."""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
+"""Windowed reductions: dimensions whose windows are single elements split freely, the others stay whole."""
 
 from jax_deepcompile.ir.equation import Equation
-from jax_deepcompile.partition.rules.base import Dims, OpRule, RuleBuilder
+from jax_deepcompile.partition.rules.base import OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
-_SCALAR: Dims = ()
+_FORMS = {
+    "select_and_gather_add": ("aa", "w"),  # tangents, of which each window takes that of the element it selects
+    "select_and_scatter_add": ("wa", "a"),  # sources, each added where its window selects
+    "select_and_scatter": ("aw.", "a"),
+}
+"""What operands and results are: whole arrays, arrays with an element for each window, or scalars. By default operands
+are arrays, then scalars to start from, and results are of windows."""
+
+_LINEAR = ("reduce_window_sum", "select_and_gather_add", "select_and_scatter_add")
 
 
-@rule("reduce_window")
-def reduce_window(eqn: Equation) -> OpRule:
-    """``operands[shape]..., initial scalars... -> [windows]...``."""
-    count = len(eqn.outvars)
-    builder = RuleBuilder()
-    dims, windows = _windowed(builder, eqn, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
-    return builder.build([dims] * count + [_SCALAR] * count, [windows] * count)
-
-
-@rule("reduce_window_max", "reduce_window_min")
-def reduce_window_extremum(eqn: Equation) -> OpRule:
-    return _map_windows(eqn)
-
-
-@rule("reduce_window_sum")
-def reduce_window_sum(eqn: Equation) -> OpRule:
-    return _map_windows(eqn, linear=[(0,)])
-
-
-@rule("select_and_gather_add")
-def select_and_gather(eqn: Equation) -> OpRule:
-    """``tangents[shape], operand[shape] -> [windows]``: the tangent of the element each window selects."""
-    return _map_windows(eqn, linear=[(0,)])
-
-
-def _map_windows(eqn: Equation, linear: Sequence[Sequence[int]] = ()) -> OpRule:
-    """``operands[shape]... -> [windows]``."""
-    builder = RuleBuilder()
-    dims, windows = _windowed(builder, eqn, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
-    return builder.build([dims] * len(eqn.invars), [windows], linear=linear)
-
-
-@rule("select_and_scatter_add")
-def select_and_scatter_sum(eqn: Equation) -> OpRule:
-    """``source[windows], operand[shape] -> [shape]``: every source is added where its window selects."""
-    builder = RuleBuilder()
-    dims, windows = _windowed(builder, eqn, eqn.invars[1].aval.shape, eqn.invars[0].aval.shape)
-    return builder.build([windows, dims], [dims], linear=[(0,)])
-
-
-@rule("select_and_scatter")
-def select_and_scatter(eqn: Equation) -> OpRule:
-    """``operand[shape], source[windows], initial scalar -> [shape]``."""
-    builder = RuleBuilder()
-    dims, windows = _windowed(builder, eqn, eqn.invars[0].aval.shape, eqn.invars[1].aval.shape)
-    return builder.build([dims, windows, _SCALAR], [dims])
-
-
-def _windowed(builder: RuleBuilder, eqn: Equation, shape: Sequence[int], windows: Sequence[int]) -> tuple[Dims, Dims]:
-    """The dims of a value of ``shape`` and of one with an element a window: shared where windows are one element."""
-    params = eqn.params
-    dilation = params.get("base_dilation", (1,) * len(shape))
-    dims, window_dims = [], []
-    for dim, (size, count) in enumerate(zip(shape, windows, strict=True)):
-        steps = (params["window_dimensions"][dim], params["window_strides"][dim], dilation[dim])
-        if steps == (1, 1, 1) and tuple(params["padding"][dim]) == (0, 0):
-            shared = builder.map(size)
-            dims.append(shared)
-            window_dims.append(shared)
-        else:
-            dims.append(builder.whole(size))
-            window_dims.append(builder.whole(count))
-    return tuple(dims), tuple(window_dims)
-
-
-@rule("reduce")
-def reduce(eqn: Equation) -> OpRule:
-    """``operands[shape]..., initial scalars... -> [kept dimensions]...``, reduced by a function of the user's."""
-    count = len(eqn.outvars)
-    reduced = set(eqn.params["dimensions"])
-    builder = RuleBuilder()
-    dims = [
-        builder.whole(size) if dim in reduced else builder.map(size)
-        for dim, size in enumerate(eqn.invars[0].aval.shape)
+@rule("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", *_FORMS)
+def windowed(eqn: Equation) -> OpRule:
+    name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
+    form = _FORMS.get(name, ("a" * count + "." * (len(eqn.invars) - count), "w" * count))
+    shapes = {kind: var.aval.shape for kind, var in zip("".join(form), (*eqn.invars, *eqn.outvars), strict=True)}
+    steps = (
+        params["window_dimensions"],
+        params["window_strides"],
+        params.get("base_dilation", (1,) * len(shapes["a"])),
+    )
+    single = [
+        each == (1, 1, 1) and tuple(padding) == (0, 0)
+        for each, padding in zip(zip(*steps, strict=True), params["padding"], strict=True)
     ]
-    kept = [factors for dim, factors in enumerate(dims) if dim not in reduced]
-    return builder.build([dims] * count + [_SCALAR] * count, [kept] * count)
+    builder = RuleBuilder()
+    arrays, windows = builder.shared(shapes["a"], shapes["w"], single)
+    dims = {"a": arrays, "w": windows, ".": ()}
+    operands, results = ([dims[kind] for kind in kinds] for kinds in form)
+    return builder.build(operands, results, linear=[(0,)] if name in _LINEAR else ())
