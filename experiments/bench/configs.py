@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from experiments.bench.systems import (
     ALL,
+    ALL_FOR_400,
     FULLY_SHARDED,
     JIT,
     JIT_BY_HAND,
@@ -121,6 +123,15 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         _HEADLINE,
         (JIT, JIT_FLAGS, JIT_BY_HAND, JIT_CONSTRAINED, FULLY_SHARDED, ALL),
         published=_PUBLISHED,
+    ),
+    "sensitivity": Benchmark(
+        "The headline's plans on networks 20 % slower and 25 % faster than they were made for",
+        tuple(
+            dataclasses.replace(workload, cluster=Cluster(nic_gbps=gbps))
+            for workload in _HEADLINE
+            for gbps in (320.0, 500.0)
+        ),
+        (JIT, ALL_FOR_400, ALL),
     ),
     "paper_llama3_70b": Benchmark(
         "Llama-3-70B in the settings of the DeepCompile paper", _paper("llama3_70b"), _EVERY_PASS, published=_PUBLISHED
