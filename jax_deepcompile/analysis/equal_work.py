@@ -12,12 +12,12 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import closed_consts, has_side_effects, open_jaxpr, trace_context
 from jax_deepcompile.analysis.dataflow import literal_bits
 from jax_deepcompile.ir.primitives import UNREPEATABLE
-from jax_deepcompile.ir.traversal import inside
+from jax_deepcompile.ir.traversal import contains
 
 
 def is_repeatable(eqn: Any) -> bool:
     """Whether ``eqn`` gives the same results whenever it is given the same operands, and does nothing else."""
-    return not has_side_effects(eqn) and all(each.primitive.name not in UNREPEATABLE for each in (eqn, *inside(eqn)))
+    return not has_side_effects(eqn) and not contains(eqn, UNREPEATABLE)
 
 
 def work_key(eqn: Any) -> Hashable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,14 @@ def outermost(gathers: Sequence[Gather]) -> tuple[Gather, ...]:
     """Without the gathers that only feed another one, as those within a node feed those across nodes."""
     longer = {gather.key[:count] for gather in gathers for count in range(1, len(gather.key))}
     return tuple(gather for gather in gathers if gather.key not in longer)
+
+
+def by_value(gathers: Iterable[Gather]) -> tuple[tuple[Gather, ...], ...]:
+    """``gathers``, those of the same value together."""
+    groups: dict[tuple, list[Gather]] = {}
+    for gather in gathers:
+        groups.setdefault(gather.key, []).append(gather)
+    return tuple(map(tuple, groups.values()))
 
 
 def hoistable_gathers(eqn) -> tuple[Gather, ...]:

@@ -16,7 +16,7 @@ from jax_deepcompile.analysis.dataflow import needed_for, needs, reached_from, s
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.waits import without_waits
 from jax_deepcompile.ir.primitives import COLLECTIVES, EXPENSIVE, PRODUCTS, RUNNING, axis_names
-from jax_deepcompile.ir.traversal import equations, inside
+from jax_deepcompile.ir.traversal import contains, equations, inside
 
 _MEANING = {
     "psum": "a sum over examples",
@@ -47,7 +47,7 @@ _HEAVY = PRODUCTS | EXPENSIVE | COLLECTIVES.keys() | {"while"}
 
 def is_heavy(eqn) -> bool:
     """Whether ``eqn`` is, or has inside, work that is not done twice so that a total can be known early."""
-    return eqn.primitive.name in _HEAVY or any(each.primitive.name in _HEAVY for each in inside(eqn))
+    return contains(eqn, _HEAVY)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def _close_over(traced: jex.ClosedJaxpr, consts: Sequence) -> jex.ClosedJaxpr:
 
 
 def replace_equations(program: Program, mesh: AnyMesh, replacements: Mapping[int, Replacement]) -> Program:
-    """``program`` with some equations computed differently, those inside loops and branches too.
+    """``program`` with some equations computed differently, those inside loops and branches too; itself if none is.
 
     Args:
       program: in the local view.
@@ -103,7 +103,7 @@ def replace_equations(program: Program, mesh: AnyMesh, replacements: Mapping[int
     def body(consts, *blocks):
         return _evaluate(program.jaxpr, blocks, replacements, consts)
 
-    return program.replace(jaxpr=trace_blocks(body, program, mesh))
+    return program.replace(jaxpr=trace_blocks(body, program, mesh)) if replacements else program
 
 
 def run_manual(jaxpr: Any, operands: Sequence, axes: Mapping[str, tuple[str, ...]]) -> list:

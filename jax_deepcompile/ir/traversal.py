@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import jax
 from jax import lax
@@ -34,6 +34,11 @@ def inside(eqn: jex.JaxprEqn) -> Iterator[jex.JaxprEqn]:
     """Every equation of the jaxprs among an equation's parameters."""
     for inner in nested_jaxprs(eqn):
         yield from equations(inner)
+
+
+def contains(eqn: jex.JaxprEqn, names: Collection[str]) -> bool:
+    """Whether ``eqn``, or an equation inside of it, is of one of these primitives."""
+    return any(each.primitive.name in names for each in (eqn, *inside(eqn)))
 
 
 def located_equations(jaxpr, around: jex.JaxprEqn | None = None) -> Iterator[tuple[jex.JaxprEqn, jex.JaxprEqn]]:

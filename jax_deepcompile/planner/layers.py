@@ -15,12 +15,11 @@ from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
 from jax_deepcompile.transforms.compute_once import ComputeOnce
 from jax_deepcompile.transforms.decision import Decision
-from jax_deepcompile.transforms.gather_after_loops import GatherAfterLoops
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
-from jax_deepcompile.transforms.reduce_before_loops import ReduceBeforeLoops
+from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops, ReduceBeforeLoops
 
 AROUND_PIPELINED: tuple[Decision, ...] = (
     AccumulateInLoops(),

@@ -31,20 +31,12 @@ from jax_deepcompile.transforms.decision import Decision
 
 
 @dataclass(frozen=True)
-class ComputeOnce(Decision, kind="compute_once"):
+class ComputeOnce(Decision, kind="compute_once", says="what is at hand is not computed or read again"):
     """What is at hand is neither read from a stack nor computed again."""
-
-    def describe(self) -> str:
-        return "what is at hand is not computed or read again"
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[ComputeOnce]) -> Program:
-        return compute_once(program)
-
-
-def compute_once(program: Program) -> Program:
-    """``program`` without what it has at hand already; the same object if there is nothing of the kind."""
-    return program.replace(jaxpr=_merged(program.jaxpr))
+        return program.replace(jaxpr=_merged(program.jaxpr))
 
 
 def _merged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:

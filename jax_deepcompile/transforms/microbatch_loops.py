@@ -1,8 +1,18 @@
 """How the loops around pipelined ones run: their trip counts hidden from XLA, forward beside backward where that helps.
 
-XLA doubles the body of every loop whose trips it can count: what layer loops carry then changes buffers without a copy.
-Around them it would double the whole program. ``hide_trip_counts`` and ``overlap_microbatches`` say how such a loop
-runs; this decision is which of the two.
+XLA doubles the body of every loop that it can count (``xla_gpu_enable_while_loop_double_buffering``): what layer loops
+carry then changes buffers without a copy. Around them it would double the whole program, and its memory.
+
+Before::
+
+    scan[length=16]: ...
+
+After::
+
+    n = optimization_barrier 16
+    while i < n: ...
+
+Guarantees: values are bitwise the same.
 """
 
 from __future__ import annotations
@@ -10,17 +20,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile._jax_compat import eval_local
+from jax_deepcompile.analysis.loops import Loop, find_loops
+from jax_deepcompile.ir.iterations import Iterations, run_with_hidden_trip_count
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.transforms.decision import Decision, loop_named, refused
-from jax_deepcompile.transforms.hide_trip_counts import hidden_trip_count
+from jax_deepcompile.ir.retrace import Compute
+from jax_deepcompile.transforms.decision import Decision, loop_named, refused, replace_loops
 from jax_deepcompile.transforms.overlap_microbatches import overlapped
-from jax_deepcompile.transforms.replace_loops import replace_loops
 
 
 @dataclass(frozen=True)
-class MicrobatchLoop(Decision, kind="microbatch_loops"):
+class MicrobatchLoop(Decision, kind="microbatch_loops", about=("loop",)):
     """How one loop around others runs.
 
     Attributes:
@@ -30,9 +42,6 @@ class MicrobatchLoop(Decision, kind="microbatch_loops"):
 
     loop: str
     overlap: bool = False
-
-    def subjects(self) -> tuple[str, ...]:
-        return (self.loop,)
 
     def check(self, program: Program) -> None:
         loop = loop_named(program, self.loop, "says how to run")
@@ -47,3 +56,21 @@ class MicrobatchLoop(Decision, kind="microbatch_loops"):
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[MicrobatchLoop]) -> Program:
         ways = {each.loop: overlapped if each.overlap else hidden_trip_count for each in decisions}
         return replace_loops(program, mesh, ways)
+
+
+def hidden_trip_count(_: Loop) -> Compute:
+    """The way to run a ``scan`` as a loop of unknown length."""
+
+    def run(eqn, operands: list) -> list:
+        loop = Iterations.of(eqn, operands)
+
+        def body(turn, state):
+            carry, outputs = state
+            results = eval_local(Scan(eqn).closed, [*loop.consts, *carry, *loop.slices(turn)])
+            carry, made = Scan(eqn).split_results(results)
+            return carry, loop.written(outputs, turn, made)
+
+        carry, outputs = run_with_hidden_trip_count(loop.length, body, (loop.carry, loop.outputs()))
+        return [*carry, *outputs]
+
+    return run

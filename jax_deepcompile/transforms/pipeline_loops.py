@@ -41,12 +41,11 @@ from jax_deepcompile.analysis.parts import Part, SplitBody, split_body
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.transforms.decision import Decision, loop_named, refused
-from jax_deepcompile.transforms.replace_loops import replace_loops
+from jax_deepcompile.transforms.decision import Decision, loop_named, refused, replace_loops
 
 
 @dataclass(frozen=True)
-class LoopSchedule(Decision, kind="pipeline_loops"):
+class LoopSchedule(Decision, kind="pipeline_loops", about=("loop",)):
     """How one layer loop is pipelined.
 
     Attributes:
@@ -63,9 +62,6 @@ class LoopSchedule(Decision, kind="pipeline_loops"):
     first_layers: int = 0
     last_layers: int = 0
 
-    def subjects(self) -> tuple[str, ...]:
-        return (self.loop,)
-
     def check(self, program: Program) -> None:
         loop_named(program, self.loop, "pipelines")
         for layers in (self.prefetch_layers, self.delay_layers, self.first_layers, self.last_layers):
@@ -81,7 +77,10 @@ class LoopSchedule(Decision, kind="pipeline_loops"):
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[LoopSchedule]) -> Program:
-        return pipeline_loops(program, mesh, decisions)
+        divided = len(mesh.axis_names) > len(program.mesh.devices.names)
+        wanted = {each.loop: each for each in decisions}
+        ways = {name: lambda loop: _Pipeline(loop, wanted[loop.name], divided).run for name in wanted}
+        return replace_loops(program, mesh, ways)
 
 
 _MOST_LAYERS = 64
@@ -106,14 +105,6 @@ def choose_schedules(program: Program, prefetch_layers: int = 1, delay_layers: i
         if max(ahead, behind) and loop.length > max(ahead, behind):
             chosen.append(LoopSchedule(loop.name, ahead, behind, behind, ahead))
     return tuple(chosen)
-
-
-def pipeline_loops(program: Program, mesh: AnyMesh, schedules: Sequence[LoopSchedule]) -> Program:
-    """``program`` with its loops run as ``schedules`` say; the same object if they say nothing."""
-    wanted = {schedule.loop: schedule for schedule in schedules}
-    divided = len(mesh.axis_names) > len(program.mesh.devices.names)
-    pipelined = {name: lambda loop: _Pipeline(loop, wanted[loop.name], divided).run for name in wanted}
-    return replace_loops(program, mesh, pipelined)
 
 
 @dataclass(frozen=True)

@@ -44,11 +44,18 @@ class DelayReductions:
             return
         program = best.plan.program(base, environment.mesh, until=DelayedReductions)
         loops = [loop for loop in find_loops(program) if loop.length > 1]
-        reductions = [(loop, reductions_of(loop, program.mesh, environment.costs)) for loop in loops]
+        reductions = [
+            (
+                loop,
+                {position: name for name, position in sum_names(program, loop).items()},
+                reductions_of(loop, program.mesh, environment.costs),
+            )
+            for loop in loops
+        ]
         choices = [
             tuple(
-                DelayedReductions(loop.name, _names(program, loop, sums))
-                for loop, found in reductions
+                DelayedReductions(loop.name, tuple(names[position] for position in sums))
+                for loop, names, found in reductions
                 if (sums := choose_sums(found, margin))
             )
             for margin in self.margins
@@ -65,13 +72,6 @@ class DelayReductions:
         if apart:
             chosen = with_first_apart(choices[-1] if choices else (), apart)
             yield Proposal(best.plan.having(DelayedReductions, chosen), _in_words(chosen))
-
-
-def _names(program: Program, loop: Loop, sums: Sequence[int]) -> tuple[str, ...]:
-    """What ``sums``, positions in the carry of ``loop``, are called."""
-    found = list(find_terms(loop.eqn))
-    names = dict(zip(found, sum_names(program, loop, found), strict=True))
-    return tuple(names[position] for position in sums)
 
 
 def with_first_apart(choices: Sequence[DelayedReductions], loops: Sequence[str]) -> tuple[DelayedReductions, ...]:

@@ -15,11 +15,10 @@ from jax_deepcompile.planner.layers import keep_over_loops
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.stacks import SMALL_STACK_BYTES, repeated_stacks, without_gathers
 from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.transforms.decision import replace_loops
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
-from jax_deepcompile.transforms.hide_trip_counts import hidden_trip_count
-from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
+from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop, hidden_trip_count
 from jax_deepcompile.transforms.overlap_microbatches import Halves, find_halves, overlapped
-from jax_deepcompile.transforms.replace_loops import replace_loops
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 
 
