@@ -8,19 +8,18 @@ would have one name, those after the first are numbered: ``layers/mlp dot_genera
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_function
 from jax_deepcompile.analysis.dataflow import variables
-from jax_deepcompile.analysis.gathers import Gather, is_gather_loop
+from jax_deepcompile.analysis.gathers import Gather, derived
 from jax_deepcompile.analysis.loops import Loop, Path, computing_scans, loops_in, reduces_gradients
-from jax_deepcompile.ir.primitives import CHEAP, DEVICE_SUMS, Cond, Scan
+from jax_deepcompile.ir.primitives import DEVICE_SUMS, NONLOCAL, Cond, Scan
 from jax_deepcompile.ir.program import Port, Program, Role
 
 _PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|\.?(\w+)")
@@ -164,11 +163,11 @@ def _is_backward(eqn: Any) -> bool:
 def _inputs_at(program: Program, path: Path) -> dict[Any, str]:
     """For variables in the body of the loop at ``path`` the input of the program that each is cheaply made of."""
     jaxpr = open_jaxpr(program.jaxpr)
-    known = _derived(jaxpr, zip(jaxpr.invars, parameter_names(program), strict=True))
+    known = derived(jaxpr, dict(zip(jaxpr.invars, parameter_names(program), strict=True)))
     for position in path:
         eqn = computing_scans(jaxpr)[position]
         jaxpr = Scan(eqn).body
-        known = _derived(jaxpr, _pairs(jaxpr.invars, eqn.invars, known))
+        known = derived(jaxpr, dict(_pairs(jaxpr.invars, eqn.invars, known)))
     return known
 
 
@@ -184,19 +183,6 @@ def _jaxpr_at(program: Program, path: Path) -> jex.Jaxpr:
     for position in path:
         jaxpr = Scan(computing_scans(jaxpr)[position]).body
     return jaxpr
-
-
-def _derived(jaxpr: jex.Jaxpr, given: Iterable[tuple[Any, str]]) -> dict[Any, str]:
-    """``given`` names, and those of what is made of one of them alone by cheap work."""
-    known = dict(given)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "optimization_barrier":
-            known.update(_pairs(eqn.outvars, eqn.invars, known))
-        elif eqn.primitive.name in CHEAP or is_gather_loop(eqn):
-            operands = variables(eqn.invars)
-            if len(operands) == 1 and operands[0] in known:
-                known[eqn.outvars[0]] = known[operands[0]]
-    return known
 
 
 def _spread(jaxpr: jex.Jaxpr, known: dict[Any, str]) -> None:
@@ -219,17 +205,11 @@ def _made_of(eqn: Any, known: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
             yield from _pairs(Cond(eqn).operands, inner.invars, inside)
     elif name == "scan":
         yield from _pairs(Scan(eqn).operands.carry, Scan(eqn).results.carry, known)
-    elif len(eqn.outvars) == 1 and name not in _MIXING:
-        for atom in variables(eqn.invars):
-            if _elements(atom) == _elements(made[0]) or name in DEVICE_SUMS:
+    elif len(eqn.outvars) == 1 and name not in NONLOCAL:
+        operands: list[Any] = variables(eqn.invars)
+        for atom in operands:
+            if atom.aval.size == made[0].aval.size or name in DEVICE_SUMS:
                 yield atom, known[made[0]]
-
-
-def _elements(var: Any) -> int:
-    return math.prod(var.aval.shape)
-
-
-_MIXING = frozenset({"dot_general", "conv_general_dilated", "gather", "sort", "cumsum", "rev", "while"})
 
 
 def _is_parameter(port: Port) -> bool:

@@ -153,8 +153,8 @@ class _Inliner:
         given = [index for index, sharding in enumerate(shardings) if isinstance(sharding, jax.sharding.Sharding)]
         if not given:
             return atoms
-        asked = tuple(shardings[index] for index in given)
-        put = self._apply(lambda *values: jax.device_put(values, asked), [atoms[index] for index in given], located)
+        targets = tuple(shardings[index] for index in given)
+        put = self._apply(lambda *values: jax.device_put(values, targets), [atoms[index] for index in given], located)
         held = dict(zip(given, put, strict=True))
         return [held.get(index, atom) for index, atom in enumerate(atoms)]
 
@@ -194,9 +194,9 @@ class _Inliner:
         return self._walk(body, known, located)
 
     def _barrier(self, eqn: jex.JaxprEqn, operands: list) -> list:
-        asked = eqn.params["prevent_cse"]
-        asked = (asked,) * len(operands) if isinstance(asked, bool) else asked
-        guarded = [index for index, atom in enumerate(operands) if asked[index] and not isinstance(atom, jex.Literal)]
+        guards = eqn.params["prevent_cse"]
+        guards = (guards,) * len(operands) if isinstance(guards, bool) else guards
+        guarded = [index for index, atom in enumerate(operands) if guards[index] and not isinstance(atom, jex.Literal)]
         if not guarded:
             return operands
         self.eqns.append(new_barrier([operands[index] for index in guarded], eqn.source_info))

@@ -21,13 +21,10 @@ def make_plan(
     """The best plan for ``program`` on ``environment``, by simulated step time under its memory limit.
 
     Args:
-      program: fully sharded, local view.
-      environment: what it is for.
       fingerprint: of the program on the environment; stands in the plan.
-      strategies: to ask, in order.
 
     Raises:
-      MemoryExceededError: the program does not fit, whatever is tried.
+      MemoryExceededError: the program does not fit, whatever the plan.
     """
     return search(program, environment, strategies, Plan(fingerprint).replace(options=_options(program, environment)))
 

@@ -24,7 +24,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.cache import PlanCache
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.executables import executables_in
-from jax_deepcompile.planner.keep_gathered import keep_gathered
+from jax_deepcompile.planner.layers import keep_gathered
 from jax_deepcompile.planner.limits import MemoryLimit, limit_bytes, require_room
 from jax_deepcompile.planner.plan import Plan, Rows
 from jax_deepcompile.planner.planner import argument_bytes, make_plan
@@ -42,11 +42,11 @@ from jax_deepcompile.transforms.keep_gathered import KeptGathers
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the user asks of planning.
+    """The options of planning.
 
     Attributes:
-      memory_limit: device memory a step may take; see ``planning.limits``.
-      passes: which strategies to ask, and what to leave out by name; see ``planner.selection``.
+      memory_limit: device memory a step may take; see ``planner.limits``.
+      passes: which strategies propose, and what to leave out by name; see ``planner.selection``.
       profile: measured times to plan by.
       plan: to carry out as it is.
       cache_dir: where plans and executables are kept between runs.
@@ -91,11 +91,11 @@ class Planned(Summarized):
 
 
 def plan_program(program: Program, mesh: AnyMesh, platform: str, options: PlanOptions) -> Planned:
-    """Plans the fully sharded ``program`` for ``mesh`` as the user asks.
+    """Plans the fully sharded ``program`` for ``mesh`` by the user's ``options``.
 
     Raises:
-      MemoryExceededError: it does not fit, whatever is tried.
-      MemoryLimitError, PlanError, UnknownPassError: what is asked makes no sense.
+      MemoryExceededError: it does not fit, whatever the plan.
+      MemoryLimitError, PlanError, UnknownPassError: an option makes no sense.
       OtherProcessError: the processes of this run have different programs, or planning failed in the first.
     """
     if not isinstance(mesh, Mesh):
@@ -113,12 +113,7 @@ class _Task:
     """What is planned.
 
     Attributes:
-      program: fully sharded.
-      environment: what it is for.
-      strategies: to ask.
-      kinds: of decisions that plans may have.
       fingerprint: of all that a plan depends on.
-      cache: of plans; None for none.
     """
 
     program: Program

@@ -77,14 +77,7 @@ def repeated_stacks(program: Program, taken: Iterable[StackCollectives]) -> list
 def saved_stacks(
     program: Program, environment: Environment, plan: Plan, pairs: Sequence[tuple[Loop, Loop]]
 ) -> list[Stack]:
-    """The stacks that a forward and a backward loop, with no loop around them, both gather.
-
-    Args:
-      program: fully sharded.
-      environment: what it is for.
-      plan: saves nothing gathered yet, or there is nothing left to save.
-      pairs: forward and backward loops.
-    """
+    """The stacks that a forward and a backward loop, with no loop around them, both gather."""
     if plan.of(SavedGathers):
         return []
     names = {(forward.name, backward.name) for forward, backward in pairs if len(forward.path) == 1}

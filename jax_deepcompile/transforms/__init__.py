@@ -60,13 +60,7 @@ def in_order(kinds: Iterable[type[Decision]]) -> list[type[Decision]]:
 def carry_out(
     program: Program, mesh: AnyMesh, decisions: Sequence[Decision], until: type[Decision] | None = None
 ) -> Program:
-    """``program`` rewritten as ``decisions`` say, kind by kind; the same object if they say nothing.
-
-    Args:
-      program: fully sharded.
-      mesh: its mesh.
-      decisions: in any order.
-      until: the last kind to carry out; None for all.
+    """``program``, fully sharded, rewritten by ``decisions``, kind by kind up to ``until``; itself if none changes it.
 
     Raises:
       PlanError: a decision speaks of what ``program`` does not have.

@@ -10,7 +10,7 @@ After::
     s = scan(t): s[t] = s[t] + reduce_scatter(p)
 
 No second stack of gradients is filled, added and thrown away; a pipelined loop adds in place. Loops that reduce no
-gradients, of metrics say, stay free of what microbatches hand to one another.
+gradients, of metrics say, stay independent of earlier microbatches.
 
 Guarantees: values are bitwise the same.
 """
@@ -38,8 +38,6 @@ class _Sum:
 
     Attributes:
       output: its position among the loop's results.
-      before: the stack it is added to.
-      addition: the equation that adds them.
     """
 
     output: int

@@ -8,7 +8,7 @@ After::
 
     y = f(x); s = dynamic_update_slice(s, x, 31); ...; y' = y
 
-So a checkpointed layer at the turn from forward to backward is not computed again right after it was computed.
+So the last checkpointed layer is not recomputed right after it was computed.
 
 Guarantees: values are bitwise the same; what a barrier keeps apart stays apart.
 """

@@ -1,4 +1,4 @@
-"""Straight-line gathers that start just early enough.
+"""Gathers outside of loops that start just early enough.
 
 A gather of parameters could start at once, as nothing before it is needed; then all of them would, and fill the
 memory. It could wait for the activation that meets it; then nothing hides it. Between the two there is, for every
@@ -87,8 +87,6 @@ def choose_prefetches(
     Gathers that would start with the program need no decision and get none.
 
     Args:
-      program: in the local view.
-      costs: what things take.
       slack: how much longer than it takes a gather is given.
       room_bytes: what is free while each equation runs as ``program`` has them; None where that is enough.
     """

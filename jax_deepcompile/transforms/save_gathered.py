@@ -52,7 +52,7 @@ class SavedGathers(Decision, kind="save_gathered", about=("forward", "backward")
     gathers: tuple[str, ...]
 
     def describe(self) -> str:
-        return f"{self.forward}: leaves {listed(self.gathers, self.forward)} gathered for {self.backward}"
+        return f"{self.forward}: saves {listed(self.gathers, self.forward)} gathered for {self.backward}"
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[SavedGathers]) -> Program:
@@ -72,8 +72,6 @@ class Shared:
     """What two loops in the same place gather of the same stacks.
 
     Attributes:
-      forward: the body of the first, its gathers along the leading dimension.
-      backward: the body of the second, likewise.
       gathers: pairs, one for each value: the gathers of it in the first and in the second.
     """
 

@@ -21,8 +21,7 @@ from jax_deepcompile.analysis.loops import find_loops, reduces_gradients
 from jax_deepcompile.analysis.names import gather_names, numbered, parameter_names, value_names
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planner.keep_gathered import keep_gathered
-from jax_deepcompile.planner.layers import pipelined
+from jax_deepcompile.planner.layers import keep_gathered, pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.transforms import TRANSFORMS

@@ -68,8 +68,8 @@ def test_the_layer_at_the_turn_is_computed_once():
 def turning(params, *where):
     """Pipelined layers whose parameters stay gathered from forward to backward: the program and its mesh."""
     program, mesh = sharded(matrices_loss, params, *where)
-    handed = SavedGathers.apply(program, mesh, [SavedGathers("w @forward", "w @backward", ("w",))])
-    return LoopSchedule.apply(handed, mesh, choose_schedules(handed)), mesh
+    saved = SavedGathers.apply(program, mesh, [SavedGathers("w @forward", "w @backward", ("w",))])
+    return LoopSchedule.apply(saved, mesh, choose_schedules(saved)), mesh
 
 
 @pytest.mark.pure

@@ -166,9 +166,9 @@ def test_what_xla_merges_by_itself_is_no_matter():
 @pytest.mark.cpu_mesh
 def test_beside_parameters_that_stay_gathered_values_stay_the_same():
     program, mesh = sharded(stack_loss, STACK)
-    handed = SavedGathers.apply(program, mesh, [SavedGathers(*LOOPS, ("stack/up", "stack/bias"))])
-    assert everything(handed) == everything(program)
-    assert_same_values(KeptActivations.apply(handed, mesh, everything(handed)), program, mesh)
+    saved = SavedGathers.apply(program, mesh, [SavedGathers(*LOOPS, ("stack/up", "stack/bias"))])
+    assert everything(saved) == everything(program)
+    assert_same_values(KeptActivations.apply(saved, mesh, everything(saved)), program, mesh)
 
 
 OPERATIONS: dict[str, Callable] = {

@@ -65,8 +65,8 @@ def _decision(choice: Choice, regions: Sequence[RecomputeRegion]) -> str:
 
 
 _SHARES = (0.6, 0.8, 0.92)
-"""Of the memory that is left: the most is tried first, less if that does not fit. The rest is for schedules that hide
-more and hold more meanwhile."""
+"""Of free memory: the most is proposed first, less if that does not fit. The rest is for schedules that hide more and
+hold more meanwhile."""
 
 
 Kept = dict[tuple[str, str], tuple[int, ...]]
@@ -122,8 +122,6 @@ class Choice:
     """What is kept for backward loops.
 
     Attributes:
-      activations: not computed again.
-      stacks: parameters that are not gathered again.
       saved_s: computed less.
     """
 
@@ -135,15 +133,7 @@ class Choice:
 def choose(
     regions: Sequence[RecomputeRegion], stacks: Sequence[Stack], already: Kept, free_bytes: float, backward: Backward
 ) -> Choice:
-    """What is kept: one after the other what saves most for its bytes of what backward waits for.
-
-    Args:
-      regions: where activations are computed again.
-      stacks: of parameters that are gathered again.
-      already: activations that are kept now.
-      free_bytes: for what is kept besides.
-      backward: what it takes now.
-    """
+    """What is kept: one after the other what saves most for its bytes of what backward waits for."""
     demands = {region.loops: Demand(region) for region in regions}
     chosen = {loops: set(already.get(loops, ())) for loops in demands}
     for loops, demand in demands.items():
@@ -188,12 +178,7 @@ def _size_bytes(stack: Stack) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Offer:
-    """One more activation to keep.
-
-    Attributes:
-      demand: what is still computed where it is.
-      position: among the activations there.
-    """
+    """One more activation to keep."""
 
     demand: Demand
     position: int
@@ -204,7 +189,7 @@ class _Offer:
 
     def saved_s(self) -> float:
         """What a step takes less."""
-        return self.demand.saved_s(self.position) - self.demand.region.handing_s(self.position)
+        return self.demand.saved_s(self.position) - self.demand.region.copying_s(self.position)
 
     def is_worthwhile(self) -> bool:
         """Whether computing it again takes clearly longer than bringing it from memory.
@@ -235,7 +220,6 @@ class _Offers:
         """The best of what fits, which is offered no more; None if nothing is worthwhile.
 
         Args:
-          free_bytes: for it.
           in_loops: whether what loops compute again counts; once it does not, it never does again.
         """
         if not in_loops:
