@@ -25,12 +25,8 @@ def literal_bits(atom) -> tuple[str, bytes] | None:
 
 def without_barriers(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     """``jaxpr`` with every result of an ``optimization_barrier`` read as its operand."""
-    walk = Walk(jaxpr)
-    for eqn in walk:
-        if eqn.primitive.name == "optimization_barrier":
-            walk.names.update(zip(eqn.outvars, eqn.invars, strict=True))
-        else:
-            walk.eqns.append(eqn)
+    walk = Walk(jaxpr, names=unguarded(jaxpr))
+    walk.eqns += (eqn for eqn in walk if eqn.primitive.name != "optimization_barrier")
     return walk.result()
 
 

@@ -168,7 +168,11 @@ def _read_flow(jaxpr: jex.Jaxpr, axis: str) -> _Flow:
     indices = tuple(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "axis_index" and _is_over(eqn, axis))
     varying = reached_from(plain, {var for eqn in plain if _asks(eqn, axis) for var in eqn.outvars})
     reductions = [eqn for eqn in combining if any(var in varying for var in variables(eqn.invars))]
-    totals = [total for eqn in reductions for total in _totals(eqn)]
+    totals = [
+        Total(eqn.primitive.name, source, result, eqn)
+        for eqn in reductions
+        for source, result in zip(eqn.invars, eqn.outvars, strict=True)
+    ]
     totals += [Total("last", var, var) for var in dict.fromkeys(variables(jaxpr.outvars)) if var in varying]
     heavy = [eqn for eqn in plain if is_heavy(eqn) and any(var in varying for var in eqn.outvars)]
     return _Flow(
@@ -257,11 +261,6 @@ def _is_over(eqn, axis: str) -> bool:
 def _asks(eqn, axis: str) -> bool:
     """Whether ``eqn`` or an equation inside it reads the number of the iteration."""
     return any(each.primitive.name == "axis_index" and _is_over(each, axis) for each in (eqn, *inside(eqn)))
-
-
-def _totals(eqn) -> Iterator[Total]:
-    for source, result in zip(eqn.invars, eqn.outvars, strict=True):
-        yield Total(eqn.primitive.name, source, result, eqn)
 
 
 def _needs(eqns: Sequence, totals: Sequence[Total]) -> dict:
@@ -365,16 +364,13 @@ def _split(eqns: Sequence, varying: set) -> tuple[list, list]:
     before, body = [], []
     inside = set(varying)
     for eqn in eqns:
-        if any(var in inside for var in (*variables(eqn.invars), *eqn.outvars)) or _grows(eqn):
+        grows = _bytes(eqn.outvars) > _bytes(eqn.invars)
+        if grows or any(var in inside for var in (*variables(eqn.invars), *eqn.outvars)):
             inside.update(eqn.outvars)
             body.append(eqn)
         else:
             before.append(eqn)
     return before, body
-
-
-def _grows(eqn) -> bool:
-    return _bytes(eqn.outvars) > _bytes(eqn.invars)
 
 
 def _bytes(atoms: Sequence) -> int:

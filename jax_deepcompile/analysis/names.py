@@ -20,7 +20,7 @@ from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import Gather, derived
 from jax_deepcompile.analysis.loops import Loop, Path, computing_scans, loops_in, reduces_gradients
 from jax_deepcompile.ir.primitives import DEVICE_SUMS, NONLOCAL, Cond, Scan
-from jax_deepcompile.ir.program import Port, Program, Role
+from jax_deepcompile.ir.program import Program, Role
 
 _PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|\.?(\w+)")
 _ARGUMENTS = re.compile(r"^\(([\w, ]+)\)\[(\d+)\]")
@@ -70,7 +70,7 @@ def _origin(eqn: Any, scoped: bool) -> tuple:
 def parameter_names(program: Program) -> list[str]:
     """What each input is called: parameters of one tree by their paths in it, whatever modules there are beside."""
     paths = [_parts(port.path) for port in program.inputs]
-    arrays = [path for path, port in zip(paths, program.inputs, strict=True) if _is_parameter(port)]
+    arrays = [path for path, port in zip(paths, program.inputs, strict=True) if port.role is Role.PARAM and port.shape]
     argument, *rest = _shared(arrays) or [""]
     tree = [argument, *itertools.takewhile("params".__eq__, rest)] if argument else []
     shared = min(len(tree), min(map(len, arrays), default=1) - 1)
@@ -210,10 +210,6 @@ def _made_of(eqn: Any, known: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
         for atom in operands:
             if atom.aval.size == made[0].aval.size or name in DEVICE_SUMS:
                 yield atom, known[made[0]]
-
-
-def _is_parameter(port: Port) -> bool:
-    return port.role is Role.PARAM and bool(port.shape)
 
 
 def _parts(path: str) -> list[str]:

@@ -111,7 +111,9 @@ def split_body(eqn) -> SplitBody:
     now = [*carry, *(atom for i, atom in enumerate(stacked) if i not in late_outputs)]
     late_set = {id(eqn) for eqn in late_eqns}
     eqns = slim_barriers([eqn for eqn in rest if id(eqn) not in late_set], [*now, *pending])
-    gradients = _gradients(eqns, now, {var: _reduced_for(var, late_eqns, late_outputs) for var in pending}, given)
+    reached = {var: reached_from(late_eqns, {var}) for var in pending}
+    reduced_for = {var: tuple(i for i, atom in late_outputs.items() if atom in reached[var]) for var in pending}
+    gradients = _gradients(eqns, now, reduced_for, given)
     apart = {id(eqn) for gradient in gradients for eqn in gradient.part.jaxpr.eqns}
     made_apart = {var for gradient in gradients for var in gradient.part.outputs}
     read_later = [*pending, *(var for gradient in gradients for var in gradient.part.inputs if var not in given)]
@@ -144,11 +146,6 @@ def _last_products(eqns: list) -> list:
     return [eqn for eqn in products if not reached_from(eqns, set(eqn.outvars)) & reads]
 
 
-def _reduced_for(var, late_eqns: list, late_outputs: dict[int, Any]) -> tuple[int, ...]:
-    reached = reached_from(late_eqns, {var})
-    return tuple(index for index, atom in late_outputs.items() if atom in reached)
-
-
 def _early(body: jex.Jaxpr, carried: set) -> tuple[list, list]:
     """Results of gathers that do not depend on the carry, and the equations that make them."""
     plain = without_barriers(body)
@@ -162,13 +159,10 @@ def _early(body: jex.Jaxpr, carried: set) -> tuple[list, list]:
             gathers.append(eqn.outvars[0])
     pure = [eqn for eqn in plain.eqns if not has_side_effects(eqn)]
     inner = {atom for eqn in needed_for(pure, gathers) for atom in variables(eqn.invars)}
-    used = {atom for eqn in body.eqns if not _only_early(eqn, gathers) for atom in variables(eqn.invars)}
+    others = [eqn for eqn in body.eqns if eqn.primitive.name != "all_gather" or eqn.outvars[0] not in gathers]
+    used = {atom for eqn in others for atom in variables(eqn.invars)}
     final = [var for var in gathers if var not in inner or var in used]
     return final, needed_for(pure, final)
-
-
-def _only_early(eqn, gathers: list) -> bool:
-    return eqn.primitive.name == "all_gather" and eqn.outvars[0] in gathers
 
 
 def _late(eqns: list, carry_outputs: list) -> list:

@@ -127,7 +127,8 @@ class _Inliner:
                 continue
             results = [var if _jax_compat.is_drop_var(var) else new_var(var.aval) for var in eqn.outvars]
             known.update(zip(eqn.outvars, results, strict=True))
-            flat = _with_regions(eqn, located) if eqn.primitive.name in CONTROL_FLOW else eqn
+            is_region = eqn.primitive.name in CONTROL_FLOW
+            flat = with_regions(eqn, lambda closed, at=located: inline_calls(closed, at)) if is_region else eqn
             self.eqns.append(flat.replace(invars=operands, outvars=results, source_info=located.source_info))
         return [renamed(atom, known) for atom in jaxpr.outvars]
 
@@ -202,7 +203,3 @@ class _Inliner:
         self.eqns.append(new_barrier([operands[index] for index in guarded], eqn.source_info))
         held = dict(zip(guarded, self.eqns[-1].outvars, strict=True))
         return [held.get(index, atom) for index, atom in enumerate(operands)]
-
-
-def _with_regions(eqn: jex.JaxprEqn, located: jex.JaxprEqn) -> jex.JaxprEqn:
-    return with_regions(eqn, lambda closed: inline_calls(closed, located))

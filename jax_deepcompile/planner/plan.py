@@ -166,7 +166,7 @@ class Plan(Summarized):
 
     def to_json(self) -> str:
         data: dict[str, Any] = {"format": FORMAT} | dataclasses.asdict(self)
-        data["decisions"] = [{"kind": each.kind} | _fields(each) for each in self.decisions]
+        data["decisions"] = [{"kind": each.kind} | dataclasses.asdict(each) for each in self.decisions]
         return json.dumps(data, allow_nan=False, indent=1)
 
     @classmethod
@@ -182,14 +182,11 @@ class Plan(Summarized):
                 raise ValueError(f"its format is not {FORMAT}")
             found = _read_decisions(data.pop("decisions", None), {each.kind: each for each in decisions})
             rest = frozen_json.read(_Document, data)
+            return cls(rest.fingerprint, found, rest.options, rest.latencies, rest.prediction, rest.records)
         except errors.PlanError as error:
             raise errors.PlanError(where, error.why) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise errors.PlanError(where, f"it cannot be read ({error})") from error
-        try:
-            return cls(rest.fingerprint, found, rest.options, rest.latencies, rest.prediction, rest.records)
-        except errors.PlanError as error:
-            raise errors.PlanError(where, error.why) from error
 
     def diff(self, other: Plan) -> str:
         """The decisions that differ, one a line."""
@@ -239,10 +236,6 @@ class _Document:
     latencies: tuple[Latency, ...]
     prediction: Prediction | None
     records: tuple[Record, ...]
-
-
-def _fields(decision: Any) -> dict[str, Any]:
-    return dataclasses.asdict(decision)
 
 
 def _read_decisions(data: Any, kinds: Mapping[str, type[Decision]]) -> tuple[Decision, ...]:

@@ -93,6 +93,17 @@ class Demand:
         freed, _ = self._freed(self.region.activations[position].again)
         return self.region.step_s(sum(self.region.seconds[each] for each in freed))
 
+    def gained_s(self, position: int) -> float:
+        """``saved_s`` without what the copy takes."""
+        return self.saved_s(position) - self.region.copying_s(position)
+
+    def is_worthwhile(self, position: int) -> bool:
+        """Whether computing the activation again takes clearly longer than bringing it from memory.
+
+        Cheap work is not counted as well as all that: most of it XLA does beside other work.
+        """
+        return self.saved_s(position) > 3 * self.region.step_s(self.region.copy_s[position])
+
     def give(self, position: int) -> None:
         """Gives the activation at ``position``."""
         again = self.region.activations[position].again

@@ -21,7 +21,7 @@ is apart, each such reduction is done once more, of zeros. Apart, what the loop 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -143,23 +143,16 @@ def _moved(eqns: Sequence, last: int, before: Any, places: dict, readers: Counte
     ordered = [eqns[place] for place in sorted(moved)]
     reduced = {var for eqn in ordered if eqn.primitive.name == "reduce_scatter" for var in eqn.outvars}
     reached = reached_from(ordered, reduced)
-    return tuple(eqn for place, eqn in zip(sorted(moved), ordered, strict=True) if place == last or _made(eqn, reached))
-
-
-def _made(eqn, variables: Collection) -> bool:
-    return any(var in variables for var in eqn.outvars)
+    return tuple(eqn for eqn in ordered if eqn is eqns[last] or reached.intersection(eqn.outvars))
 
 
 def _keeps_zero(eqn) -> bool:
     literals = [place for place, atom in enumerate(eqn.invars) if isinstance(atom, jex.Literal)]
     if eqn.primitive.name in ("mul", "div"):
         sides = ([0], [1]) if eqn.primitive.name == "mul" else ([1],)
-        return literals in sides and _is_factor(eqn.invars[literals[0]].val)
+        factor = eqn.invars[literals[0]].val if literals in sides else 0
+        return np.ndim(factor) == 0 and bool(np.isfinite(factor)) and factor != 0
     return eqn.primitive.name in KEEPS_ZERO and not literals
-
-
-def _is_factor(value: Any) -> bool:
-    return np.ndim(value) == 0 and bool(np.isfinite(value)) and value != 0
 
 
 def delaying(loop: Loop, sums: Sequence[int], first_apart: bool = False) -> Compute:

@@ -96,7 +96,8 @@ def _start(total: Total) -> jax.Array:
     """The value that changes nothing when combined with another; for sums in at least 32 bits."""
     shape, dtype = total.source.aval.shape, total.source.aval.dtype
     if total.how == "psum":
-        return jnp.zeros(shape, _summed_in(dtype))
+        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        return jnp.zeros(shape, jnp.float32 if narrow else dtype)
     if total.how == "last":
         return jnp.zeros(shape, dtype)
     lowest, highest = _limits(dtype)
@@ -109,10 +110,6 @@ def _limits(dtype) -> tuple[Any, Any]:
     if jnp.issubdtype(dtype, jnp.floating):
         return -jnp.inf, jnp.inf
     return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
-
-
-def _summed_in(dtype) -> Any:
-    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
 def _join(how: str, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -190,7 +187,8 @@ def split_light_loops(jaxpr: Any) -> Any:
         results = _heavy_results(eqn, heavy)
         heavy.update(eqn.outvars[index] for index in results)
         splits = eqn.primitive.name == "scan" and results and not has_side_effects(eqn)
-        light = _used_carry(eqn) - results if splits else set()
+        used = {index for index, var in enumerate(Scan(eqn).results.carry) if not is_drop_var(var)} if splits else set()
+        light = used - results
         rest = set(range(len(eqn.outvars))) - light
         walk.eqns += [_keeping(eqn, light), _keeping(eqn, rest)] if light else [eqn]
     split = walk.result()
@@ -218,11 +216,6 @@ def _heavy_results_of_scan(eqn, heavy: set) -> set[int]:
         if grown == inside:
             return results
         inside = grown
-
-
-def _used_carry(eqn) -> set[int]:
-    """The results of a scan that it carried to the end."""
-    return {index for index, var in enumerate(Scan(eqn).results.carry) if not is_drop_var(var)}
 
 
 def _keeping(eqn, kept: set[int]) -> Any:

@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -233,16 +233,12 @@ def overlapped(loop: Loop) -> Compute:
     return lambda eqn, operands: _Microbatches(halves, _Iterations.of(eqn, operands)).run()
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     """What flows from one microbatch to the next."""
 
     carry: Sequence
     saved: Sequence
     outputs: Sequence
-
-
-jax.tree_util.register_dataclass(_State, ["carry", "saved", "outputs"], [])
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -108,8 +107,7 @@ def choose_schedules(program: Program, prefetch_layers: int = 1, delay_layers: i
     return tuple(chosen)
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     """What flows from one iteration to the next.
 
     Attributes:
@@ -121,9 +119,6 @@ class _State:
     gathered: tuple
     pending: tuple
     stacks: tuple
-
-
-jax.tree_util.register_dataclass(_State, ["carry", "gathered", "pending", "stacks"], [])
 
 
 @dataclass(frozen=True)
@@ -188,8 +183,10 @@ class _Pipeline:
             state = self.iteration(state, t)
         for t in range(length - len(state.pending), length):
             state = self.reduce_oldest(state, t)
-        reduced = self.split.late_outputs
-        return [*state.carry, *(_written(s) if index in reduced else s for index, s in enumerate(state.stacks))]
+        written = list(state.stacks)
+        for index in self.split.late_outputs:  # XLA would put the last writes off into what reads it, slowing that
+            written[index] = lax.optimization_barrier(written[index])
+        return [*state.carry, *written]
 
     def gather(self, t) -> list:
         read, early = self._reader(t), self.split.early
@@ -330,11 +327,6 @@ class _Pipeline:
 
     def _run(self, part: Part, read: Callable) -> list:
         return eval_local(part.jaxpr, [read(var) for var in part.inputs])
-
-
-def _written(stack):
-    """``stack`` once it is written: XLA would put the last writes off into what reads it, and make that slower."""
-    return lax.optimization_barrier(stack)
 
 
 def _updated(stack, value, layer):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.loops import find_loops
@@ -52,12 +51,9 @@ def layer_bytes(program: Program, schedules: Sequence[LoopSchedule]) -> tuple[in
     wanted = {schedule.loop for schedule in schedules}
     splits = [split_body(loop.eqn) for loop in find_loops(program) if loop.name in wanted]
     gathered = max(sum(map(size_bytes, split.early.outputs)) for split in splits)
-    reduced = max(sum(_reduced_bytes(eqn) for eqn in split.late.jaxpr.eqns) for split in splits)
+    late = [[eqn for eqn in split.late.jaxpr.eqns if eqn.primitive.name == "reduce_scatter"] for split in splits]
+    reduced = max(sum(size_bytes(var) for eqn in eqns for var in eqn.outvars) for eqns in late)
     return gathered, reduced
-
-
-def _reduced_bytes(eqn: Any) -> int:
-    return sum(map(size_bytes, eqn.outvars)) if eqn.primitive.name == "reduce_scatter" else 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class DeepenLoops:
         if not best.waits:
             return
         ahead, size = self._deeper(best.plan, _gather_earlier), _gathered_bytes(base, best.plan, environment)
-        if ahead is not None and _has_room(best, environment, size):
+        if ahead is not None and budget.with_less(environment, size).fits(best):
             plan = chosen_anew(base, ahead, best, budget.with_less(environment, size))
             yield Proposal(plan, f"backward loops gather another layer ahead, {size / 2**30:.2f} GiB")
         behind = self._deeper(best.plan, _reduce_later)
@@ -111,11 +107,6 @@ def _gathered_bytes(base: Program, plan: Plan, environment: Environment) -> int:
     backward = {schedule.loop for schedule in plan.of(LoopSchedule) if schedule.delay_layers}
     program = not_pipelined(plan).program(base, environment.mesh, until=AS_READ)
     return sum(gathered_bytes(loop) for loop in find_loops(program) if loop.name in backward)
-
-
-def _has_room(best: Candidate, environment: Environment, needed_bytes: int) -> bool:
-    limit = environment.limit_bytes
-    return limit is None or best.prediction.peak_bytes + needed_bytes <= limit
 
 
 def _waits_in_loops_s(best: Candidate) -> float:

@@ -49,7 +49,10 @@ class UnshardMicrobatches:
         program = best.plan.program(base, environment.mesh, until=AS_READ)
         repeats = [each for loop in find_loops(program) for each in repeats_of(program, loop, environment.costs)]
         free = budget.free_bytes(best, environment)
-        choices = [budget.most_worth(repeats, _worth, share * free) for share in (_SURELY, 1.0)]
+        choices = [
+            budget.most_worth(repeats, lambda each: each.saved_s / each.size_bytes, share * free)
+            for share in (_SURELY, 1.0)
+        ]
         proposals = []
         for chosen in filter(None, choices):
             size = budget.total_bytes(chosen)
@@ -58,11 +61,6 @@ class UnshardMicrobatches:
             proposals.append(Proposal(plan, f"{decision}, {size / 2**30:.2f} GiB"))
         if proposal := budget.ladder(proposals):
             yield proposal
-
-
-def _worth(repeat: Repeat) -> float:
-    """Seconds saved for each byte."""
-    return repeat.saved_s / repeat.size_bytes
 
 
 _SURELY = 0.8
