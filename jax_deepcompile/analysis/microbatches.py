@@ -165,7 +165,7 @@ def _read_flow(jaxpr: jex.Jaxpr, axis: str) -> _Flow:
     jaxpr = _without_waits(jaxpr, _combining(jaxpr, axis), lambda eqn: _asks(eqn, axis))
     combining = _combining(jaxpr, axis)
     plain = _without(jaxpr.eqns, combining)
-    indices = tuple(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "axis_index" and _is_over(eqn, axis))
+    indices = tuple(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "axis_index" and axis in axis_names(eqn))
     varying = reached_from(plain, {var for eqn in plain if _asks(eqn, axis) for var in eqn.outvars})
     reductions = [eqn for eqn in combining if any(var in varying for var in variables(eqn.invars))]
     totals = [
@@ -245,7 +245,7 @@ def _without_waits(jaxpr: jex.Jaxpr, combining: Sequence, differs: Callable[[Any
 
 def _combining(jaxpr: jex.Jaxpr, axis: str) -> list:
     """Equations that make totals."""
-    return [eqn for eqn in jaxpr.eqns if _is_over(eqn, axis) and eqn.primitive.name in RUNNING]
+    return [eqn for eqn in jaxpr.eqns if axis in axis_names(eqn) and eqn.primitive.name in RUNNING]
 
 
 def _without(eqns: Sequence, others: Sequence) -> list:
@@ -253,14 +253,9 @@ def _without(eqns: Sequence, others: Sequence) -> list:
     return [eqn for eqn in eqns if id(eqn) not in left_out]
 
 
-def _is_over(eqn, axis: str) -> bool:
-    """Whether ``eqn`` is a collective over ``axis``, maybe among others."""
-    return axis in axis_names(eqn)
-
-
 def _asks(eqn, axis: str) -> bool:
     """Whether ``eqn`` or an equation inside it reads the number of the iteration."""
-    return any(each.primitive.name == "axis_index" and _is_over(each, axis) for each in (eqn, *inside(eqn)))
+    return any(each.primitive.name == "axis_index" and axis in axis_names(each) for each in (eqn, *inside(eqn)))
 
 
 def _needs(eqns: Sequence, totals: Sequence[Total]) -> dict:
@@ -382,7 +377,7 @@ def _refuse_exchanges(jaxpr: jex.Jaxpr, axis: str, length: int) -> None:
     outer = {id(eqn) for eqn in jaxpr.eqns}
     for eqn in equations(jaxpr):
         name = eqn.primitive.name
-        if not _is_over(eqn, axis) or name == "axis_index" or (id(eqn) in outer and name in RUNNING):
+        if axis not in axis_names(eqn) or name == "axis_index" or (id(eqn) in outer and name in RUNNING):
             continue
         reason, remedy = "parts of examples would change places", _MIX_BEFORE
         if id(eqn) not in outer:

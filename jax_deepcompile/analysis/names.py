@@ -83,7 +83,7 @@ def parameter_names(program: Program) -> list[str]:
 
 def gather_names(program: Program, path: Path, gathers: Sequence[Gather]) -> list[str]:
     """What each of ``gathers`` in the loop at ``path`` is called; with its phase where the loop has none."""
-    body = _jaxpr_at(program, path)
+    *_, (_, body) = _way_to(program, path)
     known = _inputs_at(program, path)
     names = [known.get(gather.source, "value") for gather in gathers]
     if " @" not in program.loop_names.get(path, ""):
@@ -100,18 +100,14 @@ def reduction_names(program: Program, loop: Loop, outputs: Sequence[int]) -> lis
 def gradient_names(program: Program, path: Path) -> dict[Any, str]:
     """For variables in the body of the loop at ``path`` the parameter that they update, elementwise; () is outside."""
     names = dict(zip((port.path for port in program.inputs), parameter_names(program), strict=True))
-    jaxpr = open_jaxpr(program.jaxpr)
     known = {
         atom: names[port.path]
-        for port, atom in zip(program.outputs, jaxpr.outvars, strict=True)
+        for port, atom in zip(program.outputs, open_jaxpr(program.jaxpr).outvars, strict=True)
         if port.role is Role.PARAM and port.path in names and isinstance(atom, jex.Var)
     }
-    for position in path:
+    for eqn, jaxpr in _way_to(program, path):
+        known = known if eqn is None else dict(_pairs(jaxpr.outvars, eqn.outvars, known))
         _spread(jaxpr, known)
-        eqn = computing_scans(jaxpr)[position]
-        jaxpr = Scan(eqn).body
-        known = dict(_pairs(jaxpr.outvars, eqn.outvars, known))
-    _spread(jaxpr, known)
     return known
 
 
@@ -162,12 +158,9 @@ def _is_backward(eqn: Any) -> bool:
 
 def _inputs_at(program: Program, path: Path) -> dict[Any, str]:
     """For variables in the body of the loop at ``path`` the input of the program that each is cheaply made of."""
-    jaxpr = open_jaxpr(program.jaxpr)
-    known = derived(jaxpr, dict(zip(jaxpr.invars, parameter_names(program), strict=True)))
-    for position in path:
-        eqn = computing_scans(jaxpr)[position]
-        jaxpr = Scan(eqn).body
-        known = derived(jaxpr, dict(_pairs(jaxpr.invars, eqn.invars, known)))
+    known = dict(zip(open_jaxpr(program.jaxpr).invars, parameter_names(program), strict=True))
+    for eqn, jaxpr in _way_to(program, path):
+        known = derived(jaxpr, known if eqn is None else dict(_pairs(jaxpr.invars, eqn.invars, known)))
     return known
 
 
@@ -178,11 +171,13 @@ def _pairs(these: Sequence, those: Sequence, known: Mapping[Any, str]) -> Iterat
             yield this, known[that]
 
 
-def _jaxpr_at(program: Program, path: Path) -> jex.Jaxpr:
+def _way_to(program: Program, path: Path) -> Iterator[tuple[Any, jex.Jaxpr]]:
+    """The program's jaxpr, without a loop, and the loops down to ``path``, each with its body."""
     jaxpr = open_jaxpr(program.jaxpr)
+    yield None, jaxpr
     for position in path:
-        jaxpr = Scan(computing_scans(jaxpr)[position]).body
-    return jaxpr
+        eqn = computing_scans(jaxpr)[position]
+        yield eqn, (jaxpr := Scan(eqn).body)
 
 
 def _spread(jaxpr: jex.Jaxpr, known: dict[Any, str]) -> None:
@@ -233,9 +228,11 @@ def _phase(eqn: Any) -> str:
 def _scope_name(eqn: Any) -> str:
     parts = []
     for part in re.split(r"/(?![^()]*\))", str(eqn.source_info.name_stack)):
-        while transformed := _TRANSFORMED.match(part):
-            part = transformed[1]
-        parts += [part] if part not in _NOT_SCOPES else []
+        name = part
+        while transformed := _TRANSFORMED.match(name):
+            name = transformed[1]
+        again = name != part and parts[-1:] == [name]  # transpose(jvp(Blocks))/jvp(Blocks)
+        parts += [name] if name not in _NOT_SCOPES and not again else []
     return "/".join(parts) or _function(eqn) or "step"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -129,7 +130,8 @@ class _Inliner:
             known.update(zip(eqn.outvars, results, strict=True))
             is_region = eqn.primitive.name in CONTROL_FLOW
             flat = with_regions(eqn, lambda closed, at=located: inline_calls(closed, at)) if is_region else eqn
-            self.eqns.append(flat.replace(invars=operands, outvars=results, source_info=located.source_info))
+            source = located.source_info.replace(name_stack=eqn.source_info.name_stack)
+            self.eqns.append(flat.replace(invars=operands, outvars=results, source_info=source))
         return [renamed(atom, known) for atom in jaxpr.outvars]
 
     def _call(self, eqn: jex.JaxprEqn, inner: jex.ClosedJaxpr, operands: list, located: jex.JaxprEqn) -> list:
@@ -141,7 +143,10 @@ class _Inliner:
         operands = self._annotated(operands, eqn.params.get("in_shardings", ()), located)
         known = dict(zip(body.invars, operands, strict=True))
         known |= self._constants(body, inner)
-        return self._annotated(self._walk(body, known, located), eqn.params.get("out_shardings", ()), located)
+        first, scope = len(self.eqns), eqn.source_info.name_stack
+        results = self._walk(body, known, located)
+        self.eqns[first:] = [_within(scope, each) for each in self.eqns[first:]]
+        return self._annotated(results, eqn.params.get("out_shardings", ()), located)
 
     def _near(self, inner: jex.ClosedJaxpr, operands: list) -> jex.JaxprEqn | None:
         """Who knows a line for a call that does not: the step itself, or what JAX calls in a recomputed region."""
@@ -203,3 +208,9 @@ class _Inliner:
         self.eqns.append(new_barrier([operands[index] for index in guarded], eqn.source_info))
         held = dict(zip(guarded, self.eqns[-1].outvars, strict=True))
         return [held.get(index, atom) for index, atom in enumerate(operands)]
+
+
+def _within(scope: Any, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
+    """``eqn`` of something called in ``scope``, whose names the call's own equations do not have."""
+    source = eqn.source_info
+    return eqn.replace(source_info=source.replace(name_stack=scope + source.name_stack))

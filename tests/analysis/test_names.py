@@ -268,7 +268,8 @@ def test_values_are_called_by_their_scope():
     for index in range(2):
         assert f"Blocks/block_{index}/up dot_general @forward" in names
         assert f"Blocks/block_{index} tanh @forward" in names
-        assert f"block_{index}/up dot_general @backward" in names
+        assert f"Blocks/block_{index}/up dot_general @backward" in names
+        assert f"Blocks/block_{index}/down reduce_scatter @backward" in names
     assert "Blocks/head dot_general @backward" in names
 
 
