@@ -136,6 +136,11 @@ def closed_like(closed: Any, jaxpr: jex.Jaxpr) -> Any:
     return jex.ClosedJaxpr(jaxpr, closed_consts(closed)) if isinstance(closed, jex.ClosedJaxpr) else jaxpr
 
 
+def _param(name: str) -> Any:
+    """The attribute of a view that is a parameter of its equation."""
+    return property(lambda view: view.eqn.params[name])
+
+
 class ScanInputs(NamedTuple):
     """One thing for each operand of a ``scan``, or each input of its body."""
 
@@ -160,6 +165,9 @@ class Scan:
     """
 
     eqn: Any
+    length = _param("length")
+    reverse = _param("reverse")
+    closed = _param("jaxpr")  # the body and its constants
 
     @cached_property
     def _counts(self) -> tuple[int, int]:
@@ -172,19 +180,6 @@ class Scan:
     @property
     def num_carry(self) -> int:
         return self._counts[1]
-
-    @property
-    def length(self) -> int:
-        return self.eqn.params["length"]
-
-    @property
-    def reverse(self) -> bool:
-        return self.eqn.params["reverse"]
-
-    @property
-    def closed(self) -> Any:
-        """The body and its constants."""
-        return self.eqn.params["jaxpr"]
 
     @property
     def body(self) -> Any:
@@ -238,14 +233,10 @@ class While:
     """A ``while`` equation: its condition and its body each read constants of their own, and the carry."""
 
     eqn: Any
-
-    @property
-    def closed_condition(self) -> Any:
-        return self.eqn.params["cond_jaxpr"]
-
-    @property
-    def closed_body(self) -> Any:
-        return self.eqn.params["body_jaxpr"]
+    closed_condition = _param("cond_jaxpr")
+    closed_body = _param("body_jaxpr")
+    num_cond_consts = _param("cond_nconsts")
+    num_body_consts = _param("body_nconsts")
 
     @property
     def condition(self) -> Any:
@@ -254,14 +245,6 @@ class While:
     @property
     def body(self) -> Any:
         return open_jaxpr(self.closed_body)
-
-    @property
-    def num_cond_consts(self) -> int:
-        return self.eqn.params["cond_nconsts"]
-
-    @property
-    def num_body_consts(self) -> int:
-        return self.eqn.params["body_nconsts"]
 
     def split(self, values: Iterable) -> WhileInputs:
         """``values``, one for each operand, by what the operands are."""
@@ -279,10 +262,7 @@ class Cond:
     """A ``cond`` equation: the index of a branch, and what every branch reads."""
 
     eqn: Any
-
-    @property
-    def closed_branches(self) -> tuple:
-        return self.eqn.params["branches"]
+    closed_branches = _param("branches")
 
     @property
     def branches(self) -> list:
@@ -298,11 +278,9 @@ class ShardMap:
     """A ``shard_map`` equation of the user's."""
 
     eqn: Any
-
-    @property
-    def closed(self) -> Any:
-        """The body and its constants."""
-        return self.eqn.params["jaxpr"]
+    closed = _param("jaxpr")  # the body and its constants
+    in_specs = _param("in_specs")
+    out_specs = _param("out_specs")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -313,14 +291,6 @@ class ShardMap:
     def axes(self) -> frozenset[str]:
         """Those of them that the body may communicate over."""
         return frozenset(self.eqn.params["newly_manual_axes"])
-
-    @property
-    def in_specs(self) -> tuple:
-        return self.eqn.params["in_specs"]
-
-    @property
-    def out_specs(self) -> tuple:
-        return self.eqn.params["out_specs"]
 
 
 _DIMENSIONS = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
