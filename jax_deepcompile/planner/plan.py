@@ -166,7 +166,8 @@ class Plan(Summarized):
 
     def to_json(self) -> str:
         data: dict[str, Any] = {"format": FORMAT} | dataclasses.asdict(self)
-        data["decisions"] = [{"kind": each.kind} | dataclasses.asdict(each) for each in self.decisions]
+        kinds = [{"kind": each.kind} for each in self.decisions]
+        data["decisions"] = [kind | fields for kind, fields in zip(kinds, data["decisions"], strict=True)]
         return json.dumps(data, allow_nan=False, indent=1)
 
     @classmethod

@@ -50,7 +50,6 @@ class DelayedReductions(Decision, kind="delay_reductions", after=IN_LOOPS, about
     """What one loop reduces an iteration later.
 
     Attributes:
-      loop: the loop.
       sums: of what it carries, the sums whose last terms are reduced then; by the parameters that they update.
       first_apart: whether the first iteration runs before the loop.
     """

@@ -34,7 +34,6 @@ class KeptGathers(Decision, kind="keep_gathered", about=("loop",)):
     """What one loop gathers once, before it starts, instead of in every iteration.
 
     Attributes:
-      loop: the loop.
       gathers: of what is the same every iteration, in its forward and its backward part.
     """
 

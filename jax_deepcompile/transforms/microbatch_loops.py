@@ -61,7 +61,6 @@ class MicrobatchLoop(Decision, kind="microbatch_loops", about=("loop",)):
     """How one loop around others runs.
 
     Attributes:
-      loop: the loop.
       overlap: whether the next iteration's forward pass runs beside this one's backward pass.
     """
 

@@ -45,7 +45,6 @@ class StackCollectives(Decision, kind="stack_collectives", about=("loop",)):
     """What one loop leaves to collectives of whole stacks.
 
     Attributes:
-      loop: the loop.
       gathers: parameters that it gathers slices of.
       reductions: parameters whose gradients it reduces and stacks.
     """
