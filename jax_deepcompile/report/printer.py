@@ -32,14 +32,9 @@ def readable(program: Program, costs: CostModel | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def operation_counts(program: Program) -> Counter[str]:
-    """How often each primitive stands in ``program``, loops' bodies counted once."""
-    return Counter(eqn.primitive.name for eqn in equations(program.jaxpr))
-
-
 def changed_counts(before: Program, after: Program) -> str:
-    """What a rewrite did to the operations: ``+2 all_gather, -80 dot_general``."""
-    old, new = operation_counts(before), operation_counts(after)
+    """What a rewrite did to the operations, loops' bodies counted once: ``+2 all_gather, -80 dot_general``."""
+    old, new = (Counter(eqn.primitive.name for eqn in equations(each.jaxpr)) for each in (before, after))
     changed = {name: new[name] - old[name] for name in sorted(old | new) if new[name] != old[name]}
     return ", ".join(f"{count:+d} {name}" for name, count in changed.items()) or "as many of each operation"
 
