@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import has_side_effects, is_drop_var
+from jax_deepcompile._jax_compat import has_side_effects, is_drop_var, new_jaxpr, new_var
 from jax_deepcompile.ir.rewrite import Walk, renamed
 from jax_deepcompile.ir.traversal import variables
 
@@ -25,12 +25,8 @@ def literal_bits(atom) -> tuple[str, bytes] | None:
 
 def without_barriers(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     """``jaxpr`` with every result of an ``optimization_barrier`` read as its operand."""
-    walk = Walk(jaxpr)
-    for eqn in walk:
-        if eqn.primitive.name == "optimization_barrier":
-            walk.names.update(zip(eqn.outvars, eqn.invars, strict=True))
-        else:
-            walk.eqns.append(eqn)
+    walk = Walk(jaxpr, names=unguarded(jaxpr))
+    walk.eqns += (eqn for eqn in walk if eqn.primitive.name != "optimization_barrier")
     return walk.result()
 
 
@@ -103,6 +99,16 @@ def with_names(jaxpr: jex.Jaxpr, names: Mapping) -> jex.Jaxpr:
     walk = Walk(jaxpr, names=dict(names))
     walk.eqns += walk
     return jaxpr.replace(eqns=slim_barriers(walk.eqns, walk.outvars), outvars=walk.outvars)
+
+
+def given(body: jex.Jaxpr, values: Sequence[Collection]) -> jex.Jaxpr:
+    """A loop's body that reads ``values`` in the place of making them: last among its inputs, its constants first.
+
+    Each of ``values`` is the variables that have it.
+    """
+    made = [new_var(next(iter(names)).aval) for names in values]
+    rest = with_names(body, {var: new for names, new in zip(values, made, strict=True) for var in names})
+    return new_jaxpr([*body.constvars, *body.invars, *made], rest.outvars, rest.eqns)
 
 
 def stays_whole(barrier) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr
 from jax_deepcompile.analysis.dataflow import literal_bits, variables, without_barriers
+from jax_deepcompile.analysis.equal_work import work_key
 from jax_deepcompile.ir.primitives import CHEAP, Scan
 
 
@@ -47,10 +48,23 @@ def find_gathers(jaxpr: Any, sources: Sequence) -> tuple[Gather, ...]:
         var = eqn.outvars[0]
         origin[var] = origin[operands[0]]
         literals = tuple(map(literal_bits, eqn.invars))
-        keys[var] = (*keys[operands[0]], eqn.primitive.name, params_key(eqn), literals)
+        keys[var] = (*keys[operands[0]], work_key(eqn), literals)
         if gathers or eqn.primitive.name == "all_gather":
             found.append(Gather(origin[var], keys[var], size_bytes(var), positions[var], var))
     return tuple(found)
+
+
+def derived(jaxpr: Any, known: dict) -> dict:
+    """What is ``known`` of some variables, and so of all that is made by cheap work of one of those alone."""
+    known = dict(known)
+    for eqn in open_jaxpr(jaxpr).eqns:
+        operands = variables(eqn.invars)
+        if eqn.primitive.name == "optimization_barrier":
+            pairs = zip(eqn.outvars, eqn.invars, strict=True)
+            known |= {var: known[atom] for var, atom in pairs if atom in operands and atom in known}
+        elif eqn.primitive.name in CHEAP or is_gather_loop(eqn):
+            known |= {var: known[operands[0]] for var in eqn.outvars if len(operands) == 1 and operands[0] in known}
+    return known
 
 
 def is_gather_loop(eqn) -> bool:
@@ -66,6 +80,14 @@ def outermost(gathers: Sequence[Gather]) -> tuple[Gather, ...]:
     """Without the gathers that only feed another one, as those within a node feed those across nodes."""
     longer = {gather.key[:count] for gather in gathers for count in range(1, len(gather.key))}
     return tuple(gather for gather in gathers if gather.key not in longer)
+
+
+def by_value(gathers: Iterable[Gather]) -> tuple[tuple[Gather, ...], ...]:
+    """``gathers``, those of the same value together."""
+    groups: dict[tuple, list[Gather]] = {}
+    for gather in gathers:
+        groups.setdefault(gather.key, []).append(gather)
+    return tuple(map(tuple, groups.values()))
 
 
 def hoistable_gathers(eqn) -> tuple[Gather, ...]:
@@ -108,8 +130,3 @@ def first_uses(jaxpr: Any, values: Sequence) -> list[int]:
 
 def size_bytes(var) -> int:
     return math.prod(var.aval.shape) * var.aval.dtype.itemsize
-
-
-def params_key(eqn) -> str:
-    """Equal for equations whose parameters look the same."""
-    return str(sorted(eqn.params.items(), key=lambda item: item[0]))

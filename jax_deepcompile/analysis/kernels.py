@@ -42,8 +42,6 @@ class _Finder:
     """Walks a jaxpr in order.
 
     Attributes:
-      jaxpr: the jaxpr.
-      sources: as in ``Kernels``, of the equations walked.
       unwritten: of those values the ones that are no views: a kernel must end before anything but a kernel reads them.
     """
 

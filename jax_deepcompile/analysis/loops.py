@@ -10,7 +10,7 @@ from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
 from jax_deepcompile.analysis.gathers import is_gather_loop
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.traversal import inside, nested_jaxprs
+from jax_deepcompile.ir.traversal import contains, nested_jaxprs
 
 Path: TypeAlias = tuple[int, ...]
 """Where a loop is: the position of its scan among those around it, outermost first; () is outside of loops."""
@@ -78,7 +78,7 @@ def computing_scans(jaxpr: Any) -> list:
 
 def reduces_gradients(eqn) -> bool:
     """Whether a loop reduces onto shards."""
-    return any(inner.primitive.name == "reduce_scatter" for inner in inside(eqn))
+    return contains(eqn, {"reduce_scatter"})
 
 
 def constants_of(eqn) -> dict:

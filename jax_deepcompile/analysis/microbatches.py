@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend import core as jex
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import has_side_effects, user_line
-from jax_deepcompile.analysis.dataflow import needed_for, needs, reached_from, slim_barriers, stays_whole, variables
+from jax_deepcompile._jax_compat import has_side_effects, new_var, user_line
+from jax_deepcompile.analysis.dataflow import (
+    needed_for,
+    needs,
+    reached_from,
+    slim_barriers,
+    stays_whole,
+    unguarded,
+    variables,
+    without_barriers,
+)
 from jax_deepcompile.analysis.gathers import size_bytes
-from jax_deepcompile.analysis.waits import without_waits
 from jax_deepcompile.ir.primitives import COLLECTIVES, EXPENSIVE, PRODUCTS, RUNNING, axis_names
-from jax_deepcompile.ir.traversal import equations, inside
+from jax_deepcompile.ir.rewrite import renamed, with_renamed_operands
+from jax_deepcompile.ir.traversal import contains, equations, inside
 
 _MEANING = {
     "psum": "a sum over examples",
@@ -47,7 +56,7 @@ _HEAVY = PRODUCTS | EXPENSIVE | COLLECTIVES.keys() | {"while"}
 
 def is_heavy(eqn) -> bool:
     """Whether ``eqn`` is, or has inside, work that is not done twice so that a total can be known early."""
-    return eqn.primitive.name in _HEAVY or any(each.primitive.name in _HEAVY for each in inside(eqn))
+    return contains(eqn, _HEAVY)
 
 
 @dataclass(frozen=True)
@@ -113,9 +122,6 @@ def choose_rounds(jaxpr: jex.Jaxpr, axis: str, length: int, kept_bytes: int = 0)
     it is made of: a gathered parameter, or a bias for every example, is made again in each iteration.
 
     Args:
-      jaxpr: the program.
-      axis: the virtual axis.
-      length: how many microbatches there are.
       kept_bytes: how much may be kept, all microbatches together.
 
     Raises:
@@ -156,13 +162,17 @@ class _Flow:
 
 
 def _read_flow(jaxpr: jex.Jaxpr, axis: str) -> _Flow:
-    jaxpr = without_waits(jaxpr, _combining(jaxpr, axis), lambda eqn: _asks(eqn, axis))
+    jaxpr = _without_waits(jaxpr, _combining(jaxpr, axis), lambda eqn: _asks(eqn, axis))
     combining = _combining(jaxpr, axis)
     plain = _without(jaxpr.eqns, combining)
-    indices = tuple(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "axis_index" and _is_over(eqn, axis))
+    indices = tuple(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "axis_index" and axis in axis_names(eqn))
     varying = reached_from(plain, {var for eqn in plain if _asks(eqn, axis) for var in eqn.outvars})
     reductions = [eqn for eqn in combining if any(var in varying for var in variables(eqn.invars))]
-    totals = [total for eqn in reductions for total in _totals(eqn)]
+    totals = [
+        Total(eqn.primitive.name, source, result, eqn)
+        for eqn in reductions
+        for source, result in zip(eqn.invars, eqn.outvars, strict=True)
+    ]
     totals += [Total("last", var, var) for var in dict.fromkeys(variables(jaxpr.outvars)) if var in varying]
     heavy = [eqn for eqn in plain if is_heavy(eqn) and any(var in varying for var in eqn.outvars)]
     return _Flow(
@@ -176,9 +186,66 @@ def _read_flow(jaxpr: jex.Jaxpr, axis: str) -> _Flow:
     )
 
 
+def _without_waits(jaxpr: jex.Jaxpr, combining: Sequence, differs: Callable[[Any], bool]) -> jex.Jaxpr:
+    """``jaxpr`` in which nothing that goes on with a total reads what merely waits for a microbatch.
+
+    A parameter that is gathered again for the backward pass waits for an activation, so that nobody keeps it until
+    then. What its gradient, once that is complete, is multiplied by need not wait.
+
+    Before, with ``x`` of a microbatch::
+
+        v, _ = optimization_barrier w x; W = all_gather v; y = dot x W; t = psum y; g = mul t W
+
+    After::
+
+        v, _ = optimization_barrier w x; W = all_gather v; y = dot x W; t = psum y; U = all_gather w; g = mul t U
+
+    Args:
+      differs: whether what an equation makes differs between microbatches, whatever its operands.
+    """
+    totals = {id(eqn) for eqn in combining}
+    plain = jaxpr.replace(eqns=[eqn for eqn in jaxpr.eqns if id(eqn) not in totals])
+    sources = {var for eqn in plain.eqns if differs(eqn) for var in eqn.outvars}
+    guarded = unguarded(plain)
+    varying = reached_from(plain.eqns, sources)
+    by_value = reached_from(without_barriers(plain).eqns, sources)
+    waiting = {var for var in varying - by_value if by_value.isdisjoint(variables([guarded.get(var, var)]))}
+    made = {var for eqn in combining if not varying.isdisjoint(variables(eqn.invars)) for var in eqn.outvars}
+    behind = reached_from(jaxpr.eqns, made)
+    waiting -= behind
+    if not waiting:
+        return jaxpr
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    names: dict[Any, Any] = {}
+    eqns: list[jex.JaxprEqn] = []
+
+    def set_apart(var) -> None:
+        """Makes ``var`` once more, from what waits for nothing."""
+        if var in names or var not in waiting or has_side_effects(makers[var]):
+            return
+        maker = makers[var]
+        operands = variables([guarded[var]] if var in guarded else maker.invars)
+        for atom in operands:
+            set_apart(atom)
+        if var in guarded:
+            names[var] = renamed(guarded[var], names)
+            return
+        results = [new_var(result.aval) for result in maker.outvars]
+        names.update(zip(maker.outvars, results, strict=True))
+        eqns.append(with_renamed_operands(maker, names).replace(outvars=results))
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "optimization_barrier" and any(atom in behind for atom in variables(eqn.invars)):
+            for atom in variables(eqn.invars):
+                set_apart(atom)
+            eqn = with_renamed_operands(eqn, names)
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns)
+
+
 def _combining(jaxpr: jex.Jaxpr, axis: str) -> list:
     """Equations that make totals."""
-    return [eqn for eqn in jaxpr.eqns if _is_over(eqn, axis) and eqn.primitive.name in RUNNING]
+    return [eqn for eqn in jaxpr.eqns if axis in axis_names(eqn) and eqn.primitive.name in RUNNING]
 
 
 def _without(eqns: Sequence, others: Sequence) -> list:
@@ -186,19 +253,9 @@ def _without(eqns: Sequence, others: Sequence) -> list:
     return [eqn for eqn in eqns if id(eqn) not in left_out]
 
 
-def _is_over(eqn, axis: str) -> bool:
-    """Whether ``eqn`` is a collective over ``axis``, maybe among others."""
-    return axis in axis_names(eqn)
-
-
 def _asks(eqn, axis: str) -> bool:
-    """Whether ``eqn`` or an equation inside it asks for the number of the iteration."""
-    return any(each.primitive.name == "axis_index" and _is_over(each, axis) for each in (eqn, *inside(eqn)))
-
-
-def _totals(eqn) -> Iterator[Total]:
-    for source, result in zip(eqn.invars, eqn.outvars, strict=True):
-        yield Total(eqn.primitive.name, source, result, eqn)
+    """Whether ``eqn`` or an equation inside it reads the number of the iteration."""
+    return any(each.primitive.name == "axis_index" and axis in axis_names(each) for each in (eqn, *inside(eqn)))
 
 
 def _needs(eqns: Sequence, totals: Sequence[Total]) -> dict:
@@ -226,9 +283,9 @@ def _groups(flow: _Flow) -> Iterator[list[Total]]:
         ready = [total for total in waiting if flow.needs[total.result] <= known]
         if len(ready) < len(waiting):
             results = frozenset().union(*(flow.needs[total.result] for total in waiting))
-            asked = [total for total in ready if total.result in results]
-            light = [total for total in asked if total.source not in flow.costly]
-            now = _work(behind, asked)
+            awaited = [total for total in ready if total.result in results]
+            light = [total for total in awaited if total.source not in flow.costly]
+            now = _work(behind, awaited)
             later = _work(behind, [total for total in waiting if not flow.needs[total.result] <= known])
             only_later = later & ~now
             ready = light or [
@@ -274,7 +331,7 @@ def _loops(flow: _Flow, groups: Sequence[Sequence[Total]]) -> tuple[Round, ...]:
 
 
 def _acting(flow: _Flow, ran: set) -> list:
-    """Equations that tell the world of one microbatch, and that no loop has yet."""
+    """Equations with side effects in one microbatch that no loop has yet."""
     acting = [eqn for eqn in flow.eqns if has_side_effects(eqn) and flow.varies(eqn)]
     return [eqn for eqn in acting if not any(var in ran for var in eqn.outvars)]
 
@@ -302,16 +359,13 @@ def _split(eqns: Sequence, varying: set) -> tuple[list, list]:
     before, body = [], []
     inside = set(varying)
     for eqn in eqns:
-        if any(var in inside for var in (*variables(eqn.invars), *eqn.outvars)) or _grows(eqn):
+        grows = _bytes(eqn.outvars) > _bytes(eqn.invars)
+        if grows or any(var in inside for var in (*variables(eqn.invars), *eqn.outvars)):
             inside.update(eqn.outvars)
             body.append(eqn)
         else:
             before.append(eqn)
     return before, body
-
-
-def _grows(eqn) -> bool:
-    return _bytes(eqn.outvars) > _bytes(eqn.invars)
 
 
 def _bytes(atoms: Sequence) -> int:
@@ -323,7 +377,7 @@ def _refuse_exchanges(jaxpr: jex.Jaxpr, axis: str, length: int) -> None:
     outer = {id(eqn) for eqn in jaxpr.eqns}
     for eqn in equations(jaxpr):
         name = eqn.primitive.name
-        if not _is_over(eqn, axis) or name == "axis_index" or (id(eqn) in outer and name in RUNNING):
+        if axis not in axis_names(eqn) or name == "axis_index" or (id(eqn) in outer and name in RUNNING):
             continue
         reason, remedy = "parts of examples would change places", _MIX_BEFORE
         if id(eqn) not in outer:
@@ -341,14 +395,15 @@ def _refuse_hoards(flow: _Flow, loops: Sequence[Round], length: int, kept_bytes:
     kept = sum(_bytes(loop.kept) for loop in loops) * length
     for loop in loops[1:]:
         results = frozenset().union(*(flow.needs[total.result] for total in loop.totals))
-        asked = sorted((total for total in flow.totals if total.result in results), key=lambda t: t.how != "all_gather")
-        if asked and asked[0].how == "all_gather":
-            reader = next(eqn for eqn in flow.eqns if asked[0].result in variables(eqn.invars))
+        awaited = [total for total in flow.totals if total.result in results]
+        awaited.sort(key=lambda total: total.how != "all_gather")
+        if awaited and awaited[0].how == "all_gather":
+            reader = next(eqn for eqn in flow.eqns if awaited[0].result in variables(eqn.invars))
             remedy = _SIDE_BY_SIDE if reader.primitive.name == "concatenate" else _MIX_BEFORE
             raise _needed(reader, length, "the step goes on with examples of other microbatches", remedy)
         if loop.read and kept > kept_bytes:
             again = _maker(loop.read[0], flow)
-            maker = _maker(next((total.source for total in asked if total.source in flow.costly), loop.read[0]), flow)
+            maker = _maker(next((total.source for total in awaited if total.source in flow.costly), loop.read[0]), flow)
             reason = (
                 f"the step goes on with the result, and {again.primitive.name} at {user_line(again)} would have to be "
                 f"done again for that, or its results kept for all microbatches"

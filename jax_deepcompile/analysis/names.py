@@ -8,20 +8,19 @@ would have one name, those after the first are numbered: ``layers/mlp dot_genera
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_function
 from jax_deepcompile.analysis.dataflow import variables
-from jax_deepcompile.analysis.gathers import Gather, is_gather_loop
+from jax_deepcompile.analysis.gathers import Gather, derived
 from jax_deepcompile.analysis.loops import Loop, Path, computing_scans, loops_in, reduces_gradients
-from jax_deepcompile.ir.primitives import CHEAP, DEVICE_SUMS, Cond, Scan
-from jax_deepcompile.ir.program import Port, Program, Role
+from jax_deepcompile.ir.primitives import DEVICE_SUMS, NONLOCAL, Cond, Scan
+from jax_deepcompile.ir.program import Program, Role
 
 _PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|\.?(\w+)")
 _ARGUMENTS = re.compile(r"^\(([\w, ]+)\)\[(\d+)\]")
@@ -71,7 +70,7 @@ def _origin(eqn: Any, scoped: bool) -> tuple:
 def parameter_names(program: Program) -> list[str]:
     """What each input is called: parameters of one tree by their paths in it, whatever modules there are beside."""
     paths = [_parts(port.path) for port in program.inputs]
-    arrays = [path for path, port in zip(paths, program.inputs, strict=True) if _is_parameter(port)]
+    arrays = [path for path, port in zip(paths, program.inputs, strict=True) if port.role is Role.PARAM and port.shape]
     argument, *rest = _shared(arrays) or [""]
     tree = [argument, *itertools.takewhile("params".__eq__, rest)] if argument else []
     shared = min(len(tree), min(map(len, arrays), default=1) - 1)
@@ -84,7 +83,7 @@ def parameter_names(program: Program) -> list[str]:
 
 def gather_names(program: Program, path: Path, gathers: Sequence[Gather]) -> list[str]:
     """What each of ``gathers`` in the loop at ``path`` is called; with its phase where the loop has none."""
-    body = _jaxpr_at(program, path)
+    *_, (_, body) = _way_to(program, path)
     known = _inputs_at(program, path)
     names = [known.get(gather.source, "value") for gather in gathers]
     if " @" not in program.loop_names.get(path, ""):
@@ -101,18 +100,14 @@ def reduction_names(program: Program, loop: Loop, outputs: Sequence[int]) -> lis
 def gradient_names(program: Program, path: Path) -> dict[Any, str]:
     """For variables in the body of the loop at ``path`` the parameter that they update, elementwise; () is outside."""
     names = dict(zip((port.path for port in program.inputs), parameter_names(program), strict=True))
-    jaxpr = open_jaxpr(program.jaxpr)
     known = {
         atom: names[port.path]
-        for port, atom in zip(program.outputs, jaxpr.outvars, strict=True)
+        for port, atom in zip(program.outputs, open_jaxpr(program.jaxpr).outvars, strict=True)
         if port.role is Role.PARAM and port.path in names and isinstance(atom, jex.Var)
     }
-    for position in path:
+    for eqn, jaxpr in _way_to(program, path):
+        known = known if eqn is None else dict(_pairs(jaxpr.outvars, eqn.outvars, known))
         _spread(jaxpr, known)
-        eqn = computing_scans(jaxpr)[position]
-        jaxpr = Scan(eqn).body
-        known = dict(_pairs(jaxpr.outvars, eqn.outvars, known))
-    _spread(jaxpr, known)
     return known
 
 
@@ -163,12 +158,9 @@ def _is_backward(eqn: Any) -> bool:
 
 def _inputs_at(program: Program, path: Path) -> dict[Any, str]:
     """For variables in the body of the loop at ``path`` the input of the program that each is cheaply made of."""
-    jaxpr = open_jaxpr(program.jaxpr)
-    known = _derived(jaxpr, zip(jaxpr.invars, parameter_names(program), strict=True))
-    for position in path:
-        eqn = computing_scans(jaxpr)[position]
-        jaxpr = Scan(eqn).body
-        known = _derived(jaxpr, _pairs(jaxpr.invars, eqn.invars, known))
+    known = dict(zip(open_jaxpr(program.jaxpr).invars, parameter_names(program), strict=True))
+    for eqn, jaxpr in _way_to(program, path):
+        known = derived(jaxpr, known if eqn is None else dict(_pairs(jaxpr.invars, eqn.invars, known)))
     return known
 
 
@@ -179,24 +171,13 @@ def _pairs(these: Sequence, those: Sequence, known: Mapping[Any, str]) -> Iterat
             yield this, known[that]
 
 
-def _jaxpr_at(program: Program, path: Path) -> jex.Jaxpr:
+def _way_to(program: Program, path: Path) -> Iterator[tuple[Any, jex.Jaxpr]]:
+    """The program's jaxpr, without a loop, and the loops down to ``path``, each with its body."""
     jaxpr = open_jaxpr(program.jaxpr)
+    yield None, jaxpr
     for position in path:
-        jaxpr = Scan(computing_scans(jaxpr)[position]).body
-    return jaxpr
-
-
-def _derived(jaxpr: jex.Jaxpr, given: Iterable[tuple[Any, str]]) -> dict[Any, str]:
-    """``given`` names, and those of what is made of one of them alone by cheap work."""
-    known = dict(given)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "optimization_barrier":
-            known.update(_pairs(eqn.outvars, eqn.invars, known))
-        elif eqn.primitive.name in CHEAP or is_gather_loop(eqn):
-            operands = variables(eqn.invars)
-            if len(operands) == 1 and operands[0] in known:
-                known[eqn.outvars[0]] = known[operands[0]]
-    return known
+        eqn = computing_scans(jaxpr)[position]
+        yield eqn, (jaxpr := Scan(eqn).body)
 
 
 def _spread(jaxpr: jex.Jaxpr, known: dict[Any, str]) -> None:
@@ -219,21 +200,11 @@ def _made_of(eqn: Any, known: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
             yield from _pairs(Cond(eqn).operands, inner.invars, inside)
     elif name == "scan":
         yield from _pairs(Scan(eqn).operands.carry, Scan(eqn).results.carry, known)
-    elif len(eqn.outvars) == 1 and name not in _MIXING:
-        for atom in variables(eqn.invars):
-            if _elements(atom) == _elements(made[0]) or name in DEVICE_SUMS:
+    elif len(eqn.outvars) == 1 and name not in NONLOCAL:
+        operands: list[Any] = variables(eqn.invars)
+        for atom in operands:
+            if atom.aval.size == made[0].aval.size or name in DEVICE_SUMS:
                 yield atom, known[made[0]]
-
-
-def _elements(var: Any) -> int:
-    return math.prod(var.aval.shape)
-
-
-_MIXING = frozenset({"dot_general", "conv_general_dilated", "gather", "sort", "cumsum", "rev", "while"})
-
-
-def _is_parameter(port: Port) -> bool:
-    return port.role is Role.PARAM and bool(port.shape)
 
 
 def _parts(path: str) -> list[str]:
@@ -257,9 +228,11 @@ def _phase(eqn: Any) -> str:
 def _scope_name(eqn: Any) -> str:
     parts = []
     for part in re.split(r"/(?![^()]*\))", str(eqn.source_info.name_stack)):
-        while transformed := _TRANSFORMED.match(part):
-            part = transformed[1]
-        parts += [part] if part not in _NOT_SCOPES else []
+        name = part
+        while transformed := _TRANSFORMED.match(name):
+            name = transformed[1]
+        again = name != part and parts[-1:] == [name]  # transpose(jvp(Blocks))/jvp(Blocks)
+        parts += [name] if name not in _NOT_SCOPES and not again else []
     return "/".join(parts) or _function(eqn) or "step"
 
 

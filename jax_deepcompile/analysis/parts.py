@@ -1,4 +1,4 @@
-"""Layer loops: what an iteration could do ahead of its turn, and what could wait until after it."""
+"""Layer loops: what an iteration could do early, and what could wait until after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from jax_deepcompile._jax_compat import has_side_effects, is_drop_var, new_jaxpr
 from jax_deepcompile.analysis.dataflow import (
     alike,
     free_variables,
-    literal_bits,
     needed_for,
     reached_from,
     renamed,
@@ -20,25 +19,19 @@ from jax_deepcompile.analysis.dataflow import (
     variables,
     without_barriers,
 )
-from jax_deepcompile.analysis.gathers import params_key
+from jax_deepcompile.analysis.equal_work import Numbers
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.ir.primitives import CONTROL_FLOW, DEVICE_SUMS, PRODUCTS, Scan
 from jax_deepcompile.ir.rewrite import with_renamed_operands
 
 _HEAVY = PRODUCTS | CONTROL_FLOW
-"""Work that is never done ahead of its turn with a gather."""
+"""Work that is never done early with a gather."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a loop's body.
-
-    Attributes:
-      jaxpr: computes ``outputs`` from ``inputs``.
-      inputs: variables of the body, or made by another piece.
-      outputs: atoms of the body.
-    """
+    """A piece of a loop's body."""
 
     jaxpr: jex.Jaxpr
     inputs: tuple
@@ -102,7 +95,10 @@ def split_body(eqn) -> SplitBody:
     body, carried = scan.body, set(scan.inputs.carry)
     given = {*body.constvars, *body.invars} - carried
     gathers, early_eqns = _early(body, carried)
-    names = _merge_equal(early_eqns, gathers)
+    numbers, first = Numbers().of_place(_part(early_eqns, gathers).jaxpr), {}
+    for made in (var for each in early_eqns for var in each.outvars):
+        first.setdefault(numbers[made], made)
+    names = {var: first[numbers[var]] for var in gathers}
     kept = list(dict.fromkeys(names.values()))
     early = _part(needed_for(early_eqns, kept), kept)
     carry, stacked = scan.split_results(renamed(atom, names) for atom in body.outvars)
@@ -115,12 +111,14 @@ def split_body(eqn) -> SplitBody:
     now = [*carry, *(atom for i, atom in enumerate(stacked) if i not in late_outputs)]
     late_set = {id(eqn) for eqn in late_eqns}
     eqns = slim_barriers([eqn for eqn in rest if id(eqn) not in late_set], [*now, *pending])
-    gradients = _gradients(eqns, now, {var: _reduced_for(var, late_eqns, late_outputs) for var in pending}, given)
+    reached = {var: reached_from(late_eqns, {var}) for var in pending}
+    reduced_for = {var: tuple(i for i, atom in late_outputs.items() if atom in reached[var]) for var in pending}
+    gradients = _gradients(eqns, now, reduced_for, given)
     apart = {id(eqn) for gradient in gradients for eqn in gradient.part.jaxpr.eqns}
     made_apart = {var for gradient in gradients for var in gradient.part.outputs}
-    handed = [*pending, *(var for gradient in gradients for var in gradient.part.inputs if var not in given)]
-    handed = [var for var in dict.fromkeys(handed) if var not in made_apart]
-    main = _part([eqn for eqn in eqns if id(eqn) not in apart], [*now, *handed])
+    read_later = [*pending, *(var for gradient in gradients for var in gradient.part.inputs if var not in given)]
+    read_later = [var for var in dict.fromkeys(read_later) if var not in made_apart]
+    main = _part([eqn for eqn in eqns if id(eqn) not in apart], [*now, *read_later])
     read = {*early.inputs, *main.inputs, *(var for gradient in gradients for var in gradient.part.inputs)}
     slices = [var for var in scan.inputs.xs if var not in read]
     in_place = _in_place(late, slices, late_outputs)
@@ -148,11 +146,6 @@ def _last_products(eqns: list) -> list:
     return [eqn for eqn in products if not reached_from(eqns, set(eqn.outvars)) & reads]
 
 
-def _reduced_for(var, late_eqns: list, late_outputs: dict[int, Any]) -> tuple[int, ...]:
-    reached = reached_from(late_eqns, {var})
-    return tuple(index for index, atom in late_outputs.items() if atom in reached)
-
-
 def _early(body: jex.Jaxpr, carried: set) -> tuple[list, list]:
     """Results of gathers that do not depend on the carry, and the equations that make them."""
     plain = without_barriers(body)
@@ -166,28 +159,10 @@ def _early(body: jex.Jaxpr, carried: set) -> tuple[list, list]:
             gathers.append(eqn.outvars[0])
     pure = [eqn for eqn in plain.eqns if not has_side_effects(eqn)]
     inner = {atom for eqn in needed_for(pure, gathers) for atom in variables(eqn.invars)}
-    used = {atom for eqn in body.eqns if not _only_early(eqn, gathers) for atom in variables(eqn.invars)}
+    others = [eqn for eqn in body.eqns if eqn.primitive.name != "all_gather" or eqn.outvars[0] not in gathers]
+    used = {atom for eqn in others for atom in variables(eqn.invars)}
     final = [var for var in gathers if var not in inner or var in used]
     return final, needed_for(pure, final)
-
-
-def _only_early(eqn, gathers: list) -> bool:
-    return eqn.primitive.name == "all_gather" and eqn.outvars[0] in gathers
-
-
-def _merge_equal(eqns: list, results: list) -> dict:
-    """For each of ``results`` the first of them that computes the same."""
-    known: dict = {}
-    seen: dict = {}
-
-    def read(atom):
-        return literal_bits(atom) or known.get(atom, atom)
-
-    for eqn in eqns:
-        key = (eqn.primitive.name, params_key(eqn), *map(read, eqn.invars))
-        first = seen.setdefault(key, eqn)
-        known.update(zip(eqn.outvars, (known.get(var, var) for var in first.outvars), strict=True))
-    return {var: known.get(var, var) for var in results}
 
 
 def _late(eqns: list, carry_outputs: list) -> list:

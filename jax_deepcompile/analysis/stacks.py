@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jax.extend import core as jex
 
 from jax_deepcompile.analysis.dataflow import variables
-from jax_deepcompile.analysis.gathers import Gather, find_gathers, outermost, size_bytes
+from jax_deepcompile.analysis.gathers import Gather, by_value, find_gathers, outermost, size_bytes
 from jax_deepcompile.ir.primitives import CHEAP, DEVICE_SUMS, Scan
 
 
@@ -31,10 +31,7 @@ class Reduction:
 
 def sliced_gathers(eqn) -> tuple[tuple[Gather, ...], ...]:
     """The gathers in a scan's body that are made of one slice of one stack, those of the same value together."""
-    groups: dict[tuple, list[Gather]] = {}
-    for gather in outermost(find_gathers(Scan(eqn).body, Scan(eqn).inputs.xs)):
-        groups.setdefault(gather.key, []).append(gather)
-    return tuple(map(tuple, groups.values()))
+    return by_value(outermost(find_gathers(Scan(eqn).body, Scan(eqn).inputs.xs)))
 
 
 def stacked_reductions(eqn) -> tuple[Reduction, ...]:

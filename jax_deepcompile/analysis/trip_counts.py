@@ -29,10 +29,6 @@ def trips_of(eqn: Any, known: Mapping) -> int | None:
     """Trips of a ``while`` whose condition is ``counter < bound`` with a known bound; None of any other.
 
     The counter is taken to start at 0 and to go up by 1, as that of every ``fori_loop`` from 0 does.
-
-    Args:
-      eqn: the ``while``.
-      known: counts among its operands.
     """
     loop = While(eqn)
     condition, num_cond = loop.condition, loop.num_cond_consts

@@ -35,7 +35,8 @@ _TRAITS = {
     "split": "recomputed slice",
     "dynamic_slice": "slice",
     "dynamic_update_slice": "update",
-    "gather": "mixing",
+    "gather": "mixing nonlocal",
+    "rev": "nonlocal",
     "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max": "update",
     # Axes of the mesh.
     "psum": "device_sum keeps_zero running",
@@ -44,14 +45,14 @@ _TRAITS = {
     "reduce_scatter": "device_sum keeps_zero mixing",
     "axis_index": "recomputed",
     # Kernels of their own.
-    "dot_general conv_general_dilated": "anchor mixing product",
+    "dot_general conv_general_dilated": "anchor mixing nonlocal product",
     "ragged_dot_general": "mixing product",
     "dot_product_attention_fwd dot_product_attention_fwd_wrapper": "attention product",
     "dot_product_attention_bwd dot_product_attention_bwd_wrapper": "attention product",
     "cholesky pallas_call": "expensive",
-    "eigh fft lu qr sort svd triangular_solve": "expensive mixing",
+    "eigh fft lu qr sort svd triangular_solve": "expensive mixing nonlocal",
     # Results of many elements each.
-    "argmax argmin cumlogsumexp cummax cummin cumprod cumsum scaled_matmul top_k": "mixing",
+    "argmax argmin cumlogsumexp cummax cummin cumprod cumsum scaled_matmul top_k": "mixing nonlocal",
     "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_xor": "mixing",
     "reduce_sum": "keeps_zero mixing",
     "reduce_window reduce_window_max reduce_window_min reduce_window_sum": "mixing",
@@ -60,7 +61,8 @@ _TRAITS = {
     "rng_uniform empty empty2": "unrepeatable",
     # Control flow.
     "scan": "anchor control_flow",
-    "while cond": "control_flow",
+    "while": "control_flow nonlocal",
+    "cond": "control_flow",
 }
 """Names of primitives and their traits, in words; what has none of them is not here."""
 
@@ -69,17 +71,25 @@ def _having(trait: str) -> frozenset[str]:
     return frozenset(name for names, traits in _TRAITS.items() if trait in traits.split() for name in names.split())
 
 
-ADDITIONS = _having("addition")
-"""Sums of two."""
-
-ANCHORS = _having("anchor")
-"""Work that makes an array that others can wait for."""
-
-ATTENTION = _having("attention")
-"""cuDNN's fused attention and its gradient."""
-
-CHEAP = _having("cheap")
-"""Work on a shard that may be done again, or earlier, together with its gather."""
+ADDITIONS = _having("addition")  # sums of two
+ANCHORS = _having("anchor")  # work that makes an array that others can wait for
+ATTENTION = _having("attention")  # cuDNN's fused attention and its gradient
+CHEAP = _having("cheap")  # work on a shard that may be done again, or earlier, together with its gather
+CONTROL_FLOW = _having("control_flow")  # loops and branches
+DEVICE_SUMS = _having("device_sum")  # collectives that add up what devices have
+ELEMENTWISE = _having("elementwise")  # its operands of the result's shape want its placement
+EXPENSIVE = _having("expensive")  # work that is not done twice, besides products, collectives and loops
+KEEPS_NUMBER = _having("keeps_number")  # its results are whole numbers equal to its operands, if those are
+KEEPS_ZERO = _having("keeps_zero")  # its result is zero where all operands are
+MIXING = _having("mixing")  # its results are made of many elements at once
+NONLOCAL = _having("nonlocal")  # make an element of the result of others than the one in its place
+PRODUCTS = _having("product")  # run as kernels of their own
+RECOMPUTED = _having("recomputed")  # what XLA rather computes again than writes to memory
+RUNNING = _having("running")  # collectives that mean something over iterations too: a total, an extremum
+SLICES = _having("slice")  # cut pieces out of an operand
+UNREPEATABLE = _having("unrepeatable")  # make another value every time
+UPDATES = _having("update")  # replace a part of their first operand
+VIEWS = _having("view")  # other names for what is in memory already
 
 COLLECTIVES = {
     "all_gather": "all-gather",
@@ -92,50 +102,8 @@ COLLECTIVES = {
 }
 """What XLA calls the collectives of a local program."""
 
-CONTROL_FLOW = _having("control_flow")
-"""Loops and branches."""
-
-DEVICE_SUMS = _having("device_sum")
-"""Collectives that add up what devices have."""
-
-ELEMENTWISE = _having("elementwise")
-"""Primitives whose operands of the result's shape want its placement."""
-
-EXPENSIVE = _having("expensive")
-"""Work that is not done twice, besides products, collectives and loops."""
-
-KEEPS_NUMBER = _having("keeps_number")
-"""Primitives whose results are whole numbers equal to their operands, if those are whole numbers."""
-
-KEEPS_ZERO = _having("keeps_zero")
-"""Primitives whose result is zero where all operands are."""
-
-MIXING = _having("mixing")
-"""Primitives whose results are made of many elements at once."""
-
 NAMES_AXES = frozenset({*COLLECTIVES, "psum_invariant", "axis_index"})
 """Primitives that only a local program has: they communicate over axes of the mesh, or ask for a place along one."""
-
-PRODUCTS = _having("product")
-"""Primitives that run as kernels of their own."""
-
-RECOMPUTED = _having("recomputed")
-"""What XLA rather computes again than writes to memory."""
-
-RUNNING = _having("running")
-"""Collectives that have a meaning over iterations: their running total, extremum, or all of them side by side."""
-
-SLICES = _having("slice")
-"""Primitives that cut pieces out of an operand."""
-
-UNREPEATABLE = _having("unrepeatable")
-"""Primitives that make another value every time."""
-
-UPDATES = _having("update")
-"""Primitives that replace a part of their first operand."""
-
-VIEWS = _having("view")
-"""Other names for what is in memory already."""
 
 _CALLED = {
     "jit": "jaxpr",
@@ -168,6 +136,11 @@ def closed_like(closed: Any, jaxpr: jex.Jaxpr) -> Any:
     return jex.ClosedJaxpr(jaxpr, closed_consts(closed)) if isinstance(closed, jex.ClosedJaxpr) else jaxpr
 
 
+def _param(name: str) -> Any:
+    """The attribute of a view that is a parameter of its equation."""
+    return property(lambda view: view.eqn.params[name])
+
+
 class ScanInputs(NamedTuple):
     """One thing for each operand of a ``scan``, or each input of its body."""
 
@@ -192,6 +165,9 @@ class Scan:
     """
 
     eqn: Any
+    length = _param("length")
+    reverse = _param("reverse")
+    closed = _param("jaxpr")  # the body and its constants
 
     @cached_property
     def _counts(self) -> tuple[int, int]:
@@ -204,19 +180,6 @@ class Scan:
     @property
     def num_carry(self) -> int:
         return self._counts[1]
-
-    @property
-    def length(self) -> int:
-        return self.eqn.params["length"]
-
-    @property
-    def reverse(self) -> bool:
-        return self.eqn.params["reverse"]
-
-    @property
-    def closed(self) -> Any:
-        """The body and its constants."""
-        return self.eqn.params["jaxpr"]
 
     @property
     def body(self) -> Any:
@@ -270,14 +233,10 @@ class While:
     """A ``while`` equation: its condition and its body each read constants of their own, and the carry."""
 
     eqn: Any
-
-    @property
-    def closed_condition(self) -> Any:
-        return self.eqn.params["cond_jaxpr"]
-
-    @property
-    def closed_body(self) -> Any:
-        return self.eqn.params["body_jaxpr"]
+    closed_condition = _param("cond_jaxpr")
+    closed_body = _param("body_jaxpr")
+    num_cond_consts = _param("cond_nconsts")
+    num_body_consts = _param("body_nconsts")
 
     @property
     def condition(self) -> Any:
@@ -286,14 +245,6 @@ class While:
     @property
     def body(self) -> Any:
         return open_jaxpr(self.closed_body)
-
-    @property
-    def num_cond_consts(self) -> int:
-        return self.eqn.params["cond_nconsts"]
-
-    @property
-    def num_body_consts(self) -> int:
-        return self.eqn.params["body_nconsts"]
 
     def split(self, values: Iterable) -> WhileInputs:
         """``values``, one for each operand, by what the operands are."""
@@ -311,10 +262,7 @@ class Cond:
     """A ``cond`` equation: the index of a branch, and what every branch reads."""
 
     eqn: Any
-
-    @property
-    def closed_branches(self) -> tuple:
-        return self.eqn.params["branches"]
+    closed_branches = _param("branches")
 
     @property
     def branches(self) -> list:
@@ -330,11 +278,9 @@ class ShardMap:
     """A ``shard_map`` equation of the user's."""
 
     eqn: Any
-
-    @property
-    def closed(self) -> Any:
-        """The body and its constants."""
-        return self.eqn.params["jaxpr"]
+    closed = _param("jaxpr")  # the body and its constants
+    in_specs = _param("in_specs")
+    out_specs = _param("out_specs")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -345,14 +291,6 @@ class ShardMap:
     def axes(self) -> frozenset[str]:
         """Those of them that the body may communicate over."""
         return frozenset(self.eqn.params["newly_manual_axes"])
-
-    @property
-    def in_specs(self) -> tuple:
-        return self.eqn.params["in_specs"]
-
-    @property
-    def out_specs(self) -> tuple:
-        return self.eqn.params["out_specs"]
 
 
 _DIMENSIONS = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}

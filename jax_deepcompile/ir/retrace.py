@@ -92,26 +92,18 @@ def _close_over(traced: jex.ClosedJaxpr, consts: Sequence) -> jex.ClosedJaxpr:
 
 
 def replace_equations(program: Program, mesh: AnyMesh, replacements: Mapping[int, Replacement]) -> Program:
-    """``program`` with some equations computed differently, those inside loops and branches too.
-
-    Args:
-      program: in the local view.
-      mesh: its mesh.
-      replacements: by ``id`` of the equation.
-    """
+    """``program`` with equations, by ``id``, computed differently, those inside loops too; itself if none is."""
 
     def body(consts, *blocks):
         return _evaluate(program.jaxpr, blocks, replacements, consts)
 
-    return program.replace(jaxpr=trace_blocks(body, program, mesh))
+    return program.replace(jaxpr=trace_blocks(body, program, mesh)) if replacements else program
 
 
 def run_manual(jaxpr: Any, operands: Sequence, axes: Mapping[str, tuple[str, ...]]) -> list:
     """The body of a ``shard_map``, traced here and now under one that does not check along which axes values vary.
 
     Args:
-      jaxpr: the body.
-      operands: its blocks.
       axes: other names for axes that its collectives name.
     """
     flat = inline_calls(jex.ClosedJaxpr(open_jaxpr(jaxpr), closed_consts(jaxpr)))
@@ -144,8 +136,6 @@ def run_automatic(eqn, operands: Sequence, axes: Mapping[str, tuple[str, ...]]) 
     """A ``shard_map``, traced here and now over those of its axes that the mesh around it leaves to XLA.
 
     Args:
-      eqn: the ``shard_map``.
-      operands: its inputs, whole along these axes.
       axes: for each of its other axes the axes around it that stand for it.
 
     Raises:

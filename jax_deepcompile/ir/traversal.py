@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -34,6 +35,11 @@ def inside(eqn: jex.JaxprEqn) -> Iterator[jex.JaxprEqn]:
     """Every equation of the jaxprs among an equation's parameters."""
     for inner in nested_jaxprs(eqn):
         yield from equations(inner)
+
+
+def contains(eqn: jex.JaxprEqn, names: Collection[str]) -> bool:
+    """Whether ``eqn``, or an equation inside of it, is of one of these primitives."""
+    return any(each.primitive.name in names for each in (eqn, *inside(eqn)))
 
 
 def located_equations(jaxpr, around: jex.JaxprEqn | None = None) -> Iterator[tuple[jex.JaxprEqn, jex.JaxprEqn]]:
@@ -122,8 +128,10 @@ class _Inliner:
                 continue
             results = [var if _jax_compat.is_drop_var(var) else new_var(var.aval) for var in eqn.outvars]
             known.update(zip(eqn.outvars, results, strict=True))
-            flat = _with_regions(eqn, located) if eqn.primitive.name in CONTROL_FLOW else eqn
-            self.eqns.append(flat.replace(invars=operands, outvars=results, source_info=located.source_info))
+            is_region = eqn.primitive.name in CONTROL_FLOW
+            flat = with_regions(eqn, lambda closed, at=located: inline_calls(closed, at)) if is_region else eqn
+            source = located.source_info.replace(name_stack=eqn.source_info.name_stack)
+            self.eqns.append(flat.replace(invars=operands, outvars=results, source_info=source))
         return [renamed(atom, known) for atom in jaxpr.outvars]
 
     def _call(self, eqn: jex.JaxprEqn, inner: jex.ClosedJaxpr, operands: list, located: jex.JaxprEqn) -> list:
@@ -135,7 +143,10 @@ class _Inliner:
         operands = self._annotated(operands, eqn.params.get("in_shardings", ()), located)
         known = dict(zip(body.invars, operands, strict=True))
         known |= self._constants(body, inner)
-        return self._annotated(self._walk(body, known, located), eqn.params.get("out_shardings", ()), located)
+        first, scope = len(self.eqns), eqn.source_info.name_stack
+        results = self._walk(body, known, located)
+        self.eqns[first:] = [_within(scope, each) for each in self.eqns[first:]]
+        return self._annotated(results, eqn.params.get("out_shardings", ()), located)
 
     def _near(self, inner: jex.ClosedJaxpr, operands: list) -> jex.JaxprEqn | None:
         """Who knows a line for a call that does not: the step itself, or what JAX calls in a recomputed region."""
@@ -148,8 +159,8 @@ class _Inliner:
         given = [index for index, sharding in enumerate(shardings) if isinstance(sharding, jax.sharding.Sharding)]
         if not given:
             return atoms
-        asked = tuple(shardings[index] for index in given)
-        put = self._apply(lambda *values: jax.device_put(values, asked), [atoms[index] for index in given], located)
+        targets = tuple(shardings[index] for index in given)
+        put = self._apply(lambda *values: jax.device_put(values, targets), [atoms[index] for index in given], located)
         held = dict(zip(given, put, strict=True))
         return [held.get(index, atom) for index, atom in enumerate(atoms)]
 
@@ -189,9 +200,9 @@ class _Inliner:
         return self._walk(body, known, located)
 
     def _barrier(self, eqn: jex.JaxprEqn, operands: list) -> list:
-        asked = eqn.params["prevent_cse"]
-        asked = (asked,) * len(operands) if isinstance(asked, bool) else asked
-        guarded = [index for index, atom in enumerate(operands) if asked[index] and not isinstance(atom, jex.Literal)]
+        guards = eqn.params["prevent_cse"]
+        guards = (guards,) * len(operands) if isinstance(guards, bool) else guards
+        guarded = [index for index, atom in enumerate(operands) if guards[index] and not isinstance(atom, jex.Literal)]
         if not guarded:
             return operands
         self.eqns.append(new_barrier([operands[index] for index in guarded], eqn.source_info))
@@ -199,5 +210,7 @@ class _Inliner:
         return [held.get(index, atom) for index, atom in enumerate(operands)]
 
 
-def _with_regions(eqn: jex.JaxprEqn, located: jex.JaxprEqn) -> jex.JaxprEqn:
-    return with_regions(eqn, lambda closed: inline_calls(closed, located))
+def _within(scope: Any, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
+    """``eqn`` of something called in ``scope``, whose names the call's own equations do not have."""
+    source = eqn.source_info
+    return eqn.replace(source_info=source.replace(name_stack=scope + source.name_stack))

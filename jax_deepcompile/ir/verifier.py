@@ -18,7 +18,7 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
 from jax_deepcompile.errors import InvariantError
 from jax_deepcompile.ir.primitives import NAMES_AXES, axis_names
-from jax_deepcompile.ir.program import Port, Program, View
+from jax_deepcompile.ir.program import Program, View
 from jax_deepcompile.ir.traversal import bodies, equations, nested_jaxprs, variables
 
 
@@ -57,15 +57,12 @@ def _check_ports(program: Program, jaxpr: Any) -> None:
         if len(ports) != len(atoms):
             raise InvariantError(2, "a port for each", f"{len(ports)} {what} ports for {len(atoms)} {what}s")
         for port, atom in zip(ports, atoms, strict=True):
-            shape = _shape_in_view(port, program)
+            is_global = program.view is View.GLOBAL
+            shape = port.shape if is_global else port.where.local_shape(port.shape, program.mesh)
             aval = atom.aval
             if (tuple(aval.shape), str(aval.dtype)) != (shape, port.dtype):
                 found = f"{what} {port.path} is {aval.dtype}{list(aval.shape)}, its port says {port.dtype}{list(shape)}"
                 raise InvariantError(2, "ports tell shapes and dtypes", found)
-
-
-def _shape_in_view(port: Port, program: Program) -> tuple[int, ...]:
-    return port.shape if program.view is View.GLOBAL else port.where.local_shape(port.shape, program.mesh)
 
 
 def _check_collectives(program: Program) -> None:

@@ -45,7 +45,7 @@ class Environment:
         return dataclasses.replace(self, **changes)
 
     def expected_s(self, candidate: Candidate) -> float:
-        """The step a plan will take once it is scheduled: XLA:GPU is told latencies last, when all else is decided.
+        """The step a plan will take once it is scheduled: XLA:GPU gets latencies last, when all else is decided.
 
         Only pipelined loops have work beside every collective of theirs.
         """
@@ -62,10 +62,6 @@ class Evaluation:
     """What the compiler and the simulator made of a plan.
 
     Attributes:
-      lowered: the program, for the compiler.
-      module: what the compiler made of it.
-      simulation: of the module.
-      prediction: its figures.
       argument_bytes: state and batch, of ``prediction.peak_bytes``.
     """
 
@@ -127,7 +123,7 @@ def evaluate(base: Program, plan: Plan, environment: Environment) -> Candidate:
 
 
 def compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environment: Environment) -> Candidate:
-    """What XLA makes of ``lowered``, the ``program`` that ``plan`` made, as the plan tells it to."""
+    """What XLA makes of ``lowered``, the ``program`` that ``plan`` made, by the options of the plan."""
     platform = environment.platform
     options: dict[str, Any] = {
         **compile_options(platform),

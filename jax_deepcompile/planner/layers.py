@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.analysis.gathers import Gather, hoistable_gathers, size_bytes
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import Environment
-from jax_deepcompile.planner.keep_gathered import keep_gathered
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
 from jax_deepcompile.transforms.compute_once import ComputeOnce
 from jax_deepcompile.transforms.decision import Decision
-from jax_deepcompile.transforms.gather_after_loops import GatherAfterLoops
-from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
-from jax_deepcompile.transforms.reduce_before_loops import ReduceBeforeLoops
+from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops, ReduceBeforeLoops
 
 AROUND_PIPELINED: tuple[Decision, ...] = (
     AccumulateInLoops(),
@@ -84,3 +82,30 @@ def keep_over_loops(base: Program, plan: Plan, environment: Environment) -> Plan
     """Everything that the loops around the layer loops gather alike in every iteration is gathered once."""
     program = plan.program(base, environment.mesh, until=AS_READ)
     return plan.having(KeptGathers, keep_gathered(program, math.inf))
+
+
+def keep_gathered(program: Program, free_bytes: float) -> tuple[KeptGathers, ...]:
+    """As many gathers as ``free_bytes`` of a device holds, loop by loop; ``program`` is fully sharded.
+
+    Where collectives stop compute that is all there is to plan: there is nothing to hide communication under. What is
+    gathered twice outside of loops XLA:CPU merges.
+    """
+    kept = []
+    for loop in find_loops(program):
+        positions, free_bytes = _as_many_as_fit(hoistable_gathers(loop.eqn), free_bytes)
+        if positions:
+            names = hoistable_names(program, loop)
+            kept.append(KeptGathers(loop.name, tuple(names[position] for position in positions)))
+    return tuple(kept)
+
+
+def _as_many_as_fit(gathers: Iterable[Gather], free_bytes: float) -> tuple[tuple[int, ...], float]:
+    """Positions of the first gathers that fit, each value counted once, and the bytes left."""
+    positions, held = [], set[tuple]()
+    for position, gather in enumerate(gathers):
+        needed_bytes = 0 if gather.key in held else gather.size_bytes
+        if needed_bytes <= free_bytes:
+            free_bytes -= needed_bytes
+            held.add(gather.key)
+            positions.append(position)
+    return tuple(positions), free_bytes

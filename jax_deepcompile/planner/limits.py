@@ -33,7 +33,7 @@ def limit_bytes(limit: MemoryLimit, device_bytes: int | None, allocator_bytes: i
     """The limit in bytes a device; None for none.
 
     Args:
-      limit: what the user asked for.
+      limit: as the user gives it.
       device_bytes: the device's memory, None where it has no own (virtual CPU devices) or nobody knows.
       allocator_bytes: of it, what programs of this process may take; None where nobody knows.
 
@@ -67,11 +67,6 @@ def refuse_unknown(limit: MemoryLimit) -> None:
 def require_room(function: str, argument_bytes: int, limit_bytes: int | None) -> None:
     """Makes sure, before anything is compiled, that what a step is given fits.
 
-    Args:
-      function: the step's name.
-      argument_bytes: state and batch on one device.
-      limit_bytes: that the step may take; None for any.
-
     Raises:
       MemoryExceededError: they take more by themselves.
     """
@@ -81,11 +76,6 @@ def require_room(function: str, argument_bytes: int, limit_bytes: int | None) ->
 
 def require_fit(function: str, compiled: jax.stages.Compiled, limit_bytes: int | None) -> None:
     """Makes sure that a compiled program keeps its limit.
-
-    Args:
-      function: the step's name.
-      compiled: the program.
-      limit_bytes: that it may take; None for any.
 
     Raises:
       MemoryExceededError: it takes more.

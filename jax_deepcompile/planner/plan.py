@@ -1,4 +1,4 @@
-"""A plan: decisions in the order they are carried out, what XLA is told, and how it came about.
+"""A plan: decisions in the order they are carried out, XLA options and latencies, and how it came about.
 
 Plans are JSON, compare and print readably, can be edited by hand and given back to ``shard(plan=...)``.
 """
@@ -103,7 +103,7 @@ class Plan(Summarized):
         there to decide.
       decisions: in the order they are carried out.
       options: XLA options, by name; those of ``lowering.xla_options`` only.
-      latencies: what XLA's scheduler is told that instructions take; empty for its own estimates.
+      latencies: of instructions, for XLA's scheduler; empty for its own estimates.
       prediction: for the planned program; None for a plan written by hand.
       records: what was proposed on the way.
     """
@@ -161,22 +161,18 @@ class Plan(Summarized):
         return carry_out(base, mesh, self.decisions, until)
 
     def compiler_options(self) -> Options:
-        """All that XLA is told, as far as the installed one knows it."""
+        """All options for XLA, as far as the installed one knows them."""
         return known(dict(self.options)) | latency_options(self.latencies)
 
     def to_json(self) -> str:
         data: dict[str, Any] = {"format": FORMAT} | dataclasses.asdict(self)
-        data["decisions"] = [{"kind": each.kind} | _fields(each) for each in self.decisions]
+        kinds = [{"kind": each.kind} for each in self.decisions]
+        data["decisions"] = [kind | fields for kind, fields in zip(kinds, data["decisions"], strict=True)]
         return json.dumps(data, allow_nan=False, indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: str = "the plan", decisions: Sequence[type[Decision]] = TRANSFORMS) -> Plan:
         """Reads what ``to_json`` wrote.
-
-        Args:
-          text: JSON.
-          where: it is from, for errors.
-          decisions: the kinds that it may have.
 
         Raises:
           PlanError: ``text`` is not a plan, or one of another format, or sets what plans may not.
@@ -187,14 +183,11 @@ class Plan(Summarized):
                 raise ValueError(f"its format is not {FORMAT}")
             found = _read_decisions(data.pop("decisions", None), {each.kind: each for each in decisions})
             rest = frozen_json.read(_Document, data)
+            return cls(rest.fingerprint, found, rest.options, rest.latencies, rest.prediction, rest.records)
         except errors.PlanError as error:
             raise errors.PlanError(where, error.why) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise errors.PlanError(where, f"it cannot be read ({error})") from error
-        try:
-            return cls(rest.fingerprint, found, rest.options, rest.latencies, rest.prediction, rest.records)
-        except errors.PlanError as error:
-            raise errors.PlanError(where, error.why) from error
 
     def diff(self, other: Plan) -> str:
         """The decisions that differ, one a line."""
@@ -211,13 +204,13 @@ class Plan(Summarized):
         """Decisions, the first of many, and what they came of."""
         decisions = [each.describe() for each in self.decisions]
         accepted = sum(record.accepted for record in self.records)
-        tried = f"{len(self.records)} tried, {accepted} accepted; plan.records has them" if self.records else ""
-        told = [f"{len(self.options)} options"] * bool(self.options)
-        told += [f"{len(self.latencies)} latencies to schedule by"] * bool(self.latencies)
+        evaluated = f"{len(self.records)} evaluated, {accepted} accepted; plan.records has them" if self.records else ""
+        given = [f"{len(self.options)} options"] * bool(self.options)
+        given += [f"{len(self.latencies)} latencies to schedule by"] * bool(self.latencies)
         return (
             ("decisions", "\n".join(cut(decisions)) or "fully sharded, nothing more"),
-            ("XLA is told", ", ".join(told)),
-            ("candidates", tried),
+            ("given to XLA", ", ".join(given)),
+            ("candidates", evaluated),
         )
 
     def expected_rows(self, limit_bytes: int | None = None) -> Rows:
@@ -244,10 +237,6 @@ class _Document:
     latencies: tuple[Latency, ...]
     prediction: Prediction | None
     records: tuple[Record, ...]
-
-
-def _fields(decision: Any) -> dict[str, Any]:
-    return dataclasses.asdict(decision)
 
 
 def _read_decisions(data: Any, kinds: Mapping[str, type[Decision]]) -> tuple[Decision, ...]:

@@ -56,7 +56,7 @@ class RecomputeRegion:
         """In a step what takes ``layer_s`` in every layer."""
         return self.layers * self.times * layer_s
 
-    def handing_s(self, position: int) -> float:
+    def copying_s(self, position: int) -> float:
         """What it takes in a step to bring an activation from one loop to the other."""
         return self.step_s(self.copy_s[position]) if self.is_of_loops else 0.0
 
@@ -66,11 +66,8 @@ class Demand:
     """What is still computed of a region as more and more of its activations are given.
 
     Attributes:
-      region: the region.
       operands: what each equation reads, barriers left out.
-      uses: how often each variable is read.
       makers: for each variable the position of its equation.
-      given: variables that need not be computed.
       needless: positions of the equations that nobody needs.
     """
 
@@ -92,9 +89,20 @@ class Demand:
                 self.uses.update(self.operands[position])
 
     def saved_s(self, position: int) -> float:
-        """What a step takes less if the activation at ``position`` is given too, without handing it over."""
+        """What a step takes less if the activation at ``position`` is given too, its copy aside."""
         freed, _ = self._freed(self.region.activations[position].again)
         return self.region.step_s(sum(self.region.seconds[each] for each in freed))
+
+    def gained_s(self, position: int) -> float:
+        """``saved_s`` without what the copy takes."""
+        return self.saved_s(position) - self.region.copying_s(position)
+
+    def is_worthwhile(self, position: int) -> bool:
+        """Whether computing the activation again takes clearly longer than bringing it from memory.
+
+        Cheap work is not counted as well as all that: most of it XLA does beside other work.
+        """
+        return self.saved_s(position) > 3 * self.region.step_s(self.region.copy_s[position])
 
     def give(self, position: int) -> None:
         """Gives the activation at ``position``."""

@@ -1,8 +1,8 @@
-"""What XLA's scheduler is told that everything takes, so that the schedule it makes keeps the network busy.
+"""Latencies of every operation for XLA's scheduler, so that the schedule it makes keeps the network busy.
 
-XLA puts as much compute beside a collective as that is said to take, going through a program from its end. Where a loop
+XLA puts as much compute beside a collective as its latency, going through a program from its end. Where a loop
 has less compute than communication, what its last collectives get so is missing beside the others: the network then
-waits for compute before it can go on. There each collective is said to take its share of the compute only.
+waits for compute before it can go on. There each collective is given its share of the compute only.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ def scheduler_latencies(simulation: Simulation, at_a_time: int = 1, scale: float
     """One for each operation of the simulated program, by name.
 
     Args:
-      simulation: of the program as XLA schedules it untold.
+      simulation: of the program as XLA schedules it by its own estimates.
       at_a_time: collectives that may be in flight together, 1 or 2.
-      scale: of what is told of collectives; how well a schedule fits turns on little.
+      scale: of the latencies of collectives; how well a schedule fits turns on little.
     """
     shares = {loop.name: loop.coverable for loop in simulation.loops if loop.is_innermost}
 
-    def told_s(event: Event) -> float:
+    def latency_s(event: Event) -> float:
         lasts_s = event.end_s - event.start_s
         if event.stream.queue is not Queue.NETWORK:
             return lasts_s
         return lasts_s * scale * (shares.get(event.loop, 1.0) if at_a_time == 1 else _SHARING)
 
-    told = {event.name: round(1e6 * told_s(event), 3) for event in simulation.timeline}
-    return tuple(Latency(name, microseconds) for name, microseconds in sorted(told.items()))
+    latencies = {event.name: round(1e6 * latency_s(event), 3) for event in simulation.timeline}
+    return tuple(Latency(name, microseconds) for name, microseconds in sorted(latencies.items()))
 
 
 _SHARING = 1.9

@@ -1,4 +1,4 @@
-"""Which strategies are asked, and which kinds of decisions are left out: what users say by name."""
+"""Which strategies propose, and which kinds of decisions are left out: what users say by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_deepcompile.transforms import TRANSFORMS
 from jax_deepcompile.transforms.decision import Decision, nearest
 
 Passes = Sequence[Strategy] | str | None
-"""Strategies in the order they are asked; ``"-unshard, -prefetch"`` for all but those; None for all."""
+"""Strategies in the order they propose; ``"-unshard, -prefetch"`` for all but those; None for all."""
 
 VARIABLE = "DEEPCOMPILE_DISABLE"
 """The environment variable that leaves out more by name: ``unshard,narrow_stacks``."""
@@ -25,7 +25,7 @@ class Selection:
 
     Attributes:
       strategies: to ask, in order; None for all that suit the program.
-      disabled: names of strategies that are not asked, and kinds of decisions that no plan has.
+      disabled: names of strategies that do not propose, and kinds of decisions that no plan has.
     """
 
     strategies: tuple[Strategy, ...] | None
@@ -46,8 +46,8 @@ class Selection:
 
     def among(self, suitable: Sequence[Strategy]) -> tuple[Strategy, ...]:
         """The strategies to ask, where all that suit the program are ``suitable``."""
-        asked = suitable if self.strategies is None else self.strategies
-        return tuple(each for each in asked if each.name not in self.disabled)
+        chosen = suitable if self.strategies is None else self.strategies
+        return tuple(each for each in chosen if each.name not in self.disabled)
 
     @property
     def kinds(self) -> tuple[type[Decision], ...]:

@@ -9,27 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend import core as jex
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import keep_executables
+from jax_deepcompile._jax_compat import keep_executables, open_jaxpr
+from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.costs.devices import allocator_bytes_of, machine_of
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
-from jax_deepcompile.costs.hardware import CPU_HOST, Hardware, known_hardware
+from jax_deepcompile.costs.hardware import CPU_HOST, known_hardware
 from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.lowering.compile import Options, kernels_once, memory_options
 from jax_deepcompile.planner.cache import PlanCache
-from jax_deepcompile.planner.candidate import Environment
+from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.executables import executables_in
-from jax_deepcompile.planner.keep_gathered import keep_gathered
+from jax_deepcompile.planner.layers import keep_gathered
 from jax_deepcompile.planner.limits import MemoryLimit, limit_bytes, require_room
 from jax_deepcompile.planner.plan import Plan, Rows
-from jax_deepcompile.planner.planner import argument_bytes, make_plan
 from jax_deepcompile.planner.recomputation import find_recomputation
-from jax_deepcompile.planner.search import carried_out
+from jax_deepcompile.planner.search import carried_out, search
 from jax_deepcompile.planner.selection import Passes, Selection
 from jax_deepcompile.planner.strategies import ONE_DEVICE, STRATEGIES
 from jax_deepcompile.planner.strategy import Strategy
@@ -42,11 +44,11 @@ from jax_deepcompile.transforms.keep_gathered import KeptGathers
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the user asks of planning.
+    """The options of planning.
 
     Attributes:
-      memory_limit: device memory a step may take; see ``planning.limits``.
-      passes: which strategies to ask, and what to leave out by name; see ``planner.selection``.
+      memory_limit: device memory a step may take; see ``planner.limits``.
+      passes: which strategies propose, and what to leave out by name; see ``planner.selection``.
       profile: measured times to plan by.
       plan: to carry out as it is.
       cache_dir: where plans and executables are kept between runs.
@@ -91,11 +93,11 @@ class Planned(Summarized):
 
 
 def plan_program(program: Program, mesh: AnyMesh, platform: str, options: PlanOptions) -> Planned:
-    """Plans the fully sharded ``program`` for ``mesh`` as the user asks.
+    """Plans the fully sharded ``program`` for ``mesh`` by the user's ``options``.
 
     Raises:
-      MemoryExceededError: it does not fit, whatever is tried.
-      MemoryLimitError, PlanError, UnknownPassError: what is asked makes no sense.
+      MemoryExceededError: it does not fit, whatever the plan.
+      MemoryLimitError, PlanError, UnknownPassError: an option makes no sense.
       OtherProcessError: the processes of this run have different programs, or planning failed in the first.
     """
     if not isinstance(mesh, Mesh):
@@ -113,12 +115,7 @@ class _Task:
     """What is planned.
 
     Attributes:
-      program: fully sharded.
-      environment: what it is for.
-      strategies: to ask.
-      kinds: of decisions that plans may have.
       fingerprint: of all that a plan depends on.
-      cache: of plans; None for none.
     """
 
     program: Program
@@ -180,7 +177,8 @@ _HELD_FRACTION = 0.25
 def _environment(mesh: Mesh, platform: str, options: PlanOptions) -> Environment:
     costs = costs_of(mesh, options.profile)
     allocator_bytes = allocator_bytes_of(mesh)
-    own_bytes = _memory_bytes(costs.hardware) if known_hardware(mesh.devices.flat[0].device_kind) else None
+    is_known = known_hardware(mesh.devices.flat[0].device_kind) and costs.hardware is not CPU_HOST
+    own_bytes = costs.hardware.memory_bytes if is_known else None  # virtual CPU devices share the host's
     return Environment(mesh, platform, costs, limit_bytes(options.memory_limit, own_bytes, allocator_bytes))
 
 
@@ -254,6 +252,31 @@ def _fingerprint(
     return fingerprint(program_text(program), machine_of(environment.mesh), deciding)
 
 
-def _memory_bytes(hardware: Hardware) -> int | None:
-    """A device's own memory; virtual CPU devices share the host's and have none."""
-    return None if hardware is CPU_HOST else hardware.memory_bytes
+def make_plan(
+    program: Program, environment: Environment, fingerprint: str, strategies: tuple[Strategy, ...] = STRATEGIES
+) -> Candidate:
+    """The best plan for ``program`` on ``environment``, by simulated step time under its memory limit.
+
+    Args:
+      fingerprint: of the program on the environment; stands in the plan.
+
+    Raises:
+      MemoryExceededError: the program does not fit, whatever the plan.
+    """
+    return search(program, environment, strategies, Plan(fingerprint).replace(options=_options(program, environment)))
+
+
+def argument_bytes(program: Program) -> int:
+    """What one device holds of the arguments of ``program``; XLA is not given those that nothing reads."""
+    jaxpr = open_jaxpr(program.jaxpr)
+    read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, jex.Var)}
+    return sum(size_bytes(var) for var in jaxpr.invars if var in read)
+
+
+def _options(program: Program, environment: Environment) -> Options:
+    if environment.platform != "cuda":
+        return {}
+    if environment.limit_bytes is None:
+        return kernels_once()
+    held = argument_bytes(program)
+    return kernels_once() | memory_options(environment.limit_bytes, held, environment.costs.hardware.memory_bytes)

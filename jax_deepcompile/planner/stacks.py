@@ -14,7 +14,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.save_gathered import SavedGathers, shared_gathers, shared_names
-from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names, stack_collectives, stacked_names
+from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names, stacked_names
 
 SMALL_STACK_BYTES = 64 << 20
 """What all layers of a small parameter may take unsharded."""
@@ -77,18 +77,11 @@ def repeated_stacks(program: Program, taken: Iterable[StackCollectives]) -> list
 def saved_stacks(
     program: Program, environment: Environment, plan: Plan, pairs: Sequence[tuple[Loop, Loop]]
 ) -> list[Stack]:
-    """The stacks that a forward and a backward loop, with no loop around them, both gather.
-
-    Args:
-      program: fully sharded.
-      environment: what it is for.
-      plan: saves nothing gathered yet, or there is nothing left to save.
-      pairs: forward and backward loops.
-    """
+    """The stacks that a forward and a backward loop, with no loop around them, both gather."""
     if plan.of(SavedGathers):
         return []
     names = {(forward.name, backward.name) for forward, backward in pairs if len(forward.path) == 1}
-    stacked = stack_collectives(program, environment.mesh, plan.of(StackCollectives))
+    stacked = StackCollectives.apply(program, environment.mesh, plan.of(StackCollectives))
     loops = {loop.name: loop for loop in find_loops(stacked)}
     found = []
     for forward, backward in sorted(names, key=lambda pair: loops[pair[0]].path):

@@ -13,7 +13,7 @@ from jax_deepcompile.planner.plan import Plan
 
 
 class Stage(StrEnum):
-    """When a strategy is asked."""
+    """When a strategy proposes."""
 
     OPENING = "opening"
     """First, beside the plan that all begins with: it sees ``best.plan`` and ``best.program``, not evaluated yet."""

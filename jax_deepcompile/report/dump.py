@@ -25,10 +25,7 @@ class Rewritten:
     """What one stage did.
 
     Attributes:
-      name: of the stage, or of the kind of decision.
       before: the program that it was given; None for the first.
-      after: and that it made.
-      seconds: taken.
       said: what was decided, a line each.
     """
 
@@ -62,13 +59,7 @@ def own_folder(folder: Path, name: str) -> Path:
 
 
 def write(folder: Path, stages: Sequence[Rewritten], costs: CostModel | None = None) -> None:
-    """Writes each stage's programs, and ``summary.txt``.
-
-    Args:
-      folder: where; made if it is not there.
-      stages: in order.
-      costs: what things take, for seconds beside operations; None for none.
-    """
+    """Writes each stage's programs, and ``summary.txt``."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, stage in enumerate(stages):
         stem = f"{number:02}_{stage.name.replace(' ', '_')}"

@@ -1,4 +1,4 @@
-"""The planner's part of ``explain()``: what was tried, what was accepted, what it is expected to take."""
+"""The planner's part of ``explain()``: what was evaluated, what was accepted, what it is expected to take."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _how_it_came(plan: Plan) -> list[str]:
 
 
 def _accepted(record: Record) -> str:
-    """A step as compiled before and after; a promise that was judged by, such as of a better schedule, beside it."""
+    """A step as compiled before and after; what it was compared by, such as a better schedule, beside it."""
     after_s = record.before.step_s if record.after is None else record.after.step_s
     change = f"{record.before.step_s:.4g} s to {after_s:.4g} s"
     grounds = record.reason.removeprefix(change).lstrip(", ")
@@ -112,7 +112,7 @@ _NOTABLE = 0.02
 
 
 def _saves_s(record: Record, limit_bytes: int | None) -> float:
-    """Seconds that were left because a trial took too much memory."""
+    """Seconds that a candidate would save that takes too much memory."""
     if limit_bytes is None or record.after is None or record.after.peak_bytes <= limit_bytes:
         return 0.0
     return max(record.before.step_s - record.after.step_s, 0.0)

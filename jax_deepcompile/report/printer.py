@@ -13,19 +13,14 @@ from jax_deepcompile.analysis.loops import Path, computing_scans
 from jax_deepcompile.analysis.names import gather_names, value_names
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import EquationTime, equation_times
-from jax_deepcompile.ir.primitives import COLLECTIVES
+from jax_deepcompile.ir.primitives import COLLECTIVES, DEVICE_SUMS, Scan
 from jax_deepcompile.ir.program import Port, Program, View
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs
 from jax_deepcompile.summary import size_text
 
 
 def readable(program: Program, costs: CostModel | None = None) -> str:
-    """``program`` as text.
-
-    Args:
-      program: in either view.
-      costs: what things take, for seconds beside each operation of the local view; None for none.
-    """
+    """``program`` as text; by ``costs`` with seconds beside each operation of the local view."""
     costs = costs if program.view is View.LOCAL else None
     lines = [f"{program.name}, {program.view} view on {program.mesh_text}", "", "inputs:"]
     lines += [_port(port, program) for port in program.inputs]
@@ -37,14 +32,9 @@ def readable(program: Program, costs: CostModel | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def operation_counts(program: Program) -> Counter[str]:
-    """How often each primitive stands in ``program``, loops' bodies counted once."""
-    return Counter(eqn.primitive.name for eqn in equations(program.jaxpr))
-
-
 def changed_counts(before: Program, after: Program) -> str:
-    """What a rewrite did to the operations: ``+2 all_gather, -80 dot_general``."""
-    old, new = operation_counts(before), operation_counts(after)
+    """What a rewrite did to the operations, loops' bodies counted once: ``+2 all_gather, -80 dot_general``."""
+    old, new = (Counter(eqn.primitive.name for eqn in equations(each.jaxpr)) for each in (before, after))
     changed = {name: new[name] - old[name] for name in sorted(old | new) if new[name] != old[name]}
     return ", ".join(f"{count:+d} {name}" for name, count in changed.items()) or "as many of each operation"
 
@@ -81,24 +71,23 @@ def _operation(eqn: Any, names: dict, time: EquationTime | None) -> str:
 def _loop(
     program: Program, eqn: Any, path: Path, costs: CostModel | None, time: EquationTime | None, indent: str
 ) -> Iterator[str]:
-    name = program.loop_names.get(path, "loop")
-    order = ", last layer first" if eqn.params["reverse"] else ""
-    yield f"{indent}loop {name}: {eqn.params['length']} iterations{order}{_seconds(time)}"
-    body = list(equations(eqn.params["jaxpr"]))
-    for verb, kinds in (("gathers", {"all_gather"}), ("reduces", {"reduce_scatter", "psum"})):
+    scan, name = Scan(eqn), program.loop_names.get(path, "loop")
+    order = ", last layer first" if scan.reverse else ""
+    yield f"{indent}loop {name}: {scan.length} iterations{order}{_seconds(time)}"
+    body = list(equations(scan.body))
+    for verb, kinds in (("gathers", {"all_gather"}), ("reduces", DEVICE_SUMS)):
         moved = [each for each in body if each.primitive.name in kinds]
         atoms: Sequence[Any] = [atom for each in moved for atom in (each.outvars if verb == "gathers" else each.invars)]
-        names = _gathered(program, eqn, path) if verb == "gathers" else ""
+        names = _gathered(program, scan.body, path) if verb == "gathers" else ""
         yield f"{indent}  {verb}: {len(moved)} values, {size_text(sum(map(size_bytes, atoms)))} an iteration{names}"
     computed = Counter(each.primitive.name for each in body if each.primitive.name not in COLLECTIVES)
     most = ", ".join(f"{count} {kind}" for kind, count in computed.most_common(_MOST))
     yield f"{indent}  computes: {sum(computed.values())} operations: {most}"
-    yield from _body(program, eqn.params["jaxpr"], path, costs, f"{indent}    ")
+    yield from _body(program, scan.body, path, costs, f"{indent}    ")
 
 
-def _gathered(program: Program, eqn: Any, path: Path) -> str:
+def _gathered(program: Program, body: Any, path: Path) -> str:
     """The parameters that a loop gathers, as plans call them."""
-    body = open_jaxpr(eqn.params["jaxpr"])
     names = gather_names(program, path, outermost(find_gathers(body, body.invars))) if -1 not in path else []
     return f": {', '.join(names)}" if names else ""
 

@@ -12,9 +12,9 @@ from jax_deepcompile._jax_compat import open_jaxpr, user_line
 from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.analysis.work import work_of
 from jax_deepcompile.ir.equation import Equation
-from jax_deepcompile.ir.primitives import PRODUCTS
+from jax_deepcompile.ir.primitives import COLLECTIVES, PRODUCTS, Collective, Scan
 from jax_deepcompile.ir.program import Program, Role
-from jax_deepcompile.ir.traversal import nested_jaxprs
+from jax_deepcompile.ir.traversal import bodies
 from jax_deepcompile.partition.layout import Split
 from jax_deepcompile.partition.partition import Partitioned
 from jax_deepcompile.partition.reshard import MoveKind, full_bytes, plan_moves
@@ -29,17 +29,6 @@ _LINES = 8
 
 _NOTABLE = 0.01
 """The share of a device's matrix products that is worth a line."""
-
-_COLLECTIVES = {
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "ppermute": "permute",
-    "psum": "all_reduce",
-    "pmax": "all_reduce",
-    "pmin": "all_reduce",
-}
-"""Our names of JAX's collectives."""
 
 
 def explain(
@@ -178,9 +167,9 @@ def _collectives(sharded: Program, planned: Planned | None, launches: Mapping[st
     count: Counter = Counter()
     size: dict[str, float] = defaultdict(float)
     for eqn, trips in _executions((sharded if planned is None else planned.program).jaxpr, 1):
-        if name := _COLLECTIVES.get(eqn.primitive.name):
-            axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-            key = f"{name} over {', '.join(axes if isinstance(axes, tuple) else (axes,))}"
+        if eqn.primitive.name in COLLECTIVES:
+            name = Collective(eqn).kind.removeprefix("collective-").replace("-", "_")
+            key = f"{name} over {', '.join(Collective(eqn).axes)}"
             atoms = eqn.outvars if name == "all_gather" else eqn.invars
             count[key] += trips
             size[key] += trips * sum(full_bytes(atom.aval) for atom in atoms)
@@ -199,8 +188,9 @@ def _executions(jaxpr: Any, trips: int) -> Iterator[tuple[Any, int]]:
     known = known_counts(jaxpr)
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn, trips
-        repeats = trips_of(eqn, known) if eqn.primitive.name == "while" else eqn.params.get("length", 1)
-        for body in nested_jaxprs(eqn):
+        is_scan, is_while = (eqn.primitive.name == name for name in ("scan", "while"))
+        repeats = Scan(eqn).length if is_scan else trips_of(eqn, known) if is_while else 1
+        for body in bodies(eqn):
             yield from _executions(body, trips * (1 if repeats is None else repeats))
 
 
@@ -260,8 +250,8 @@ def _annotations(partitioned: Partitioned) -> list[str]:
     """The user's sharding constraints that are not how values are divided here."""
     where: Counter = Counter()
     for layout, _ in partitioned.layout.nested_layouts() if partitioned.layout.mesh.size > 1 else ():
-        for eqn, asked in unmet_annotations(layout):
-            where[f"  {asked} at {_line(eqn)}"] += 1
+        for eqn, constraint in unmet_annotations(layout):
+            where[f"  {constraint} at {_line(eqn)}"] += 1
     lines = [text if number == 1 else f"{text} ({number} times)" for text, number in where.items()]
     return ["", "sharding annotations not followed, as divisions are derived here:", *_cut(lines)] if lines else []
 

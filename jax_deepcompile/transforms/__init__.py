@@ -13,18 +13,17 @@ from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
 from jax_deepcompile.transforms.compute_once import ComputeOnce
 from jax_deepcompile.transforms.decision import Decision, refused
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
-from jax_deepcompile.transforms.gather_after_loops import GatherAfterLoops
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
-from jax_deepcompile.transforms.reduce_before_loops import ReduceBeforeLoops
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
+from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops, ReduceBeforeLoops
 
 TRANSFORMS: tuple[type[Decision], ...] = (
     StackCollectives,
@@ -61,13 +60,7 @@ def in_order(kinds: Iterable[type[Decision]]) -> list[type[Decision]]:
 def carry_out(
     program: Program, mesh: AnyMesh, decisions: Sequence[Decision], until: type[Decision] | None = None
 ) -> Program:
-    """``program`` rewritten as ``decisions`` say, kind by kind; the same object if they say nothing.
-
-    Args:
-      program: fully sharded.
-      mesh: its mesh.
-      decisions: in any order.
-      until: the last kind to carry out; None for all.
+    """``program``, fully sharded, rewritten by ``decisions``, kind by kind up to ``until``; itself if none changes it.
 
     Raises:
       PlanError: a decision speaks of what ``program`` does not have.

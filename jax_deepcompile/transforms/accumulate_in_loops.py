@@ -10,7 +10,7 @@ After::
     s = scan(t): s[t] = s[t] + reduce_scatter(p)
 
 No second stack of gradients is filled, added and thrown away; a pipelined loop adds in place. Loops that reduce no
-gradients, of metrics say, stay free of what microbatches hand to one another.
+gradients, of metrics say, stay independent of earlier microbatches.
 
 Guarantees: values are bitwise the same.
 """
@@ -38,8 +38,6 @@ class _Sum:
 
     Attributes:
       output: its position among the loop's results.
-      before: the stack it is added to.
-      addition: the equation that adds them.
     """
 
     output: int
@@ -48,30 +46,23 @@ class _Sum:
 
 
 @dataclass(frozen=True)
-class AccumulateInLoops(Decision, kind="accumulate_in_loops"):
+class AccumulateInLoops(
+    Decision, kind="accumulate_in_loops", says="sums over microbatches are added up in the loops that make them"
+):
     """Sums over microbatches are added up in the loops that make their terms."""
-
-    def describe(self) -> str:
-        return "sums over microbatches are added up in the loops that make them"
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[AccumulateInLoops]) -> Program:
-        return accumulate_in_loops(program, mesh)
-
-
-def accumulate_in_loops(program: Program, mesh: AnyMesh) -> Program:
-    """``program`` with stacks added up in the loops that make them; the same object if there is nothing to add."""
-    replacements: dict[int, Replacement] = {}
-    for outer in find_loops(program):
-        body = outer.body
-        for eqn in body.eqns:
-            sums = _sums(body, eqn) if eqn.primitive.name == "scan" and reduces_gradients(eqn) else []
-            if sums:
-                replacements[id(eqn)] = ReadingMore(_adding(sums), tuple(each.before for each in sums))
+        replacements: dict[int, Replacement] = {}
+        for body in (loop.body for loop in find_loops(program)):
+            for eqn in body.eqns:
+                sums = _sums(body, eqn) if eqn.primitive.name == "scan" and reduces_gradients(eqn) else []
+                if sums:
+                    replacements[id(eqn)] = ReadingMore(_adding(sums), tuple(each.before for each in sums))
                 for each in sums:
                     made = each.addition.invars.index(eqn.outvars[each.output])
-                    replacements[id(each.addition)] = _already_added(made)
-    return replace_equations(program, mesh, replacements) if replacements else program
+                    replacements[id(each.addition)] = lambda eqn, operands, made=made: [operands[made]]
+        return replace_equations(program, mesh, replacements)
 
 
 def _sums(body, loop) -> list[_Sum]:
@@ -106,7 +97,3 @@ def _adding(sums: list[_Sum]) -> Compute:
         return rescan(eqn, step, carry, stacks)
 
     return run
-
-
-def _already_added(position: int) -> Compute:
-    return lambda eqn, operands: [operands[position]]

@@ -8,7 +8,7 @@ After::
 
     y = f(x); s = dynamic_update_slice(s, x, 31); ...; y' = y
 
-So a checkpointed layer at the turn from forward to backward is not computed again right after it was computed.
+So the last checkpointed layer is not recomputed right after it was computed.
 
 Guarantees: values are bitwise the same; what a barrier keeps apart stays apart.
 """
@@ -31,20 +31,12 @@ from jax_deepcompile.transforms.decision import Decision
 
 
 @dataclass(frozen=True)
-class ComputeOnce(Decision, kind="compute_once"):
+class ComputeOnce(Decision, kind="compute_once", says="what is at hand is not computed or read again"):
     """What is at hand is neither read from a stack nor computed again."""
-
-    def describe(self) -> str:
-        return "what is at hand is not computed or read again"
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[ComputeOnce]) -> Program:
-        return compute_once(program)
-
-
-def compute_once(program: Program) -> Program:
-    """``program`` without what it has at hand already; the same object if there is nothing of the kind."""
-    return program.replace(jaxpr=_merged(program.jaxpr))
+        return program.replace(jaxpr=_merged(program.jaxpr))
 
 
 def _merged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jax_deepcompile import errors
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.retrace import Compute, replace_equations
 
 
 class Decision:
@@ -19,29 +20,38 @@ class Decision:
       kind: its name in JSON, in dumps and where it is left out by name.
       follows: the kinds that decide before it, ``after`` in the class statement. What it names are parts of the program
         that those make, so it is dropped where one of those changes.
+      about: the fields that name what no other decision of this kind may speak of, such as its loop.
+      says: the decision as a line of a plan, where that does not depend on its fields.
     """
 
     kind: ClassVar[str]
     follows: ClassVar[tuple[str, ...]] = ()
+    about: ClassVar[tuple[str, ...]] = ()
+    says: ClassVar[str] = ""
 
-    def __init_subclass__(cls, kind: str, after: tuple[str, ...] = ()) -> None:
+    def __init_subclass__(
+        cls, kind: str, after: tuple[str, ...] = (), about: tuple[str, ...] = (), says: str = ""
+    ) -> None:
         super().__init_subclass__()
-        cls.kind, cls.follows = kind, after
+        cls.kind, cls.follows, cls.about, cls.says = kind, after, about, says or kind
 
     def subjects(self) -> tuple[str, ...]:
-        """What no other decision of this kind may speak of, such as its loop."""
-        return ()
+        return tuple(dict.fromkeys(getattr(self, field) for field in self.about))
 
     def check(self, program: Program) -> None:
         """Raises PlanError where ``program``, as the decisions before make it, is not what this one is for."""
 
     def describe(self) -> str:
         """The decision as a line of a plan."""
-        raise NotImplementedError
+        return self.says
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[Any]) -> Program:
-        """``program``, in the local view, rewritten by all ``decisions``; the same object if none changes it."""
+        """``program``, in the local view, rewritten by all ``decisions``; the same object if none changes it.
+
+        Raises:
+          PlanError: a decision names what ``program`` does not have.
+        """
         raise NotImplementedError
 
 
@@ -63,6 +73,14 @@ def loop_named(program: Program, name: str, what: str) -> Loop:
     return loops[name]
 
 
+def loops_in_turn(program: Program, first: str, second: str, what: tuple[str, str]) -> tuple[Loop, Loop]:
+    """Two loops in the same place that a decision names, and ``what`` it does with each."""
+    forward, backward = (loop_named(program, *each) for each in zip((first, second), what, strict=True))
+    if forward.path[:-1] != backward.path[:-1] or forward.path >= backward.path:
+        raise refused(f"{second!r} does not follow {first!r} in the same place")
+    return forward, backward
+
+
 def positions(wanted: Iterable[str], known: Sequence[str], what: str) -> list[int]:
     """Where each of ``wanted`` is among ``known``; ``what`` the decision does with them is for the error."""
     places = {name: place for place, name in enumerate(known)}
@@ -80,3 +98,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The end of an error's sentence: what ``name`` may have been meant to be."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4) or list(known)[:3]
     return f"; the nearest names: {', '.join(map(repr, close))}" if close else ""
+
+
+def replace_loops(program: Program, mesh: AnyMesh, ways: Mapping[str, Callable[[Loop], Compute]]) -> Program:
+    """``program`` with each loop that ``ways`` names run as it says, inner ones before those around them.
+
+    A loop keeps its name, whatever becomes of loops beside it.
+    """
+    depths = {len(loop.path) for loop in find_loops(program) if loop.name in ways}
+    for depth in sorted(depths, reverse=True):
+        loops = [loop for loop in find_loops(program) if loop.name in ways and len(loop.path) == depth]
+        program = replace_equations(program, mesh, {id(loop.eqn): ways[loop.name](loop) for loop in loops})
+    return program

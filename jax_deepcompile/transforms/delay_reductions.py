@@ -21,8 +21,9 @@ is apart, each such reduction is done once more, of zeros. Apart, what the loop 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,19 +39,17 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import ADDITIONS, KEEPS_ZERO, Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, rescan
-from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused
-from jax_deepcompile.transforms.replace_loops import replace_loops
+from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused, replace_loops
 
 IN_LOOPS = ("stack_collectives", "save_gathered", "keep_activations", "pipeline_loops", "keep_gathered")
 """The kinds of decisions that change what loops carry."""
 
 
 @dataclass(frozen=True)
-class DelayedReductions(Decision, kind="delay_reductions", after=IN_LOOPS):
+class DelayedReductions(Decision, kind="delay_reductions", after=IN_LOOPS, about=("loop",)):
     """What one loop reduces an iteration later.
 
     Attributes:
-      loop: the loop.
       sums: of what it carries, the sums whose last terms are reduced then; by the parameters that they update.
       first_apart: whether the first iteration runs before the loop.
     """
@@ -59,34 +58,30 @@ class DelayedReductions(Decision, kind="delay_reductions", after=IN_LOOPS):
     sums: tuple[str, ...]
     first_apart: bool = False
 
-    def subjects(self) -> tuple[str, ...]:
-        return (self.loop,)
-
-    def check(self, program: Program) -> None:
-        loop = loop_named(program, self.loop, "delays reductions of")
-        _positions(program, loop, self)
-        inside = [other.name for other in find_loops(program) if other.is_inside(loop)]
-        if self.first_apart and inside:
-            raise refused(f"it runs the first iteration of {self.loop!r} apart, which has {inside[0]!r} in it")
-
     def describe(self) -> str:
         said = [f"reduces {', '.join(self.sums)} in the next iteration"] * bool(self.sums)
         return f"{self.loop}: {', '.join([*said, *['runs its first iteration apart'] * self.first_apart])}"
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[DelayedReductions]) -> Program:
-        return delay_reductions(program, mesh, decisions)
+        ways = {}
+        for each in decisions:
+            loop = loop_named(program, each.loop, "delays reductions of")
+            sums = sum_names(program, loop)
+            places = positions(each.sums, list(sums), f"delays in {each.loop!r} the reduction of")
+            inside = [other.name for other in find_loops(program) if other.is_inside(loop)]
+            if each.first_apart and inside:
+                raise refused(f"it runs the first iteration of {each.loop!r} apart, which has {inside[0]!r} in it")
+            if places or each.first_apart:
+                delayed = [list(sums.values())[place] for place in places]
+                ways[each.loop] = partial(delaying, sums=delayed, first_apart=each.first_apart)
+        return replace_loops(program, mesh, ways)
 
 
-def sum_names(program: Program, loop: Loop, sums: Sequence[int]) -> list[str]:
-    """What ``sums``, positions in what ``loop`` carries, are called."""
-    return reduction_names(program, loop, sums)
-
-
-def _positions(program: Program, loop: Loop, choice: DelayedReductions) -> list[int]:
+def sum_names(program: Program, loop: Loop) -> dict[str, int]:
+    """By what they are called the positions of those sums in what ``loop`` carries that ``find_terms`` finds."""
     found = list(find_terms(loop.eqn))
-    known = sum_names(program, loop, found)
-    return [found[place] for place in positions(choice.sums, known, f"delays in {choice.loop!r} the reduction of")]
+    return dict(zip(reduction_names(program, loop, found), found, strict=True))
 
 
 @dataclass(frozen=True)
@@ -147,35 +142,16 @@ def _moved(eqns: Sequence, last: int, before: Any, places: dict, readers: Counte
     ordered = [eqns[place] for place in sorted(moved)]
     reduced = {var for eqn in ordered if eqn.primitive.name == "reduce_scatter" for var in eqn.outvars}
     reached = reached_from(ordered, reduced)
-    return tuple(eqn for place, eqn in zip(sorted(moved), ordered, strict=True) if place == last or _made(eqn, reached))
-
-
-def _made(eqn, variables: Collection) -> bool:
-    return any(var in variables for var in eqn.outvars)
+    return tuple(eqn for eqn in ordered if eqn is eqns[last] or reached.intersection(eqn.outvars))
 
 
 def _keeps_zero(eqn) -> bool:
     literals = [place for place, atom in enumerate(eqn.invars) if isinstance(atom, jex.Literal)]
     if eqn.primitive.name in ("mul", "div"):
         sides = ([0], [1]) if eqn.primitive.name == "mul" else ([1],)
-        return literals in sides and _is_factor(eqn.invars[literals[0]].val)
+        factor = eqn.invars[literals[0]].val if literals in sides else 0
+        return np.ndim(factor) == 0 and bool(np.isfinite(factor)) and factor != 0
     return eqn.primitive.name in KEEPS_ZERO and not literals
-
-
-def _is_factor(value: Any) -> bool:
-    return np.ndim(value) == 0 and bool(np.isfinite(value)) and value != 0
-
-
-def delay_reductions(program: Program, mesh: AnyMesh, delayed: Sequence[DelayedReductions]) -> Program:
-    """``program`` whose loops reduce an iteration later what ``delayed`` names."""
-    loops = {loop.name: loop for loop in find_loops(program)}
-    wanted = {each.loop: each for each in delayed if each.sums or each.first_apart}
-    sums = {name: _positions(program, loops[name], each) for name, each in wanted.items()}
-
-    def delayed_in(loop: Loop) -> Compute:
-        return delaying(loop, sums[loop.name], wanted[loop.name].first_apart)
-
-    return replace_loops(program, mesh, dict.fromkeys(wanted, delayed_in))
 
 
 def delaying(loop: Loop, sums: Sequence[int], first_apart: bool = False) -> Compute:

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax_deepcompile._jax_compat import new_jaxpr, new_var, open_jaxpr
-from jax_deepcompile.analysis.dataflow import with_names
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.dataflow import given, with_names
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.analysis.recomputed import Activation, Place
@@ -32,13 +32,19 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import closed_like
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, Replacement, replace_equations, rerun
-from jax_deepcompile.transforms.decision import Decision, listed, loop_named, positions, refused
-from jax_deepcompile.transforms.replace_loops import replace_loops
+from jax_deepcompile.transforms.decision import (
+    Decision,
+    listed,
+    loop_named,
+    loops_in_turn,
+    positions,
+    replace_loops,
+)
 from jax_deepcompile.transforms.save_gathered import Bridge
 
 
 @dataclass(frozen=True)
-class KeptActivations(Decision, kind="keep_activations"):
+class KeptActivations(Decision, kind="keep_activations", about=("forward", "backward")):
     """What is computed in one place and used in another that would compute it again.
 
     Attributes:
@@ -52,9 +58,6 @@ class KeptActivations(Decision, kind="keep_activations"):
     backward: str
     values: tuple[str, ...]
 
-    def subjects(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.forward, self.backward)))
-
     def describe(self) -> str:
         if self.forward != self.backward:
             return f"{self.forward}: keeps {listed(self.values, self.forward)} for {self.backward}"
@@ -62,38 +65,28 @@ class KeptActivations(Decision, kind="keep_activations"):
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[KeptActivations]) -> Program:
-        return keep_activations(program, mesh, decisions)
+        places = {loop.path: loop.scan.closed for loop in find_loops(program)} | {(): program.jaxpr}
+        replacements: dict[int, Replacement] = {}
+        what, once = "keeps activations of", {}
+        for each in decisions:
+            if each.forward == each.backward:
+                once[each.forward] = each
+                continue
+            forward, backward = loops_in_turn(program, each.forward, each.backward, (what, what))
+            shared = Place(places[forward.path[:-1]]).shared(forward.eqn, backward.eqn)
+            if kept := _chosen(shared.forward, shared.activations, each):
+                rest = given(shared.backward, [activation.again for activation in kept])
+                bridge = Bridge(shared.forward, [activation.first for activation in kept], rest)
+                replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read}
+        for name in filter(None, once):
+            loop_named(program, name, what)
+        return _computed_once(replace_equations(program, mesh, replacements), mesh, once)
 
 
 def activation_names(body: Any, activations: Sequence[Activation], outside_of_loops: bool = False) -> tuple[str, ...]:
     """What ``activations`` are called, which ``body`` has first."""
     names = value_names(body, phased=outside_of_loops)
     return tuple(names[each.first] for each in activations)
-
-
-def keep_activations(program: Program, mesh: AnyMesh, choices: Sequence[KeptActivations]) -> Program:
-    """``program`` with the chosen activations computed once only; the same object if there are none.
-
-    Raises:
-      PlanError: the program has no such activations.
-    """
-    places = {loop.path: loop.scan.closed for loop in find_loops(program)} | {(): program.jaxpr}
-    replacements: dict[int, Replacement] = {}
-    for choice in (each for each in choices if each.forward != each.backward):
-        what = "keeps activations of"
-        forward, backward = (loop_named(program, name, what) for name in (choice.forward, choice.backward))
-        if forward.path[:-1] != backward.path[:-1] or forward.path >= backward.path:
-            raise refused(f"{choice.backward!r} does not follow {choice.forward!r} in the same place")
-        shared = Place(places[forward.path[:-1]]).shared(forward.eqn, backward.eqn)
-        kept = _chosen(shared.forward, shared.activations, choice)
-        if kept:
-            bridge = Bridge(shared.forward, [each.first for each in kept], _given_activations(shared.backward, kept))
-            replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read}
-    bridged = replace_equations(program, mesh, replacements) if replacements else program
-    apart = {each.forward: each for each in choices if each.forward == each.backward}
-    for name in filter(None, apart):
-        loop_named(program, name, "keeps activations of")
-    return _computed_once(bridged, mesh, apart)
 
 
 def _chosen(body: Any, activations: Sequence[Activation], choice: KeptActivations) -> tuple[Activation, ...]:
@@ -111,19 +104,10 @@ def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptAc
         return with_names(flat, names)
 
     def run(loop: Loop) -> Compute:
-        body = once(loop.scan.closed, loop.name)
-        inner = new_jaxpr([*body.constvars, *body.invars], body.outvars, body.eqns)
+        inner = given(once(loop.scan.closed, loop.name), ())
         return lambda eqn, operands: rerun(eqn, inner, operands)
 
     program = replace_loops(program, mesh, {name: run for name in choices if name})
     if "" not in choices:
         return program
     return program.replace(jaxpr=closed_like(program.jaxpr, once(program.jaxpr, "")))
-
-
-def _given_activations(body: Any, kept: Sequence[Activation]) -> Any:
-    """A backward loop's body that does not compute ``kept``: they come last among its inputs, its constants first."""
-    given = [new_var(activation.first.aval) for activation in kept]
-    names = {var: made for activation, made in zip(kept, given, strict=True) for var in activation.again}
-    rest = with_names(body, names)
-    return new_jaxpr([*body.constvars, *body.invars, *given], rest.outvars, rest.eqns)

@@ -27,13 +27,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_deepcompile._jax_compat import open_jaxpr, provenance
+from jax_deepcompile._jax_compat import dce, has_side_effects, is_drop_var, new_var, open_jaxpr, provenance
 from jax_deepcompile.analysis.microbatches import Round, Rounds, Total, choose_rounds, is_heavy
-from jax_deepcompile.ir.light_loops import split_light_loops
 from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.ir.primitives import Collective, axis_names
+from jax_deepcompile.ir.primitives import Collective, Scan, axis_names
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.ir.retrace import compute, read, trace_blocks
+from jax_deepcompile.ir.rewrite import Walk
+from jax_deepcompile.ir.traversal import variables
 
 
 def accumulate(program: Program, mesh: AnyMesh) -> Program:
@@ -42,7 +43,7 @@ def accumulate(program: Program, mesh: AnyMesh) -> Program:
         return program
     (axis,) = program.mesh.virtual
     length = program.mesh.size_of((axis,))
-    jaxpr = split_light_loops(open_jaxpr(program.jaxpr), is_heavy)
+    jaxpr = split_light_loops(open_jaxpr(program.jaxpr))
     rounds = choose_rounds(jaxpr, axis, length, _batch_bytes(program))
     once = {id(eqn): lambda eqn, values: _repeat(eqn, values, axis, length) for eqn in rounds.repeated}
 
@@ -76,15 +77,15 @@ def _run(loop: Round, known: dict, rounds: Rounds, axis: str, length: int) -> di
     summed = [total for total in loop.totals if total.how != "all_gather"]
     stacked = [total for total in loop.totals if total.how == "all_gather"]
 
-    def body(carry, turn):
-        index, own = turn
+    def body(carry, microbatch):
+        index, own = microbatch
         given = known | dict(zip(loop.read, own, strict=True))
         inside = compute(loop.body, given, {id(eqn): lambda *_: [index] for eqn in rounds.indices})
         sums = [_join(total.how, old, read(total.source, inside)) for total, old in zip(summed, carry, strict=True)]
         return sums, ([read(total.source, inside) for total in stacked], [inside[var] for var in loop.kept])
 
-    turns = jnp.arange(length, dtype=jnp.int32), [known[var] for var in loop.read]
-    carry, (pieces, kept) = lax.scan(body, [_start(total) for total in summed], turns)
+    microbatches = jnp.arange(length, dtype=jnp.int32), [known[var] for var in loop.read]
+    carry, (pieces, kept) = lax.scan(body, [_start(total) for total in summed], microbatches)
     found = dict(zip(loop.kept, kept, strict=True))
     found |= {total.result: _finish(total, value, axis) for total, value in zip(summed, carry, strict=True)}
     found |= {total.result: _assemble(total, piece, axis) for total, piece in zip(stacked, pieces, strict=True)}
@@ -95,7 +96,8 @@ def _start(total: Total) -> jax.Array:
     """The value that changes nothing when combined with another; for sums in at least 32 bits."""
     shape, dtype = total.source.aval.shape, total.source.aval.dtype
     if total.how == "psum":
-        return jnp.zeros(shape, _summed_in(dtype))
+        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        return jnp.zeros(shape, jnp.float32 if narrow else dtype)
     if total.how == "last":
         return jnp.zeros(shape, dtype)
     lowest, highest = _limits(dtype)
@@ -108,10 +110,6 @@ def _limits(dtype) -> tuple[Any, Any]:
     if jnp.issubdtype(dtype, jnp.floating):
         return -jnp.inf, jnp.inf
     return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
-
-
-def _summed_in(dtype) -> Any:
-    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
 def _join(how: str, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -162,3 +160,64 @@ def _repeat(eqn, values: Sequence[jax.Array], axis: str, length: int) -> list[ja
             times = length if total.how == "psum" else 1
             results.append(_finish(total, value * jnp.asarray(times, value.dtype), axis))
     return results
+
+
+def split_light_loops(jaxpr: Any) -> Any:
+    """``jaxpr`` with every scan split in two that makes some results of heavy work and carries others without.
+
+    What a loop counts beside can then be known before the heavy work is begun. Stacked results stay with the heavy
+    work. Without such a scan ``jaxpr`` itself comes back.
+
+    Before::
+
+        n, s = scan(carry n, s; x, mask): n + sum(mask), s + sum(dot(x, w) * mask)
+
+    After::
+
+        n = scan(carry n; mask): n + sum(mask)
+        s = scan(carry s; x, mask): s + sum(dot(x, w) * mask)
+
+    Guarantees: values are bitwise the same; heavy work is done, and what has side effects happens, as often as before.
+
+    Only scans that are not in other loops are split.
+    """
+    heavy: set = set()
+    walk = Walk(jaxpr)
+    for eqn in walk:
+        results = _heavy_results(eqn, heavy)
+        heavy.update(eqn.outvars[index] for index in results)
+        splits = eqn.primitive.name == "scan" and results and not has_side_effects(eqn)
+        used = {index for index, var in enumerate(Scan(eqn).results.carry) if not is_drop_var(var)} if splits else set()
+        light = used - results
+        rest = set(range(len(eqn.outvars))) - light
+        walk.eqns += [_keeping(eqn, light), _keeping(eqn, rest)] if light else [eqn]
+    split = walk.result()
+    return jaxpr if split is jaxpr else dce(split)
+
+
+def _heavy_results(eqn, heavy: set) -> set[int]:
+    """The results of ``eqn`` that take heavy work, in it or, as ``heavy`` knows, before it."""
+    if eqn.primitive.name == "scan":
+        return _heavy_results_of_scan(eqn, heavy)
+    return set(range(len(eqn.outvars))) if is_heavy(eqn) or not heavy.isdisjoint(variables(eqn.invars)) else set()
+
+
+def _heavy_results_of_scan(eqn, heavy: set) -> set[int]:
+    body, carried = Scan(eqn).body, Scan(eqn).inputs.carry
+    given = zip(body.invars, eqn.invars, strict=True)
+    inside = {var for var, atom in given if not heavy.isdisjoint(variables([atom]))}
+    while True:
+        made = set(inside)
+        for inner in body.eqns:
+            if is_heavy(inner) or not made.isdisjoint(variables(inner.invars)):
+                made.update(inner.outvars)
+        results = {index for index, atom in enumerate(body.outvars) if not made.isdisjoint(variables([atom]))}
+        grown = inside | {var for index, var in enumerate(carried) if index in results}
+        if grown == inside:
+            return results
+        inside = grown
+
+
+def _keeping(eqn, kept: set[int]) -> Any:
+    """``eqn`` with other names for all results but those ``kept``, so that nothing reads them."""
+    return eqn.replace(outvars=[var if index in kept else new_var(var.aval) for index, var in enumerate(eqn.outvars)])

@@ -34,28 +34,15 @@ from jax_deepcompile.transforms.decision import Decision
 
 
 @dataclass(frozen=True)
-class NarrowStacks(Decision, kind="narrow_stacks"):
+class NarrowStacks(Decision, kind="narrow_stacks", says="gradients of layers stay in the type they were reduced in"):
     """Stacks of gradients stay in the type that they were reduced in until they are read."""
-
-    def describe(self) -> str:
-        return "gradients of layers stay in the type they were reduced in"
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[NarrowStacks]) -> Program:
-        return narrow_stacks(program, mesh)
-
-
-def narrow_stacks(program: Program, mesh: AnyMesh) -> Program:
-    """``program`` with stacks of gradients widened where they are read; the same object if there are none to widen."""
-    loops = list(find_loops(program))
-    scopes = {loop.path: loop.body for loop in loops}
-    replacements: dict[int, Compute] = {}
-    for loop in loops:
-        if reduces_gradients(loop.eqn):
-            narrow = _narrow(scopes.get(loop.path[:-1], open_jaxpr(program.jaxpr)), loop.eqn)
-            if narrow:
-                replacements[id(loop.eqn)] = _widening_after(narrow)
-    return replace_equations(program, mesh, replacements) if replacements else program
+        scopes = {loop.path: loop.body for loop in find_loops(program)} | {(): open_jaxpr(program.jaxpr)}
+        reducing = [loop for loop in find_loops(program) if reduces_gradients(loop.eqn)]
+        narrow = {id(loop.eqn): _narrow(scopes[loop.path[:-1]], loop.eqn) for loop in reducing}
+        return replace_equations(program, mesh, {key: _widening_after(found) for key, found in narrow.items() if found})
 
 
 def _narrow(scope: Any, loop: Any) -> dict[int, Any]:

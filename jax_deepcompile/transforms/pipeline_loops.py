@@ -26,10 +26,9 @@ iterations run as code outside of loops.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -41,12 +40,12 @@ from jax_deepcompile.analysis.parts import Part, SplitBody, split_body
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.transforms.decision import Decision, loop_named, refused
-from jax_deepcompile.transforms.replace_loops import replace_loops
+from jax_deepcompile.ir.retrace import Compute
+from jax_deepcompile.transforms.decision import Decision, loop_named, refused, replace_loops
 
 
 @dataclass(frozen=True)
-class LoopSchedule(Decision, kind="pipeline_loops"):
+class LoopSchedule(Decision, kind="pipeline_loops", about=("loop",)):
     """How one layer loop is pipelined.
 
     Attributes:
@@ -63,9 +62,6 @@ class LoopSchedule(Decision, kind="pipeline_loops"):
     first_layers: int = 0
     last_layers: int = 0
 
-    def subjects(self) -> tuple[str, ...]:
-        return (self.loop,)
-
     def check(self, program: Program) -> None:
         loop_named(program, self.loop, "pipelines")
         for layers in (self.prefetch_layers, self.delay_layers, self.first_layers, self.last_layers):
@@ -81,7 +77,10 @@ class LoopSchedule(Decision, kind="pipeline_loops"):
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[LoopSchedule]) -> Program:
-        return pipeline_loops(program, mesh, decisions)
+        divided = len(mesh.axis_names) > len(program.mesh.devices.names)
+        wanted = {each.loop: each for each in decisions}
+        ways = {name: lambda loop: _Pipeline.of(loop, wanted[loop.name], divided) for name in wanted}
+        return replace_loops(program, mesh, ways)
 
 
 _MOST_LAYERS = 64
@@ -108,23 +107,12 @@ def choose_schedules(program: Program, prefetch_layers: int = 1, delay_layers: i
     return tuple(chosen)
 
 
-def pipeline_loops(program: Program, mesh: AnyMesh, schedules: Sequence[LoopSchedule]) -> Program:
-    """``program`` with its loops run as ``schedules`` say; the same object if they say nothing."""
-    wanted = {schedule.loop: schedule for schedule in schedules}
-    divided = len(mesh.axis_names) > len(program.mesh.devices.names)
-    pipelined = {name: lambda loop: _Pipeline(loop, wanted[loop.name], divided).run for name in wanted}
-    return replace_loops(program, mesh, pipelined)
-
-
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     """What flows from one iteration to the next.
 
     Attributes:
-      carry: the loop's own carry.
       gathered: what was gathered for the coming iterations, nearest first.
       pending: what waits to be reduced, oldest first.
-      stacks: the stacked outputs so far.
     """
 
     carry: Sequence
@@ -133,85 +121,75 @@ class _State:
     stacks: tuple
 
 
-jax.tree_util.register_dataclass(_State, ["carry", "gathered", "pending", "stacks"], [])
-
-
 @dataclass(frozen=True)
 class _Pipeline:
-    """The pipelined form of one loop.
+    """The pipelined form of one loop: the pieces of its body, ready to run for any iteration.
 
     Attributes:
-      loop: the loop.
-      schedule: how it is pipelined.
       divided: whether XLA divides what is in it further, along automatic axes.
-      split: its body.
+      consts: the loop's constants by variable of the body.
+      slices: the stacks whose slices the body reads, by variable of the body.
     """
 
     loop: Loop
     schedule: LoopSchedule
     divided: bool
-    split: SplitBody = field(init=False)
+    split: SplitBody
+    consts: dict
+    slices: dict
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "split", split_body(self.loop.eqn))
+    @classmethod
+    def of(cls, loop: Loop, schedule: LoopSchedule, divided: bool) -> Compute:
+        split = split_body(loop.eqn)
+
+        def run(eqn, operands: list) -> Sequence:
+            scan = Scan(eqn)
+            consts, carry, stacks = scan.split(operands)
+            slices = dict(zip(loop.slices, stacks, strict=True))
+            known = constants_of(eqn) | dict(zip(scan.inputs.consts, consts, strict=True))
+            begin = jnp.zeros if divided else lax.empty  # XLA divides zeros, and not what is left undefined
+            outs = [begin(var.aval.shape, var.aval.dtype) for var in scan.results.ys]
+            for output, var in split.in_place:
+                outs[output] = slices.pop(var)
+            return cls(loop, schedule, divided, split, known, slices).run(carry, tuple(outs))
+
+        return run
+
+    @property
+    def carried(self) -> Sequence:
+        """The body's variables for the carry."""
+        return self.loop.scan.inputs.carry
 
     @property
     def first(self) -> int:
         """Iterations that run apart before the loop."""
         return min(max(self.schedule.first_layers, self.schedule.delay_layers), self.loop.length)
 
-    def run(self, eqn, operands: list) -> Sequence:
-        scan = Scan(eqn)
-        consts, carry, stacks = scan.split(operands)
-        slices = dict(zip(self.loop.slices, stacks, strict=True))
-        known = constants_of(eqn) | dict(zip(scan.inputs.consts, consts, strict=True))
-        work = _Work(self, known, slices, scan.inputs.carry)
-        begin = jnp.zeros if self.divided else lax.empty  # XLA divides zeros, and not what is left undefined
-        outs = [begin(var.aval.shape, var.aval.dtype) for var in scan.results.ys]
-        for output, var in self.split.in_place:
-            outs[output] = slices.pop(var)
-        gathered = tuple(work.gather(t) for t in range(min(self.schedule.prefetch_layers, self.loop.length)))
-        return self._iterate(work, _State(carry, gathered, (), tuple(outs)))
-
-    def _iterate(self, work: _Work, state: _State) -> Sequence:
+    def run(self, carry: Sequence, stacks: tuple) -> Sequence:
         length, first = self.loop.length, self.first
         last = min(max(self.schedule.last_layers, self.schedule.prefetch_layers), length - first)
+        gathered = tuple(self.gather(t) for t in range(min(self.schedule.prefetch_layers, length)))
+        state = _State(carry, gathered, (), stacks)
         for t in range(first):
-            state = work.iteration(state, t)
-        trips = length - first - last
-        if trips:
+            state = self.iteration(state, t)
+        if trips := length - first - last:
 
             def body(counted, _):
                 t, state = counted
-                return (t + 1, work.iteration(state, t)), None
+                return (t + 1, self.iteration(state, t)), None
 
             (_, state), _ = lax.scan(body, (jnp.int32(first), state), length=trips)
         for t in range(length - last, length):
-            state = work.iteration(state, t)
+            state = self.iteration(state, t)
         for t in range(length - len(state.pending), length):
-            state = work.reduce_oldest(state, t)
-        reduced = self.split.late_outputs
-        return [*state.carry, *(_written(s) if index in reduced else s for index, s in enumerate(state.stacks))]
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The pieces of one loop's body, ready to run for any iteration.
-
-    Attributes:
-      pipeline: the loop and its schedule.
-      consts: the loop's constants by variable of the body.
-      slices: the stacks whose slices the body reads, by variable of the body.
-      carried: the body's variables for the carry.
-    """
-
-    pipeline: _Pipeline
-    consts: dict
-    slices: dict
-    carried: Sequence
+            state = self.reduce_oldest(state, t)
+        written = list(state.stacks)
+        for index in self.split.late_outputs:  # XLA would put the last writes off into what reads it, slowing that
+            written[index] = lax.optimization_barrier(written[index])
+        return [*state.carry, *written]
 
     def gather(self, t) -> list:
-        read, early = self._reader(t), self.pipeline.split.early
+        read, early = self._reader(t), self.split.early
         return self._run(early, lambda var: self._as_outside(read(var), reached_from(early.jaxpr.eqns, {var})))
 
     def iteration(self, state: _State, t) -> _State:
@@ -220,12 +198,12 @@ class _Work:
         Apart from the loop nothing would keep XLA from putting all gradients and reductions off to the very end, so
         there the next iteration waits for this one's, as it does in a loop.
         """
-        schedule, split, apart = self.pipeline.schedule, self.pipeline.split, isinstance(t, int)
+        schedule, split, apart = self.schedule, self.split, isinstance(t, int)
         gathered, pending, stacks, reduced = state.gathered, state.pending, state.stacks, {}
         reduces = schedule.delay_layers and len(pending) == schedule.delay_layers
-        if not apart or t + schedule.prefetch_layers < self.pipeline.loop.length:
+        if not apart or t + schedule.prefetch_layers < self.loop.length:
             gathered = (*gathered, self.gather(t + schedule.prefetch_layers))
-        between = apart and 0 < t < self.pipeline.first
+        between = apart and 0 < t < self.first
         made = self._given(state.carry, t) if between else dict(zip(self.carried, state.carry, strict=True))
         ready = map(self._in_order, gathered[0]) if apart else gathered[0]
         made |= dict(zip(split.early.outputs, ready, strict=True))
@@ -247,8 +225,8 @@ class _Work:
 
     def _main(self, t) -> Part:
         """What iteration ``t`` computes: in the first one of a loop that reduces, what was just computed is at hand."""
-        main = self.pipeline.split.main
-        if isinstance(t, int) and t == 0 and self.pipeline.schedule.delay_layers:
+        main = self.split.main
+        if isinstance(t, int) and t == 0 and self.schedule.delay_layers:
             return replace(main, jaxpr=without_barriers(main.jaxpr))
         return main
 
@@ -257,7 +235,7 @@ class _Work:
 
         XLA would compute again early, and keep, what many checkpointed layers make of them.
         """
-        read = [var for var in self.pipeline.split.main.inputs if var in self.slices]
+        read = [var for var in self.split.main.inputs if var in self.slices]
         carry, values = lax.optimization_barrier((carry, [self._slice(self.slices[var], t) for var in read]))
         return dict(zip((*self.carried, *read), (*carry, *values), strict=True))
 
@@ -265,13 +243,11 @@ class _Work:
         """What iteration ``t`` leaves to be reduced; and the stacks.
 
         Args:
-          made: what the iteration made before.
-          stacks: the stacked outputs so far.
           wait: whether each is made once the stacks that it will be reduced for are written, so that the memory of an
             earlier one is free for it.
         """
         gradients: dict = {}
-        for gradient in self.pipeline.split.gradients:
+        for gradient in self.split.gradients:
             operands = [made[var] for var in gradient.operands]
             if wait:
                 operands, stacks = _after(operands, stacks, gradient.outputs)
@@ -282,7 +258,7 @@ class _Work:
 
     def _in_a_row(self, value):
         """So XLA has it in memory as the reduction wants it; what it divides further cannot be put in a row."""
-        return value if self.pipeline.divided else value.reshape(-1)
+        return value if self.divided else value.reshape(-1)
 
     def reduce_oldest(self, state: _State, t) -> _State:
         """Finishes the outputs of iteration ``t``, the oldest that is pending."""
@@ -291,7 +267,7 @@ class _Work:
 
     def _reduced(self, pending: Sequence, stacks: tuple, t) -> dict[int, Any]:
         """The outputs, by position, that iteration ``t`` left ``pending``."""
-        split = self.pipeline.split
+        split = self.split
         made = {var: value.reshape(var.aval.shape) for var, value in zip(split.pending, pending, strict=True)}
         made |= {var: self._slice(stacks[output], t) for output, var in split.in_place}
         reduced = {}
@@ -307,7 +283,7 @@ class _Work:
         XLA would rather have whole stacks as the collective wants a slice, and transpose them outside of the loop. What
         is made of the slice, or it is made of, is ``related``.
         """
-        split = self.pipeline.split
+        split = self.split
         eqns = (eqn for part in (split.early, split.late) for eqn in part.jaxpr.eqns)
         turned = any(eqn.primitive.name == "transpose" and eqn.outvars[0] in related for eqn in eqns)
         return self._in_order(value) if turned else value
@@ -317,7 +293,7 @@ class _Work:
 
         Apart from the loop XLA would transpose what products read.
         """
-        if self.pipeline.divided:
+        if self.divided:
             return value
         return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
@@ -328,7 +304,7 @@ class _Work:
         )
 
     def _layer(self, t):
-        loop = self.pipeline.loop
+        loop = self.loop
         return loop.length - 1 - t if loop.reverse else t
 
     def _reader(self, t, made: dict | None = None) -> Callable:
@@ -351,11 +327,6 @@ class _Work:
 
     def _run(self, part: Part, read: Callable) -> list:
         return eval_local(part.jaxpr, [read(var) for var in part.inputs])
-
-
-def _written(stack):
-    """``stack`` once it is written: XLA would put the last writes off into what reads it, and make that slower."""
-    return lax.optimization_barrier(stack)
 
 
 def _updated(stack, value, layer):

@@ -1,4 +1,4 @@
-"""Straight-line gathers that start just early enough.
+"""Gathers outside of loops that start just early enough.
 
 A gather of parameters could start at once, as nothing before it is needed; then all of them would, and fill the
 memory. It could wait for the activation that meets it; then nothing hides it. Between the two there is, for every
@@ -42,7 +42,7 @@ from jax_deepcompile.transforms.unshard import OF_LOOPS
 
 
 @dataclass(frozen=True)
-class Prefetch(Decision, kind="prefetch", after=(*OF_LOOPS, "unshard")):
+class Prefetch(Decision, kind="prefetch", after=(*OF_LOOPS, "unshard"), about=("gather",)):
     """When one gather outside of loops starts.
 
     Attributes:
@@ -53,15 +53,30 @@ class Prefetch(Decision, kind="prefetch", after=(*OF_LOOPS, "unshard")):
     gather: str
     after: str
 
-    def subjects(self) -> tuple[str, ...]:
-        return (self.gather,)
-
     def describe(self) -> str:
         return f"gather of {self.gather}: starts after {self.after}"
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[Prefetch]) -> Program:
-        return prefetch(program, decisions)
+        jaxpr, gathers = open_jaxpr(program.jaxpr), parameter_gathers(program)
+        known, what = gather_names(program, (), gathers), "starts the gather of"
+        starting = positions([each.gather for each in decisions], known, what)
+        values = {name: var for var, name in value_names(jaxpr, phased=True).items()}
+        makers = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        uses = first_uses(jaxpr, [gather.result for gather in gathers])
+        results = {gathers[place].result for place in starting}
+        moved: dict[int, list[Gather]] = {}
+        for each, place in sorted(zip(decisions, starting, strict=True), key=lambda pair: pair[1]):
+            positions([each.after], list(values), f"{what} {each.gather!r} after")
+            anchor = makers[values[each.after]]
+            if anchor >= uses[place] or results.intersection(jaxpr.eqns[anchor].outvars):
+                raise refused(f"it {what} {each.gather!r} after {each.after!r}, which it cannot wait for")
+            moved.setdefault(anchor, []).append(gathers[place])
+        if not moved:
+            return program
+        flat = _moved(jaxpr, moved)
+        flat = flat.replace(eqns=slim_barriers(flat.eqns, flat.outvars))
+        return program.replace(jaxpr=closed_like(program.jaxpr, flat))
 
 
 def choose_prefetches(
@@ -72,8 +87,6 @@ def choose_prefetches(
     Gathers that would start with the program need no decision and get none.
 
     Args:
-      program: in the local view.
-      costs: what things take.
       slack: how much longer than it takes a gather is given.
       room_bytes: what is free while each equation runs as ``program`` has them; None where that is enough.
     """
@@ -110,32 +123,6 @@ def _first_with_room(room: np.ndarray, gather: Gather) -> int:
     """Position of the first equation from which on what ``gather`` makes may be there."""
     full = np.flatnonzero(room[: gather.position] < gather.size_bytes)
     return int(full[-1]) + 1 if full.size else 0
-
-
-def prefetch(program: Program, decisions: Sequence[Prefetch]) -> Program:
-    """``program`` with the gathers that ``decisions`` name pinned as they say; the others stay as they are."""
-    if not decisions:
-        return program
-    jaxpr, gathers = open_jaxpr(program.jaxpr), parameter_gathers(program)
-    starting = positions(
-        [each.gather for each in decisions], gather_names(program, (), gathers), "starts the gather of"
-    )
-    values = {name: var for var, name in value_names(jaxpr, phased=True).items()}
-    makers = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    uses = first_uses(jaxpr, [gather.result for gather in gathers])
-    results = {gathers[place].result for place in starting}
-    moved: dict[int, list[Gather]] = {}
-    for decision, place in sorted(zip(decisions, starting, strict=True), key=lambda each: each[1]):
-        positions([decision.after], list(values), f"starts the gather of {decision.gather!r} after")
-        anchor = makers[values[decision.after]]
-        if anchor >= uses[place] or results.intersection(jaxpr.eqns[anchor].outvars):
-            raise refused(
-                f"it starts the gather of {decision.gather!r} after {decision.after!r}, which it cannot wait for"
-            )
-        moved.setdefault(anchor, []).append(gathers[place])
-    flat = _moved(jaxpr, moved)
-    flat = flat.replace(eqns=slim_barriers(flat.eqns, flat.outvars))
-    return program.replace(jaxpr=closed_like(program.jaxpr, flat))
 
 
 def parameter_gathers(program: Program) -> tuple[Gather, ...]:

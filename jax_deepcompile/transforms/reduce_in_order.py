@@ -1,4 +1,4 @@
-"""Straight-line reductions that follow one another in the order in which gradients are ready.
+"""Reductions outside of loops that follow one another in the order in which gradients are ready.
 
 XLA schedules from the end of the program backwards. Before a reduction that it puts last there is room for the compute
 that its gradient does not need; if that is the last layer's, whose gradient is ready first, all of backward comes

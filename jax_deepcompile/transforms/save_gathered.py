@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_deepcompile._jax_compat import new_jaxpr, open_jaxpr
-from jax_deepcompile.analysis.dataflow import renamed, unguarded
+from jax_deepcompile.analysis.dataflow import given, renamed, unguarded
 from jax_deepcompile.analysis.gathers import Gather
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.loops import Loop, find_loops
@@ -34,13 +34,12 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Replacement, replace_equations, rerun
-from jax_deepcompile.transforms.decision import Decision, listed, loop_named, positions, refused
-from jax_deepcompile.transforms.stack_collectives import given_gathers
+from jax_deepcompile.transforms.decision import Decision, listed, loops_in_turn, positions
 
 
 @dataclass(frozen=True)
-class SavedGathers(Decision, kind="save_gathered"):
-    """What one loop leaves gathered for another one.
+class SavedGathers(Decision, kind="save_gathered", about=("forward", "backward")):
+    """What one loop saves gathered for another one.
 
     Attributes:
       forward: the loop that gathers.
@@ -52,18 +51,20 @@ class SavedGathers(Decision, kind="save_gathered"):
     backward: str
     gathers: tuple[str, ...]
 
-    def subjects(self) -> tuple[str, ...]:
-        return self.forward, self.backward
-
-    def check(self, program: Program) -> None:
-        _chosen(program, self)
-
     def describe(self) -> str:
-        return f"{self.forward}: leaves {listed(self.gathers, self.forward)} gathered for {self.backward}"
+        return f"{self.forward}: saves {listed(self.gathers, self.forward)} gathered for {self.backward}"
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[SavedGathers]) -> Program:
-        return save_gathered(program, mesh, decisions)
+        replacements: dict[int, Replacement] = {}
+        for each in decisions:
+            forward, backward, shared = _chosen(program, each)
+            if shared.gathers:
+                saved = [group[0].result for group, _ in shared.gathers]
+                rest = given(shared.backward, [[gather.result for gather in group] for _, group in shared.gathers])
+                bridge = Bridge(shared.forward, saved, rest)
+                replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read}
+        return replace_equations(program, mesh, replacements)
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,6 @@ class Shared:
     """What two loops in the same place gather of the same stacks.
 
     Attributes:
-      forward: the body of the first, its gathers along the leading dimension.
-      backward: the body of the second, likewise.
       gathers: pairs, one for each value: the gathers of it in the first and in the second.
     """
 
@@ -82,7 +81,7 @@ class Shared:
 
 
 def shared_gathers(program: Program, forward: Loop, backward: Loop) -> Shared:
-    """What ``forward`` could leave gathered for ``backward``, which comes later in the same place."""
+    """What ``forward`` could save gathered for ``backward``, which comes later in the same place."""
     around = {loop.path: loop.body for loop in find_loops(program)}
     sources = unguarded(around.get(forward.path[:-1], open_jaxpr(program.jaxpr)))
 
@@ -104,27 +103,12 @@ def shared_names(program: Program, forward: Loop, shared: Shared) -> list[str]:
 
 def _chosen(program: Program, choice: SavedGathers) -> tuple[Loop, Loop, Shared]:
     """The loops that ``choice`` names, and what it says that they share."""
-    forward = loop_named(program, choice.forward, "leaves gathered what is gathered by")
-    backward = loop_named(program, choice.backward, "leaves gathered parameters for")
-    if forward.path[:-1] != backward.path[:-1] or forward.path >= backward.path:
-        raise refused(f"{choice.backward!r} does not follow {choice.forward!r} in the same place")
+    what = "saves gathered what is gathered by", "saves gathered parameters for"
+    forward, backward = loops_in_turn(program, choice.forward, choice.backward, what)
     shared = shared_gathers(program, forward, backward)
-    what = f"leaves gathered from {choice.forward!r} for {choice.backward!r}"
+    what = f"saves gathered from {choice.forward!r} for {choice.backward!r}"
     places = positions(choice.gathers, shared_names(program, forward, shared), what)
     return forward, backward, replace(shared, gathers=tuple(shared.gathers[place] for place in sorted(places)))
-
-
-def save_gathered(program: Program, mesh: AnyMesh, choices: Sequence[SavedGathers]) -> Program:
-    """``program`` with the chosen gathers done by the forward loops only; the same object if there are none."""
-    replacements: dict[int, Replacement] = {}
-    for choice in choices:
-        forward, backward, shared = _chosen(program, choice)
-        if shared.gathers:
-            left = [group[0].result for group, _ in shared.gathers]
-            given = given_gathers(shared.backward, shared.backward.outvars, [group for _, group in shared.gathers])
-            bridge = Bridge(shared.forward, left, given)
-            replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read}
-    return replace_equations(program, mesh, replacements) if replacements else program
 
 
 @dataclass
@@ -133,19 +117,19 @@ class Bridge:
 
     Attributes:
       body: of the first loop.
-      left: what each of its iterations leaves.
-      given: the body of the second, whose constants are its first inputs, and slices of what was left its last.
-      stacks: of what was left.
+      saved: what each of its iterations saves.
+      given: the body of the second, whose constants are its first inputs, and slices of what was saved its last.
+      stacks: of what was saved.
     """
 
     body: Any
-    left: Sequence
+    saved: Sequence
     given: Any
     stacks: list = field(default_factory=list)
 
     def write(self, eqn, operands: list) -> list:
         body = self.body
-        inner = new_jaxpr([*body.constvars, *body.invars], [*body.outvars, *self.left], body.eqns)
+        inner = new_jaxpr([*body.constvars, *body.invars], [*body.outvars, *self.saved], body.eqns)
         made = rerun(eqn, inner, operands)
         self.stacks = made[len(eqn.outvars) :]
         return made[: len(eqn.outvars)]

@@ -27,8 +27,8 @@ import jax
 from jax import lax
 
 from jax_deepcompile._jax_compat import eval_local, new_jaxpr
-from jax_deepcompile.analysis.dataflow import renamed, slim_barriers
-from jax_deepcompile.analysis.gathers import Gather, slice_of
+from jax_deepcompile.analysis.dataflow import given
+from jax_deepcompile.analysis.gathers import slice_of
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.loops import Loop
 from jax_deepcompile.analysis.names import gather_names, reduction_names
@@ -37,17 +37,14 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, rerun
-from jax_deepcompile.ir.rewrite import with_renamed_operands
-from jax_deepcompile.transforms.decision import Decision, listed, loop_named, positions
-from jax_deepcompile.transforms.replace_loops import replace_loops
+from jax_deepcompile.transforms.decision import Decision, listed, loop_named, positions, replace_loops
 
 
 @dataclass(frozen=True)
-class StackCollectives(Decision, kind="stack_collectives"):
+class StackCollectives(Decision, kind="stack_collectives", about=("loop",)):
     """What one loop leaves to collectives of whole stacks.
 
     Attributes:
-      loop: the loop.
       gathers: parameters that it gathers slices of.
       reductions: parameters whose gradients it reduces and stacks.
     """
@@ -56,20 +53,22 @@ class StackCollectives(Decision, kind="stack_collectives"):
     gathers: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ()
 
-    def subjects(self) -> tuple[str, ...]:
-        return (self.loop,)
-
-    def check(self, program: Program) -> None:
-        _chosen(program, self)
-
     def describe(self) -> str:
         parts = (("gathers", self.gathers), ("reduces", self.reductions))
         said = " and ".join(f"{verb} {listed(names, self.loop)}" for verb, names in parts if names)
         return f"{self.loop}: {said} for all layers at once, outside of the loop"
 
     @staticmethod
-    def apply(program: Program, mesh: AnyMesh, decisions: Sequence[StackCollectives]) -> Program:
-        return stack_collectives(program, mesh, decisions)
+    def apply(
+        program: Program, mesh: AnyMesh, decisions: Sequence[StackCollectives], at_once_bytes: int = 64 << 20
+    ) -> Program:
+        """Up to ``at_once_bytes`` a whole stack is gathered by one collective."""
+        chosen = {each.loop: _chosen(program, each) for each in decisions}
+
+        def outside(loop: Loop) -> Compute:
+            return lambda eqn, operands: _outside(eqn, operands, *chosen[loop.name], at_once_bytes)
+
+        return replace_loops(program, mesh, {loop: outside for loop, places in chosen.items() if any(places)})
 
 
 def slice_names(program: Program, loop: Loop) -> list[str]:
@@ -80,21 +79,6 @@ def slice_names(program: Program, loop: Loop) -> list[str]:
 def stacked_names(program: Program, loop: Loop) -> list[str]:
     """What the reductions that make stacked outputs of ``loop`` are called, in the order of ``stacked_reductions``."""
     return reduction_names(program, loop, [loop.scan.num_carry + each.output for each in stacked_reductions(loop.eqn)])
-
-
-def stack_collectives(
-    program: Program, mesh: AnyMesh, choices: Sequence[StackCollectives], at_once_bytes: int = 64 << 20
-) -> Program:
-    """``program`` with the chosen collectives taken out of their loops; the same object if none is.
-
-    Up to ``at_once_bytes`` a whole stack is gathered by one collective.
-    """
-    chosen = {each.loop: _chosen(program, each) for each in choices if each.gathers or each.reductions}
-
-    def outside(loop: Loop) -> Compute:
-        return lambda eqn, operands: _outside(eqn, operands, *chosen[loop.name], at_once_bytes)
-
-    return replace_loops(program, mesh, dict.fromkeys(chosen, outside))
 
 
 def _chosen(program: Program, choice: StackCollectives) -> tuple[list[int], list[int]]:
@@ -120,21 +104,12 @@ def _outside(eqn, operands: list, wanted: Sequence[int], reduced: Sequence[int],
     outvars = list(body.outvars)
     for each in reductions:
         outvars[num_carry + each.output] = each.operand
-    made = rerun(eqn, given_gathers(body, outvars, groups), operands, gathered)
+    rest = given(body.replace(outvars=outvars), [[gather.result for gather in group] for group in groups])
+    made = rerun(eqn, rest, operands, gathered)
     for each in reductions:
         part = new_jaxpr([each.operand], [each.eqns[-1].outvars[0]], each.eqns)
         made[num_carry + each.output] = _each_layer(part, made[num_carry + each.output], at_once=True)
     return made
-
-
-def given_gathers(body: Any, outvars: Sequence, groups: Sequence[tuple[Gather, ...]]) -> Any:
-    """A loop's body that does not gather ``groups``: their values come last among its inputs, its constants first."""
-    names = {gather.result: group[0].result for group in groups for gather in group}
-    outvars = [renamed(atom, names) for atom in outvars]
-    rest = [with_renamed_operands(inner, names) for inner in body.eqns if not set(inner.outvars) & set(names)]
-    rest = slim_barriers(rest, outvars)
-    given = [group[0].result for group in groups]
-    return new_jaxpr([*body.constvars, *body.invars, *given], outvars, rest)
 
 
 def _each_layer(part: Any, stack: jax.Array, at_once: bool) -> jax.Array:

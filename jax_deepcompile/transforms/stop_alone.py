@@ -17,22 +17,18 @@ do all loops where XLA divides what is in them further, along automatic axes, an
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
-import jax
-import numpy as np
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import has_side_effects
-from jax_deepcompile.analysis.dataflow import literal_bits
+from jax_deepcompile.analysis.equal_work import Numbers
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import COLLECTIVES, While, closed_like
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.rewrite import Walk
 from jax_deepcompile.ir.traversal import equations
-
-_NOT_COMPARED = (jex.Jaxpr, jex.ClosedJaxpr, np.ndarray, jax.Array)
-"""Parameters of equations that are not looked into."""
 
 
 def stop_alone(program: Program, mesh: AnyMesh) -> Program:
@@ -53,11 +49,11 @@ def _alone(eqn) -> Any:
     if eqn.primitive.name != "while" or has_side_effects(eqn):
         return eqn
     condition = While(eqn).condition
-    asked = _maker(condition, condition.outvars[0], "pmax")
-    here = asked and _maker(condition, asked.invars[0], "reduce_or")
+    combined = _maker(condition, condition.outvars[0], "pmax")
+    here = combined and _maker(condition, combined.invars[0], "reduce_or")
     if not here or not _keeps_what_is_done(eqn, here.invars[0]):
         return eqn
-    alone = condition.replace(eqns=[each for each in condition.eqns if each is not asked], outvars=here.outvars)
+    alone = condition.replace(eqns=[each for each in condition.eqns if each is not combined], outvars=here.outvars)
     return eqn.replace(params={**eqn.params, "cond_jaxpr": closed_like(While(eqn).closed_condition, alone)})
 
 
@@ -69,55 +65,32 @@ def _keeps_what_is_done(eqn, going: Any) -> bool:
         return False
     conds, bodies = While(eqn).num_cond_consts, While(eqn).num_body_consts
     tested, given, carried = eqn.invars[:conds], eqn.invars[conds : conds + bodies], body.invars[bodies:]
-    same = dict(zip(condition.invars[conds:], carried, strict=True))
-    for var, atom in zip(condition.invars[:conds], tested, strict=True):
-        same[var] = next((inner for inner, other in zip(body.invars, given, strict=False) if other is atom), None)
-    twin = _Twin(condition, body, same)
+    numbers = Numbers()
+    inside = numbers.of_place(body)
+    same = {var: inside[inner] for var, inner in zip(condition.invars[conds:], carried, strict=True)}
+    consts = {id(atom): inside[inner] for inner, atom in zip(body.invars, given, strict=False)}
+    pairs = zip(condition.invars[:conds], tested, strict=True)
+    same |= {var: consts[id(atom)] for var, atom in pairs if id(atom) in consts}
+    goes_on = numbers.of_atom(going, numbers.of_place(condition, same))
+    masks = [var for var, number in inside.items() if number == goes_on]
     return all(
-        new is old or _is_guarded(body, new, old, going, twin) for new, old in zip(body.outvars, carried, strict=True)
+        new is old or _is_guarded(body, new, old, going, masks) for new, old in zip(body.outvars, carried, strict=True)
     )
 
 
-def _is_guarded(body: jex.Jaxpr, new: Any, old: Any, going: Any, twin: _Twin) -> bool:
-    """Whether ``new`` differs from ``old`` only where ``going``, of the condition, is true."""
+def _is_guarded(body: jex.Jaxpr, new: Any, old: Any, going: Any, masks: Collection) -> bool:
+    """Whether ``new`` differs from ``old`` only where ``going``, which is one of ``masks`` in the body, is true."""
     select = _maker(body, new, "select_n")
     if not select or len(select.invars) != 3 or select.invars[1] is not old:
         return False
     each, dims = select.invars[0], tuple(range(len(old.aval.shape)))
     rows = dims[: len(going.aval.shape)]
-    while not (dims == rows and twin.is_same(going, each)):
+    while not (dims == rows and each in masks):
         broadcast = _maker(body, each, "broadcast_in_dim")
         if not broadcast:
             return False
         each, dims = broadcast.invars[0], tuple(dims[dim] for dim in broadcast.params["broadcast_dimensions"])
     return True
-
-
-class _Twin:
-    """Finds what a condition computes in the body of its loop."""
-
-    def __init__(self, condition: jex.Jaxpr, body: jex.Jaxpr, same: dict) -> None:
-        self.made = [
-            {var: (eqn, index) for eqn in jaxpr.eqns for index, var in enumerate(eqn.outvars)}
-            for jaxpr in (condition, body)
-        ]
-        self.same = same
-
-    def is_same(self, there: Any, here: Any) -> bool:
-        """Whether ``there``, of the condition, has the value of ``here``, of the body."""
-        if isinstance(there, jex.Literal) or isinstance(here, jex.Literal):
-            return literal_bits(there) == literal_bits(here)
-        if there not in self.same:
-            self.same[there] = here if self._computes_same(there, here) else None
-        return self.same[there] is here
-
-    def _computes_same(self, there: Any, here: Any) -> bool:
-        if there not in self.made[0] or here not in self.made[1]:
-            return False
-        (left, index), (right, other) = self.made[0][there], self.made[1][here]
-        plain = not any(isinstance(value, _NOT_COMPARED) for value in left.params.values())
-        alike = left.primitive is right.primitive and index == other and plain and left.params == right.params
-        return alike and all(map(self.is_same, left.invars, right.invars))
 
 
 def _maker(jaxpr: jex.Jaxpr, atom: Any, name: str) -> Any:

@@ -14,15 +14,12 @@ use.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import with_names
-from jax_deepcompile.analysis.gathers import Gather, find_gathers
+from jax_deepcompile.analysis.gathers import Gather, by_value, find_gathers
 from jax_deepcompile.analysis.names import gather_names
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import closed_like
@@ -44,49 +41,23 @@ class ReusedGathers(Decision, kind="unshard", after=OF_LOOPS):
 
     gathers: tuple[str, ...]
 
-    def check(self, program: Program) -> None:
-        _chosen(program, self)
-
     def describe(self) -> str:
         return f"stay gathered: {', '.join(self.gathers)}"
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[ReusedGathers]) -> Program:
-        jaxpr = open_jaxpr(program.jaxpr)
-        again = {later.position for each in decisions for later in _chosen(program, each)}
-        if not again:
+        repeated, known = repeated_gathers(program), {}
+        for each in decisions:
+            positions(each.gathers, list(repeated), "keeps gathered until used again")
+            known |= {again.result: first.result for first, again in map(repeated.__getitem__, each.gathers)}
+        if not known:
             return program
-        kept = keep_until_backward(jaxpr, jaxpr.invars, again)
-        return program.replace(jaxpr=closed_like(program.jaxpr, kept))
+        return program.replace(jaxpr=closed_like(program.jaxpr, with_names(open_jaxpr(program.jaxpr), known)))
 
 
 def repeated_gathers(program: Program) -> dict[str, tuple[Gather, Gather]]:
-    """``regathers`` of ``program`` by what the later ones are called."""
+    """Pairs (first, again) of gathers of the same value outside of loops, by what the later ones are called."""
     jaxpr = open_jaxpr(program.jaxpr)
-    pairs = regathers(jaxpr, jaxpr.invars)
+    pairs = [(first, each) for first, *again in by_value(find_gathers(jaxpr, jaxpr.invars)) for each in again]
+    pairs.sort(key=lambda pair: pair[1].position)
     return dict(zip(gather_names(program, (), [again for _, again in pairs]), pairs, strict=True))
-
-
-def _chosen(program: Program, choice: ReusedGathers) -> list[Gather]:
-    known = repeated_gathers(program)
-    pairs = list(known.values())
-    return [pairs[place][1] for place in positions(choice.gathers, list(known), "keeps gathered until used again")]
-
-
-def regathers(jaxpr: Any, sources: Sequence) -> tuple[tuple[Gather, Gather], ...]:
-    """Pairs (first, again) of gathers of the same value in code outside of loops."""
-    first: dict = {}
-    pairs = []
-    for gather in find_gathers(jaxpr, sources):
-        if gather.key in first:
-            pairs.append((first[gather.key], gather))
-        else:
-            first[gather.key] = gather
-    return tuple(pairs)
-
-
-def keep_until_backward(jaxpr: Any, sources: Sequence, again: Collection[int]) -> jex.Jaxpr:
-    """``jaxpr`` with the later gathers at the positions ``again`` replaced by what the first one made."""
-    flat = open_jaxpr(jaxpr)
-    known = {later.result: first.result for first, later in regathers(flat, sources) if later.position in again}
-    return with_names(flat, known)

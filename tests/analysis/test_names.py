@@ -21,12 +21,11 @@ from jax_deepcompile.analysis.loops import find_loops, reduces_gradients
 from jax_deepcompile.analysis.names import gather_names, numbered, parameter_names, value_names
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planner.keep_gathered import keep_gathered
-from jax_deepcompile.planner.layers import pipelined
+from jax_deepcompile.planner.layers import keep_gathered, pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.transforms import TRANSFORMS
-from jax_deepcompile.transforms.delay_reductions import DelayedReductions, find_terms, sum_names
+from jax_deepcompile.transforms.delay_reductions import DelayedReductions, sum_names
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
@@ -206,7 +205,7 @@ def test_a_reduction_is_called_as_the_gather_of_its_parameter(make, loops):
         assert set(reduced[loop.name]) in (set(), set(slice_names(program, loop)))
     assert [name for name in loops if reduced[name]] == [name for name in loops if name.endswith("@backward")]
     for loop in find_loops(program):
-        sums = sum_names(program, loop, list(find_terms(loop.eqn)))
+        sums = list(sum_names(program, loop))
         assert set(sums) <= set(parameter_names(program))
 
 
@@ -269,7 +268,8 @@ def test_values_are_called_by_their_scope():
     for index in range(2):
         assert f"Blocks/block_{index}/up dot_general @forward" in names
         assert f"Blocks/block_{index} tanh @forward" in names
-        assert f"block_{index}/up dot_general @backward" in names
+        assert f"Blocks/block_{index}/up dot_general @backward" in names
+        assert f"Blocks/block_{index}/down reduce_scatter @backward" in names
     assert "Blocks/head dot_general @backward" in names
 
 
@@ -318,7 +318,7 @@ def carried_out() -> list[Program]:
     plan = plan.having(KeptActivations, [KeptActivations(*turn.loops, turn.names) for turn in turns])
     plan = plan.having(KeptGathers, keep_gathered(plan.program(program, mesh), float("inf")))
     planned = plan.program(program, mesh)
-    sums = {loop.name: sum_names(planned, loop, list(find_terms(loop.eqn))) for loop in find_loops(planned)}
+    sums = {loop.name: list(sum_names(planned, loop)) for loop in find_loops(planned)}
     delayed = [DelayedReductions(name, tuple(names)) for name, names in sums.items() if names]
     plan = plan.having(DelayedReductions, delayed)
     return [program, *(plan.program(program, mesh, until=kind) for kind in TRANSFORMS)]

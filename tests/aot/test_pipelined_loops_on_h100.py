@@ -13,7 +13,7 @@ from jax import lax
 import jax_deepcompile as deepcompile
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from tests.partition.steps import shapes, training_step
 
 pytestmark = pytest.mark.h100_aot
@@ -38,7 +38,7 @@ def text() -> str:
     mesh = deepcompile.targets.h100().make_mesh((DEVICES,), ("fsdp",))
     step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
     program = step.trace(state, shapes((64, WIDTH))).sharded
-    planned = pipeline_loops(program, mesh, choose_schedules(program))
+    planned = LoopSchedule.apply(program, mesh, choose_schedules(program))
     compiled = lower(planned, mesh, "cuda").compile(compiler_options=compile_options("cuda") | double_buffering())
     return compiled.as_text() or ""
 

@@ -19,7 +19,7 @@ from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.planner.layers import pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import find_recomputation
-from jax_deepcompile.transforms.delay_reductions import DelayedReductions, find_terms, sum_names
+from jax_deepcompile.transforms.delay_reductions import DelayedReductions, sum_names
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.save_gathered import SavedGathers
@@ -105,7 +105,7 @@ def test_so_it_does_with_every_sum_reduced_in_the_next_microbatch(create):
     plan = pipelined(traced.plan(), traced.sharded, choose_schedules(traced.sharded))
     assert bool(plan.of(LoopSchedule)) == (create is scanned)
     program = plan.program(traced.sharded, h100s, until=DelayedReductions)
-    found = {loop.name: sum_names(program, loop, list(find_terms(loop.eqn))) for loop in find_loops(program)}
+    found = {loop.name: list(sum_names(program, loop)) for loop in find_loops(program)}
     apart = create is Layers
     delayed = [DelayedReductions(name, tuple(sums), apart) for name, sums in found.items() if sums]
     assert delayed

@@ -10,7 +10,7 @@ import jax_deepcompile as deepcompile
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.planner.candidate import Environment, evaluate
-from jax_deepcompile.planner.strategies.bucket_collectives import BucketCollectives, bandwidth_bound_bytes
+from jax_deepcompile.planner.strategies.unrolled import BucketCollectives, bandwidth_bound_bytes
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from tests.planner.situations import START, UNROLLED, situation, unrolled_loss
 from tests.schedules import gathers, instructions

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.planner.candidate import Environment
-from jax_deepcompile.planner.keep_gathered import keep_gathered
+from jax_deepcompile.planner.layers import keep_gathered
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.strategies.delay_reductions import (
+from jax_deepcompile.planner.strategies.microbatches import (
     DelayReductions,
     Reductions,
     choose_sums,

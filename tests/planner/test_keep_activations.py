@@ -74,7 +74,7 @@ def test_what_is_kept_fits_and_what_is_saved_adds_up(free_bytes, compute_s, netw
     for turn in TURNS:
         demand, saved_s = Demand(turn), 0.0
         for position in choice.activations.get(turn.loops, ()):
-            saved_s += demand.saved_s(position) - turn.handing_s(position)
+            saved_s += demand.saved_s(position) - turn.copying_s(position)
             demand.give(position)
         assert choice.saved_s == pytest.approx(saved_s)
 

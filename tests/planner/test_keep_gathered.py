@@ -8,7 +8,7 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.gathers import hoistable_gathers
 from jax_deepcompile.analysis.loops import find_loops
-from jax_deepcompile.planner.keep_gathered import keep_gathered
+from jax_deepcompile.planner.layers import keep_gathered
 from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 from tests.partition.steps import shapes
 from tests.planner.situations import MICROBATCHES, START, UNROLLED, accumulating, unrolled_loss

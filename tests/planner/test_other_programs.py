@@ -46,8 +46,8 @@ def refused(program, *decisions: Decision, why: str) -> None:
     ("decision", "what"),
     [
         (StackCollectives("stak @forward"), "takes collectives out of"),
-        (SavedGathers("stak @forward", BACK, ("stack/up",)), "leaves gathered what is gathered by"),
-        (SavedGathers(AHEAD, "stak @forward", ("stack/up",)), "leaves gathered parameters for"),
+        (SavedGathers("stak @forward", BACK, ("stack/up",)), "saves gathered what is gathered by"),
+        (SavedGathers(AHEAD, "stak @forward", ("stack/up",)), "saves gathered parameters for"),
         (KeptActivations("stak @forward", BACK, ("layer tanh",)), "keeps activations of"),
         (KeptActivations(AHEAD, "stak @forward", ("layer tanh",)), "keeps activations of"),
         (KeptActivations("stak @forward", "stak @forward", ("layer tanh",)), "keeps activations of"),

@@ -273,7 +273,7 @@ def test_a_plan_reads_in_words():
     assert str(START) == "fully sharded, nothing more"
     assert str(PLAN.replace(options=(), latencies=(Latency("fusion", 1.5),))).splitlines() == [
         "layers @forward: gathers norm, bias and reduces bias for all layers at once, outside of the loop",
-        "layers @forward: leaves up, down gathered for layers @backward",
+        "layers @forward: saves up, down gathered for layers @backward",
         "layers @forward: keeps mlp dot_general, mlp tanh for layers @backward",
         "outside of loops: keeps head dot_general @forward until they are used again",
         "sums over microbatches are added up in the loops that make them",

@@ -7,7 +7,7 @@ import pytest
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.stacks import Stack, repeated_stacks, small_stacks, with_gathers, without_gathers
-from jax_deepcompile.transforms.stack_collectives import StackCollectives, stack_collectives
+from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from tests.transforms.programs import LAYERS, STACK, count, halves_loss, sharded, stack_loss
 
 pytestmark = pytest.mark.pure
@@ -47,7 +47,7 @@ def test_what_is_small_leaves_the_loops():
     """All of these stacks are: a gather of a few KiB is nothing but latency."""
     program, mesh = sharded(stack_loss, STACK)
     small = small_stacks(program, Environment(mesh, "cuda", CostModel(), None))
-    assert count(stack_collectives(program, mesh, small), "all_gather") == 2 * 3
+    assert count(StackCollectives.apply(program, mesh, small), "all_gather") == 2 * 3
 
 
 def test_what_is_large_stays_in_the_loops():
@@ -55,5 +55,5 @@ def test_what_is_large_stays_in_the_loops():
         stack_loss, {"stack": {"up": (4, 16, 1 << 20), "down": (4, 1 << 20, 16), "bias": (4, 1 << 20)}}
     )
     small = small_stacks(program, Environment(mesh, "cuda", CostModel(), None))
-    inside = stack_collectives(program, mesh, small)
+    inside = StackCollectives.apply(program, mesh, small)
     assert count(inside, "all_gather") == 2 * (2 * 4 + 1)

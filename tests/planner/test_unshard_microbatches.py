@@ -10,7 +10,7 @@ import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.strategies.unshard_microbatches import (
+from jax_deepcompile.planner.strategies.microbatches import (
     Repeat,
     UnshardMicrobatches,
     as_planned,

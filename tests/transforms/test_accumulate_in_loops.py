@@ -15,10 +15,10 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.hlo.reader import read
-from jax_deepcompile.transforms.accumulate_in_loops import accumulate_in_loops
-from jax_deepcompile.transforms.hide_trip_counts import hidden_trip_count
-from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
-from jax_deepcompile.transforms.replace_loops import replace_loops
+from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
+from jax_deepcompile.transforms.decision import replace_loops
+from jax_deepcompile.transforms.microbatch_loops import hidden_trip_count
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from tests.partition.steps import SCATTER, lines, shapes
 from tests.schedules import additions
 from tests.transforms.programs import (
@@ -82,7 +82,7 @@ def stacked_sums(program) -> int:
 @pytest.mark.parametrize("loss", [halves_loss, backwards_loss], ids=["forward", "reverse"])
 def test_values_stay_the_same(loss):
     program, mesh = sharded(loss, STACK)
-    inside = accumulate_in_loops(program, mesh)
+    inside = AccumulateInLoops.apply(program, mesh, ())
     assert stacked_sums(program) > stacked_sums(inside) == 0
     assert_same_values(inside, program, mesh)
 
@@ -91,8 +91,8 @@ def test_values_stay_the_same(loss):
 @pytest.mark.parametrize(("ahead", "behind"), [(1, 1), (1, 0), (0, 2), (2, 2)])
 def test_values_stay_the_same_in_place(ahead, behind):
     program, mesh = sharded(halves_loss, STACK)
-    inside = accumulate_in_loops(program, mesh)
-    planned = pipeline_loops(inside, mesh, choose_schedules(inside, ahead, behind))
+    inside = AccumulateInLoops.apply(program, mesh, ())
+    planned = LoopSchedule.apply(inside, mesh, choose_schedules(inside, ahead, behind))
     assert_same_values(planned, program, mesh)
 
 
@@ -109,14 +109,14 @@ def test_before_and_after():
         return [line for line in text if line != f"    add_any {of_layer}"]
 
     assert sums(program) == [*forward, *backward, f"  add_any {of_stack}", f"add {of_stack}"]
-    inside = accumulate_in_loops(program, mesh)
+    inside = AccumulateInLoops.apply(program, mesh, ())
     assert sums(inside) == [*forward, *backward, f"    add {of_layer}", f"add {of_stack}"]
 
 
 @pytest.mark.pure
 def test_the_stack_that_is_added_to_is_the_output():
     program, mesh = sharded(halves_loss, STACK)
-    inside = accumulate_in_loops(program, mesh)
+    inside = AccumulateInLoops.apply(program, mesh, ())
     in_place = [len(split_body(loop.eqn).in_place) for loop in inner_loops(inside)]
     assert sum(in_place) == 3
     assert not any(split_body(loop.eqn).in_place for loop in find_loops(program))
@@ -125,7 +125,7 @@ def test_the_stack_that_is_added_to_is_the_output():
 @pytest.mark.pure
 def test_one_microbatch_has_nothing_to_add():
     program, mesh = sharded(stack_loss, STACK)
-    assert accumulate_in_loops(program, mesh) is program
+    assert AccumulateInLoops.apply(program, mesh, ()) is program
 
 
 @pytest.mark.pure
@@ -142,13 +142,13 @@ def test_one_microbatch_has_nothing_to_add():
 )
 def test_what_is_not_only_added_up_stays_after_the_loop(turn):
     program, mesh = added_up(turn)
-    assert accumulate_in_loops(program, mesh) is program
+    assert AccumulateInLoops.apply(program, mesh, ()) is program
 
 
 @pytest.mark.pure
 def test_the_users_own_sum_is_added_up_in_the_loop():
     program, mesh = added_up(lambda total, gradient: (total + gradient, None))
-    assert stacked_sums(program) > stacked_sums(accumulate_in_loops(program, mesh)) == 0
+    assert stacked_sums(program) > stacked_sums(AccumulateInLoops.apply(program, mesh, ())) == 0
 
 
 @pytest.mark.pure
@@ -165,7 +165,7 @@ def test_a_stack_that_something_else_reads_is_added_after_the_loop():
         return jnp.mean(total**2) + jnp.sum(sums)
 
     program, mesh = sharded(loss, {"w": (3, 16, 16)})
-    inside = accumulate_in_loops(program, mesh)
+    inside = AccumulateInLoops.apply(program, mesh, ())
     before, after = (len(open_jaxpr(outer_loops(each)[0].eqn.params["jaxpr"]).eqns) for each in (program, inside))
     assert after == before
 
@@ -177,11 +177,11 @@ def test_no_second_stack_is_filled_and_added():
     program, mesh = sharded(matrices_loss, params, batch, h100s(), optax.sgd(0.1), microbatches)
 
     def compiled(program):
-        pipelined = pipeline_loops(program, mesh, choose_schedules(program))
+        pipelined = LoopSchedule.apply(program, mesh, choose_schedules(program))
         return compiled_for_h100s(replace_loops(pipelined, mesh, {"microbatches": hidden_trip_count}), mesh)
 
     stack = (layers, width // 8, width)
-    before, after = compiled(program), compiled(accumulate_in_loops(program, mesh))
+    before, after = compiled(program), compiled(AccumulateInLoops.apply(program, mesh, ()))
     assert [additions(read(each.as_text()), stack) for each in (before, after)] == [2, 1]
     less = before.memory_analysis().temp_size_in_bytes - after.memory_analysis().temp_size_in_bytes
     assert less > 0.75 * 4 * math.prod(stack)

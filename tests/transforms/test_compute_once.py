@@ -12,9 +12,9 @@ from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.hlo.reader import read
-from jax_deepcompile.transforms.compute_once import compute_once
-from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
-from jax_deepcompile.transforms.save_gathered import SavedGathers, save_gathered
+from jax_deepcompile.transforms.compute_once import ComputeOnce
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
+from jax_deepcompile.transforms.save_gathered import SavedGathers
 from tests.schedules import product_elements
 from tests.transforms.programs import (
     MATRICES,
@@ -42,7 +42,7 @@ def once(function, *operands):
             return Program(jaxpr)
 
     program = Program(jax.make_jaxpr(function)(*operands))
-    return program, compute_once(program)
+    return program, ComputeOnce.apply(program, None, ())
 
 
 def names(program) -> list[str]:
@@ -56,11 +56,11 @@ def stored(stack, row, index: int):
 @pytest.mark.cpu_mesh
 def test_the_layer_at_the_turn_is_computed_once():
     program, mesh = sharded(stack_loss, {"stack": stack_shapes()})
-    program = save_gathered(
+    program = SavedGathers.apply(
         program, mesh, [SavedGathers("stack @forward", "stack @backward", ("stack/up", "stack/bias", "stack/down"))]
     )
-    pipelined = pipeline_loops(program, mesh, choose_schedules(program))
-    merged = compute_once(pipelined)
+    pipelined = LoopSchedule.apply(program, mesh, choose_schedules(program))
+    merged = ComputeOnce.apply(pipelined, None, ())
     assert names(merged).count("tanh") == names(pipelined).count("tanh") - 1
     assert_same_work(merged, program, mesh)
 
@@ -68,8 +68,8 @@ def test_the_layer_at_the_turn_is_computed_once():
 def turning(params, *where):
     """Pipelined layers whose parameters stay gathered from forward to backward: the program and its mesh."""
     program, mesh = sharded(matrices_loss, params, *where)
-    handed = save_gathered(program, mesh, [SavedGathers("w @forward", "w @backward", ("w",))])
-    return pipeline_loops(handed, mesh, choose_schedules(handed)), mesh
+    saved = SavedGathers.apply(program, mesh, [SavedGathers("w @forward", "w @backward", ("w",))])
+    return LoopSchedule.apply(saved, mesh, choose_schedules(saved)), mesh
 
 
 @pytest.mark.pure
@@ -79,7 +79,7 @@ def test_before_and_after():
     backward = ["scan 3", "  dot_general", "  tanh", *["  dot_general"] * 2, "  reduce_scatter", "reduce_scatter"]
     last_layer = ["dot_general", "dot_general"]
     assert outline(pipelined, "tanh") == [*forward, "dot_general", "tanh", *last_layer, *backward]
-    assert outline(compute_once(pipelined), "tanh") == [*forward, *last_layer, *backward]
+    assert outline(ComputeOnce.apply(pipelined, None, ()), "tanh") == [*forward, *last_layer, *backward]
 
 
 @pytest.mark.pure
@@ -173,6 +173,6 @@ def test_random_bits_are_drawn_as_often_as_before():
 def test_the_layer_at_the_turn_has_one_product_forward_and_two_backward():
     width, rows = 2048, 8
     pipelined, mesh = turning({"w": (7, width, width)}, (8 * rows, width), h100s())
-    before, after = (compiled_for_h100s(each, mesh) for each in (pipelined, compute_once(pipelined)))
+    before, after = (compiled_for_h100s(each, mesh) for each in (pipelined, ComputeOnce.apply(pipelined, None, ())))
     assert product_elements(read(after.as_text()).entry.instructions) == (rows + rows + width) * width
     assert after.memory_analysis().temp_size_in_bytes <= before.memory_analysis().temp_size_in_bytes

@@ -18,13 +18,7 @@ from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
 from jax_deepcompile.analysis.loops import Loop, find_loops, loops_in
 from jax_deepcompile.ir import retrace
 from jax_deepcompile.transforms import carry_out
-from jax_deepcompile.transforms.delay_reductions import (
-    DelayedReductions,
-    delay_reductions,
-    delaying,
-    find_terms,
-    sum_names,
-)
+from jax_deepcompile.transforms.delay_reductions import DelayedReductions, delaying, find_terms, sum_names
 from jax_deepcompile.transforms.reduce_in_order import reduce_in_order
 from tests.planner.situations import UNROLLED, unrolled_loss
 from tests.transforms.programs import assert_same_values, count, outer_loops, stack_loss, stack_shapes
@@ -44,7 +38,7 @@ def only_loop(program):
 def sums_of(program) -> list[str]:
     """What of its only loop's sums can wait."""
     loop = only_loop(program)
-    return sum_names(program, loop, list(find_terms(loop.eqn)))
+    return list(sum_names(program, loop))
 
 
 def body_of(loop) -> Any:
@@ -80,7 +74,7 @@ def test_any_of_them_may_wait_to_the_same_bits(unrolled, data):
 def test_the_loop_begins_with_what_the_one_before_left(unrolled):
     program, mesh = unrolled
     loop = only_loop(program)
-    after = only_loop(delay_reductions(program, mesh, [DelayedReductions("step", ("layer2/up",))]))
+    after = only_loop(DelayedReductions.apply(program, mesh, [DelayedReductions("step", ("layer2/up",))]))
     names = [eqn.primitive.name for eqn in body_of(after).eqns]
     assert names.index("reduce_scatter") < names.index("dot_general")
     assert scan_counts(after.eqn)[1] == scan_counts(loop.eqn)[1] + 1
@@ -90,7 +84,7 @@ def test_the_loop_begins_with_what_the_one_before_left(unrolled):
 def test_the_first_iteration_apart_stands_before_the_loop(unrolled):
     program, mesh = unrolled
     loop = only_loop(program)
-    after = delay_reductions(program, mesh, [DelayedReductions("step", (), first_apart=True)])
+    after = DelayedReductions.apply(program, mesh, [DelayedReductions("step", (), first_apart=True)])
     names = [eqn.primitive.name for eqn in open_jaxpr(after.jaxpr).eqns]
     products = [eqn.primitive.name for eqn in body_of(loop).eqns].count("dot_general")
     assert names[: names.index("scan")].count("dot_general") == products
@@ -101,7 +95,7 @@ def test_the_first_iteration_apart_stands_before_the_loop(unrolled):
 @pytest.mark.cpu_mesh
 def test_what_waits_follows_an_order_too(unrolled):
     program, mesh = unrolled
-    delayed = delay_reductions(program, mesh, [DelayedReductions("step", tuple(sums_of(program)[:4]))])
+    delayed = DelayedReductions.apply(program, mesh, [DelayedReductions("step", tuple(sums_of(program)[:4]))])
     ordered = reduce_in_order(delayed, 64, in_loops=True)
     assert ordered is not delayed
     assert_same_values(ordered, program, mesh)

@@ -15,8 +15,8 @@ from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.hlo.trip_counts import trip_count
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.transforms.hide_trip_counts import hidden_trip_count
-from jax_deepcompile.transforms.replace_loops import replace_loops
+from jax_deepcompile.transforms.decision import replace_loops
+from jax_deepcompile.transforms.microbatch_loops import hidden_trip_count
 from tests.partition.steps import shapes, training_step
 from tests.schedules import gathers, instructions
 from tests.transforms.programs import (

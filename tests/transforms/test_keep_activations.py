@@ -26,9 +26,9 @@ from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
 from jax_deepcompile.transforms import carry_out
-from jax_deepcompile.transforms.keep_activations import KeptActivations, keep_activations
-from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
-from jax_deepcompile.transforms.save_gathered import SavedGathers, save_gathered
+from jax_deepcompile.transforms.keep_activations import KeptActivations
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
+from jax_deepcompile.transforms.save_gathered import SavedGathers
 from tests.partition.steps import shapes, training_step
 from tests.schedules import instructions, product_elements
 from tests.transforms.programs import (
@@ -104,9 +104,9 @@ def everything(program: Program) -> list[KeptActivations]:
 @pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
 def test_values_stay_the_same(loss, params, products, pipelined):
     program, mesh = sharded(loss, params)
-    kept = keep_activations(program, mesh, everything(program))
+    kept = KeptActivations.apply(program, mesh, everything(program))
     if pipelined:
-        kept = pipeline_loops(kept, mesh, choose_schedules(program))
+        kept = LoopSchedule.apply(kept, mesh, choose_schedules(program))
     assert count(kept, "dot_general") == count(program, "dot_general") - products
     assert count(kept, "reduce_scatter") == count(program, "reduce_scatter")
     assert_same_values(kept, program, mesh)
@@ -118,7 +118,7 @@ def test_inside_of_another_loop_values_stay_the_same():
     inner = loop_names(program, inner_loops)
     nested = [choice for choice in everything(program) if choice.forward in inner]
     assert {turn.times for turn in turns(program)} == {1, 2}
-    kept = keep_activations(program, mesh, nested)
+    kept = KeptActivations.apply(program, mesh, nested)
     assert count(kept, "dot_general") == count(program, "dot_general") - 2 * LAYERS
     assert_same_values(kept, program, mesh)
 
@@ -136,7 +136,7 @@ def test_outside_of_loops_values_stay_the_same():
     program, mesh = sharded(unrolled_loss, STACK)
     (choice,) = everything(program)
     assert (choice.forward, choice.backward) == ("", "")
-    kept = keep_activations(program, mesh, [choice])
+    kept = KeptActivations.apply(program, mesh, [choice])
     assert count(kept, "dot_general") == count(program, "dot_general") - LAYERS
     assert count(kept, "all_gather") <= count(program, "all_gather")
     assert_same_values(kept, program, mesh)
@@ -147,7 +147,7 @@ def test_inside_of_an_iteration_values_stay_the_same():
     program, mesh = sharded(in_two_iterations(unrolled_loss), STACK)
     inside = [choice for choice in everything(program) if choice.forward == choice.backward]
     assert {(turn.layers, turn.times) for turn in turns(program) if turn.loops[0] == turn.loops[1]} == {(1, 2)}
-    kept = keep_activations(program, mesh, inside)
+    kept = KeptActivations.apply(program, mesh, inside)
     assert count(kept, "dot_general") < count(program, "dot_general")
     assert_same_values(kept, program, mesh)
 
@@ -166,9 +166,9 @@ def test_what_xla_merges_by_itself_is_no_matter():
 @pytest.mark.cpu_mesh
 def test_beside_parameters_that_stay_gathered_values_stay_the_same():
     program, mesh = sharded(stack_loss, STACK)
-    handed = save_gathered(program, mesh, [SavedGathers(*LOOPS, ("stack/up", "stack/bias"))])
-    assert everything(handed) == everything(program)
-    assert_same_values(keep_activations(handed, mesh, everything(handed)), program, mesh)
+    saved = SavedGathers.apply(program, mesh, [SavedGathers(*LOOPS, ("stack/up", "stack/bias"))])
+    assert everything(saved) == everything(program)
+    assert_same_values(KeptActivations.apply(saved, mesh, everything(saved)), program, mesh)
 
 
 OPERATIONS: dict[str, Callable] = {
@@ -210,7 +210,7 @@ def test_whatever_is_kept_of_whatever_layers_values_stay_the_same(operations, po
         KeptActivations(*turn.loops, tuple({turn.names[each % len(turn.names)] for each in positions}))
         for turn in turns(program)
     ]
-    kept = keep_activations(program, mesh, choices)
+    kept = KeptActivations.apply(program, mesh, choices)
     verify(kept)
     tolerance = 2e-2 if "bf16" in operations else 1e-4
     for got, expected in zip(run(kept, mesh), run(program, mesh), strict=True):
@@ -223,14 +223,14 @@ def test_before_and_after():
     gather, product, reduce = "  all_gather", "  dot_general", "  reduce_scatter"
     forward, backward = ["scan 4", gather, product], [product, reduce, product]
     assert outline(program) == [*forward, "scan 4", gather, product, *backward]
-    kept = keep_activations(program, mesh, everything(program))
+    kept = KeptActivations.apply(program, mesh, everything(program))
     assert outline(kept) == [*forward, "scan 4", gather, *backward]
 
 
 @pytest.mark.pure
 def test_some_of_them_is_enough():
     program, mesh = sharded(stack_loss, STACK)
-    kept = keep_activations(program, mesh, [KeptActivations(*LOOPS, ("layer dot_general",))])
+    kept = KeptActivations.apply(program, mesh, [KeptActivations(*LOOPS, ("layer dot_general",))])
     assert count(kept, "dot_general") == count(program, "dot_general") - LAYERS
     assert count(kept, "tanh") == count(program, "tanh")
 
@@ -238,8 +238,8 @@ def test_some_of_them_is_enough():
 @pytest.mark.pure
 def test_nothing_chosen_changes_nothing():
     program, mesh = sharded(stack_loss, STACK)
-    assert keep_activations(program, mesh, [KeptActivations(*LOOPS, ())]) is program
-    assert keep_activations(program, mesh, []) is program
+    assert KeptActivations.apply(program, mesh, [KeptActivations(*LOOPS, ())]) is program
+    assert KeptActivations.apply(program, mesh, []) is program
 
 
 @pytest.mark.pure
@@ -271,7 +271,7 @@ def test_a_loop_of_no_layers_computes_nothing_again():
 @pytest.mark.pure
 def test_layers_that_are_not_checkpointed_compute_nothing_again():
     program, mesh = sharded(lambda params, batch: jnp.mean(run_stack(params["stack"], batch, remat=False) ** 2), STACK)
-    kept = keep_activations(program, mesh, everything(program))
+    kept = KeptActivations.apply(program, mesh, everything(program))
     assert count(kept, "dot_general") == count(program, "dot_general")
 
 
@@ -305,8 +305,8 @@ def test_the_backward_loop_computes_less_and_a_stack_of_memory_holds_it():
     up = sizes.index(rows * 4 * width * 4)
 
     def compiled(choices):
-        kept = keep_activations(program, mesh, choices)
-        planned = pipeline_loops(kept, mesh, choose_schedules(kept))
+        kept = KeptActivations.apply(program, mesh, choices)
+        planned = LoopSchedule.apply(kept, mesh, choose_schedules(kept))
         return lower(planned, mesh, "cuda").compile(compiler_options=compile_options("cuda") | double_buffering())
 
     before, after = compiled([]), compiled([KeptActivations(*turn.loops, (turn.names[up],))])

@@ -12,9 +12,9 @@ import jax_deepcompile as deepcompile
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
 from jax_deepcompile.analysis.dataflow import alike
 from jax_deepcompile.analysis.loops import find_loops, reduces_gradients
-from jax_deepcompile.transforms.accumulate_in_loops import accumulate_in_loops
-from jax_deepcompile.transforms.narrow_stacks import narrow_stacks
-from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
+from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
+from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from tests.partition.steps import SUM, lines, shapes
 from tests.transforms.programs import (
     BATCH,
@@ -62,18 +62,18 @@ def gradient_stacks(program) -> set[str]:
 @pytest.mark.parametrize("reverse", [False, True])
 def test_values_stay_the_same(reverse):
     program, mesh = sharded(lambda params, batch: narrow_loss(params, batch, reverse), STACK)
-    narrow = narrow_stacks(program, mesh)
+    narrow = NarrowStacks.apply(program, mesh, ())
     assert gradient_stacks(program) == {"float32"}
     assert gradient_stacks(narrow) == {"bfloat16"}
     assert_same_work(narrow, program, mesh)
-    assert_same_work(pipeline_loops(narrow, mesh, choose_schedules(narrow)), program, mesh)
+    assert_same_work(LoopSchedule.apply(narrow, mesh, choose_schedules(narrow)), program, mesh)
 
 
 @pytest.mark.cpu_mesh
 def test_sums_over_microbatches_stay_wide():
     program, mesh = sharded(in_two_iterations(narrow_loss), STACK)
-    summed = accumulate_in_loops(program, mesh)
-    narrow = narrow_stacks(summed, mesh)
+    summed = AccumulateInLoops.apply(program, mesh, ())
+    narrow = NarrowStacks.apply(summed, mesh, ())
     assert_same_work(narrow, program, mesh)
     assert loop_names(narrow) == loop_names(summed)
 
@@ -92,13 +92,13 @@ def test_before_and_after():
     update = "add f32[4,2,16] f32[4,2,16] -> f32[4,2,16]"
     assert around_loops(program) == [*loops, update]
     stack = "convert_element_type bf16[4,2,16] -> f32[4,2,16]"
-    assert around_loops(narrow_stacks(program, mesh)) == [*loops, stack, update]
+    assert around_loops(NarrowStacks.apply(program, mesh, ())) == [*loops, stack, update]
 
 
 @pytest.mark.pure
 def test_what_was_never_narrow_stays():
     program, mesh = sharded(stack_loss, STACK)
-    assert narrow_stacks(program, mesh) is program
+    assert NarrowStacks.apply(program, mesh, ()) is program
 
 
 @pytest.mark.pure
@@ -119,7 +119,7 @@ def test_only_stacks_that_are_read_by_elements_are_narrow(update, stays):
     sharded_step = deepcompile.shard(step, {"fsdp": 8})
     program = sharded_step.trace(shapes(MATRICES), shapes((BATCH, WIDTH))).sharded
     assert gradient_stacks(program) == {"float32"}
-    assert (narrow_stacks(program, sharded_step.mesh) is program) == stays
+    assert (NarrowStacks.apply(program, sharded_step.mesh, ()) is program) == stays
 
 
 @pytest.mark.pure
@@ -131,7 +131,7 @@ def test_stacks_that_are_returned_stay_wide():
     kept = [stacks.pop() if stacks and alike(stacks[-1], var) else var for var in jaxpr.outvars]
     returning = program.replace(jaxpr=type(closed)(jaxpr.replace(outvars=kept), closed_consts(closed)))
     assert len(stacks) == 0
-    assert gradient_stacks(narrow_stacks(returning, mesh)) == {"float32"}
+    assert gradient_stacks(NarrowStacks.apply(returning, mesh, ())) == {"float32"}
 
 
 @pytest.mark.h100_aot
@@ -142,9 +142,9 @@ def test_the_stack_takes_half_the_memory(pipelined):
     program, mesh = sharded(narrow_matrices_loss, params, batch, h100s(), optax.sgd(0.1))
 
     def temporary_bytes(program) -> int:
-        planned = pipeline_loops(program, mesh, choose_schedules(program) if pipelined else ())
+        planned = LoopSchedule.apply(program, mesh, choose_schedules(program) if pipelined else ())
         return compiled_for_h100s(planned, mesh).memory_analysis().temp_size_in_bytes
 
-    less = temporary_bytes(program) - temporary_bytes(narrow_stacks(program, mesh))
+    less = temporary_bytes(program) - temporary_bytes(NarrowStacks.apply(program, mesh, ()))
     half_a_stack = 2 * layers * width * width // 8
     assert 0.75 * half_a_stack < less < 1.25 * half_a_stack

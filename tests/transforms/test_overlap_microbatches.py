@@ -20,15 +20,13 @@ from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.lowering.latencies import latency_options
-from jax_deepcompile.planner.keep_gathered import keep_gathered
-from jax_deepcompile.planner.layers import pipelined
+from jax_deepcompile.planner.layers import keep_gathered, pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.scheduler_latencies import scheduler_latencies
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
-from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
-from jax_deepcompile.transforms.overlap_microbatches import find_halves
+from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop, find_halves
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from tests.partition.steps import shapes, training_step
@@ -165,8 +163,8 @@ def test_what_microbatches_keep_gathered_is_gathered_once():
 @pytest.mark.cpu_mesh
 def test_what_forward_hands_over():
     program, mesh = in_microbatches(stack_loss, STACK)
-    handed = SavedGathers("stack @forward", "stack @backward", ("stack/up",))
-    assert_same(program, mesh, pipelining(program).having(SavedGathers, [handed]))
+    saved = SavedGathers("stack @forward", "stack @backward", ("stack/up",))
+    assert_same(program, mesh, pipelining(program).having(SavedGathers, [saved]))
 
 
 @pytest.mark.cpu_mesh
@@ -259,7 +257,7 @@ def test_forward_hands_over_what_backward_reads_and_no_more():
     assert halves is not None
     inputs_bytes = 4 * LAYERS * (BATCH // 8) * WIDTH
     last_layer_bytes = 4 * (2 * WIDTH * 2 * WIDTH + 2 * WIDTH)
-    assert inputs_bytes <= halves.handed_bytes < 2 * inputs_bytes + last_layer_bytes
+    assert inputs_bytes <= halves.saved_bytes < 2 * inputs_bytes + last_layer_bytes
     first = {id(eqn) for eqn in halves.ahead}
     assert halves.forward is halves.ahead[-1]
     assert not first.intersection(id(eqn) for eqn in (*halves.after, halves.backward))

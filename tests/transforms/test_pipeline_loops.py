@@ -19,7 +19,7 @@ from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.planner.layers import AROUND_PIPELINED, not_pipelined, pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms import carry_out
-from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules, pipeline_loops
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from tests.transforms.programs import (
     LAYERS,
     MATRICES,
@@ -38,7 +38,7 @@ from tests.transforms.programs import (
 
 
 def assert_same(program, mesh, schedules):
-    planned = pipeline_loops(program, mesh, schedules)
+    planned = LoopSchedule.apply(program, mesh, schedules)
     assert_same_values(planned, program, mesh)
     return planned
 
@@ -147,7 +147,7 @@ def test_before_and_after():
     layer = [product] * 3
     forward = [gather, *indented("scan 3", gather, product), product]
     backward = [gather, gather, *layer, *indented("scan 2", gather, *layer, reduce), *layer, reduce, reduce]
-    assert outline(pipeline_loops(program, mesh, choose_schedules(program))) == [*forward, *backward]
+    assert outline(LoopSchedule.apply(program, mesh, choose_schedules(program))) == [*forward, *backward]
 
 
 def indented(loop: str, *body: str) -> list[str]:
@@ -169,7 +169,7 @@ def test_a_body_is_split_into_what_comes_early_and_what_comes_late():
 @pytest.mark.pure
 def test_in_the_loop_a_gradient_waits_for_the_stack_it_will_be_reduced_for():
     program, mesh = sharded(stack_loss, STACK)
-    planned = pipeline_loops(program, mesh, choose_schedules(program))
+    planned = LoopSchedule.apply(program, mesh, choose_schedules(program))
     *_, backward = find_loops(planned)
     body = open_jaxpr(backward.eqn.params["jaxpr"])
     made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
@@ -192,7 +192,7 @@ def test_in_the_loop_a_gradient_waits_for_the_stack_it_will_be_reduced_for():
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 4, "model": 2}], ids=["all ours", "some automatic"])
 def test_gradients_are_carried_in_a_row_unless_xla_divides_them(mesh):
     program, mesh = sharded(stack_loss, STACK, mesh=mesh)
-    planned = pipeline_loops(program, mesh, choose_schedules(program))
+    planned = LoopSchedule.apply(program, mesh, choose_schedules(program))
     *_, backward = find_loops(planned)
     carried = [var.aval.shape for var in open_jaxpr(backward.eqn.params["jaxpr"]).outvars]
     in_a_row = (2 * WIDTH * WIDTH,) in carried
@@ -219,7 +219,7 @@ def activations_only(params, batch):
 def test_loops_that_communicate_nothing_are_left_alone():
     program, mesh = sharded(activations_only, {"w": (WIDTH, WIDTH)})
     assert choose_schedules(program) == ()
-    assert pipeline_loops(program, mesh, ()) is program
+    assert LoopSchedule.apply(program, mesh, ()) is program
 
 
 @pytest.mark.pure

@@ -16,9 +16,9 @@ from jax_deepcompile.analysis.names import gather_names, value_names
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.planner.candidate import Environment, evaluate
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.unrolled import room_bytes
+from jax_deepcompile.planner.strategies.unrolled import room_bytes
 from jax_deepcompile.transforms import carry_out
-from jax_deepcompile.transforms.prefetch import Prefetch, choose_prefetches, parameter_gathers, prefetch
+from jax_deepcompile.transforms.prefetch import Prefetch, choose_prefetches, parameter_gathers
 from tests.partition.steps import lines, shapes, training_step
 from tests.planner.situations import UNROLLED, Clock, unrolled_loss
 from tests.transforms.programs import WIDTH, assert_same_work, sharded, stack_loss, stack_shapes
@@ -142,7 +142,7 @@ def test_a_gather_waits_for_what_its_use_needs_only():
 def test_before_and_after():
     program, _ = forward()
     assert order(program) == ["all_gather", "dot_general"] * LAYERS
-    after = prefetch(program, choose_prefetches(program, Clock(), slack=1.0))
+    after = Prefetch.apply(program, None, choose_prefetches(program, Clock(), slack=1.0))
     pinned = ["dot_general", "optimization_barrier", "all_gather"]
     assert order(after) == ["all_gather", *pinned, "all_gather", *pinned, "dot_general", "dot_general"]
 
@@ -150,7 +150,7 @@ def test_before_and_after():
 @pytest.mark.pure
 def test_nothing_chosen_changes_nothing():
     program, mesh = forward()
-    assert prefetch(program, ()) is program
+    assert Prefetch.apply(program, None, ()) is program
     assert Plan("0").program(program, mesh) is program
 
 
@@ -181,7 +181,7 @@ def test_values_and_counts_stay_the_same(loss, params, gather_s):
     program, mesh = sharded(loss, params)
     decisions = choose_prefetches(program, Clock(gather_s=gather_s))
     assert decisions
-    planned = prefetch(program, decisions)
+    planned = Prefetch.apply(program, None, decisions)
     assert_same_work(planned, program, mesh)
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.hlo.types import bytes_of
-from jax_deepcompile.transforms.reduce_before_loops import reduce_before_loops
+from jax_deepcompile.transforms.wait_at_loops import ReduceBeforeLoops
 from tests.transforms.programs import (
     IDLE,
     UNDER_A_HEAD,
@@ -47,7 +47,7 @@ def barriers(program) -> int:
 @pytest.mark.cpu_mesh
 def test_values_stay_the_same():
     program, mesh = sharded(headed_loss, HEADED)
-    waiting = reduce_before_loops(program)
+    waiting = ReduceBeforeLoops.apply(program, None, ())
     assert barriers(waiting) == barriers(program) + 1
     for name in ("all_gather", "reduce_scatter", "dot_general"):
         assert count(waiting, name) == count(program, name)
@@ -62,7 +62,7 @@ def test_before_and_after():
     head = ["all_gather", "dot_general", "dot_general", "reduce_scatter", "dot_general"]
     backward = ["scan 4", f"  {barrier}", *forward[1:], "  dot_general", "  reduce_scatter", "  dot_general"]
     assert outline(program, barrier) == [*forward, *head, *backward]
-    assert outline(reduce_before_loops(program), barrier) == [*forward, *head, barrier, *backward]
+    assert outline(ReduceBeforeLoops.apply(program, None, ()), barrier) == [*forward, *head, barrier, *backward]
 
 
 @pytest.mark.pure
@@ -73,13 +73,13 @@ def test_before_and_after():
 )
 def test_loops_that_nothing_is_reduced_before_do_not_wait(loss, params):
     program, _ = sharded(loss, params)
-    assert reduce_before_loops(program) is program
+    assert ReduceBeforeLoops.apply(program, None, ()) is program
 
 
 @pytest.mark.pure
 def test_a_loop_that_does_not_communicate_does_not_wait():
     program, _ = sharded(idle_loop_loss, IDLE)
-    assert reduce_before_loops(program) is program
+    assert ReduceBeforeLoops.apply(program, None, ()) is program
 
 
 @pytest.mark.h100_aot
@@ -96,4 +96,4 @@ def test_the_reduction_ends_before_the_loop():
         return any(bytes_of(each.shape) >= 4 * width * width for each in reductions)
 
     assert not reduced_in_time(program)
-    assert reduced_in_time(reduce_before_loops(program))
+    assert reduced_in_time(ReduceBeforeLoops.apply(program, None, ()))

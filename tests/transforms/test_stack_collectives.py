@@ -17,13 +17,8 @@ from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.hlo.types import leaves
 from jax_deepcompile.transforms import carry_out
-from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
-from jax_deepcompile.transforms.stack_collectives import (
-    StackCollectives,
-    slice_names,
-    stack_collectives,
-    stacked_names,
-)
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
+from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names, stacked_names
 from tests.partition.steps import GATHER, SCATTER, lines, shapes, training_step
 from tests.transforms.programs import (
     LAYERS,
@@ -81,7 +76,7 @@ def everything(program) -> list[StackCollectives]:
 )
 def test_values_stay_the_same(loss, params, at_once_bytes):
     program, mesh = sharded(loss, params)
-    outside = stack_collectives(program, mesh, everything(program), at_once_bytes)
+    outside = StackCollectives.apply(program, mesh, everything(program), at_once_bytes)
     assert_same_values(outside, program, mesh)
 
 
@@ -89,7 +84,7 @@ def test_values_stay_the_same(loss, params, at_once_bytes):
 @pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 4}, {"data": 4, "fsdp": 2}], ids=str)
 def test_values_stay_the_same_on_two_axes(mesh):
     program, devices = sharded(stack_loss, STACK, mesh=mesh)
-    outside = stack_collectives(program, devices, everything(program))
+    outside = StackCollectives.apply(program, devices, everything(program))
     assert_same_values(outside, program, devices)
 
 
@@ -103,7 +98,7 @@ def test_before_and_after(at_once_bytes, gathers):
     moves = ("all_gather", "reduce_scatter", "tanh")
     layers = ["scan 4", "  tanh f32[2,16] -> f32[2,16]"]
     assert lines(program, moves) == [layers[0], f"  {GATHER}", layers[1]] * 2 + [f"  {SCATTER}"]
-    outside = stack_collectives(program, mesh, everything(program), at_once_bytes)
+    outside = StackCollectives.apply(program, mesh, everything(program), at_once_bytes)
     reduction = "reduce_scatter fsdp: f32[4,16,16] -> f32[4,2,16]"
     assert lines(outside, moves) == [*gathers, *layers, *gathers, *layers, reduction]
 
@@ -112,7 +107,7 @@ def test_before_and_after(at_once_bytes, gathers):
 def test_one_collective_a_stack():
     program, mesh = sharded(stack_loss, STACK)
     assert (count(program, "all_gather"), count(program, "reduce_scatter")) == (2 * 3 * LAYERS, 3 * LAYERS)
-    outside = stack_collectives(program, mesh, everything(program))
+    outside = StackCollectives.apply(program, mesh, everything(program))
     assert (count(outside, "all_gather"), count(outside, "reduce_scatter")) == (2 * 3, 3)
     inside = [inner.primitive.name for loop in find_loops(outside) for inner in loop.eqn.params["jaxpr"].eqns]
     assert not {"all_gather", "reduce_scatter"} & set(inside)
@@ -121,7 +116,7 @@ def test_one_collective_a_stack():
 @pytest.mark.pure
 def test_large_stacks_are_gathered_layer_by_layer_before_the_loop():
     program, mesh = sharded(stack_loss, STACK)
-    outside = stack_collectives(program, mesh, everything(program), BY_LAYER)
+    outside = StackCollectives.apply(program, mesh, everything(program), BY_LAYER)
     assert count(outside, "all_gather") == count(program, "all_gather")
     assert loop_names(outside) == loop_names(program)
     assert not any(sliced_gathers(loop.eqn) for loop in find_loops(outside))
@@ -131,7 +126,7 @@ def test_large_stacks_are_gathered_layer_by_layer_before_the_loop():
 @pytest.mark.parametrize("at_once_bytes", [WHOLE, BY_LAYER])
 def test_whole_stacks_are_gathered_once_for_all_runs_of_their_loop(at_once_bytes):
     program, mesh = sharded(halves_loss, STACK)
-    outside = stack_collectives(program, mesh, everything(program), at_once_bytes)
+    outside = StackCollectives.apply(program, mesh, everything(program), at_once_bytes)
     once = keeping_gathered(outside, mesh)
     trips = 1 if at_once_bytes else LAYERS
     assert count(outside, "all_gather") == 2 * 2 * 3 * trips
@@ -146,8 +141,8 @@ def test_the_rest_of_the_loop_can_still_be_pipelined(at_once_bytes):
         dataclasses.replace(each, gathers=each.gathers[:1], reductions=each.reductions[:1])
         for each in everything(program)
     ]
-    outside = stack_collectives(program, mesh, some, at_once_bytes)
-    planned = keeping_gathered(pipeline_loops(outside, mesh, choose_schedules(outside)), mesh)
+    outside = StackCollectives.apply(program, mesh, some, at_once_bytes)
+    planned = keeping_gathered(LoopSchedule.apply(outside, mesh, choose_schedules(outside)), mesh)
     assert count(planned, "all_gather") < count(program, "all_gather")
     assert_same_values(planned, program, mesh)
 

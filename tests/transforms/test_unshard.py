@@ -17,10 +17,10 @@ from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.lowering.compile import peak_bytes
 from jax_deepcompile.transforms import carry_out
-from jax_deepcompile.transforms.hide_trip_counts import hidden_trip_count
+from jax_deepcompile.transforms.decision import replace_loops
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
-from jax_deepcompile.transforms.pipeline_loops import choose_schedules, pipeline_loops
-from jax_deepcompile.transforms.replace_loops import replace_loops
+from jax_deepcompile.transforms.microbatch_loops import hidden_trip_count
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.unshard import ReusedGathers, repeated_gathers
 from tests.partition.steps import shapes
 from tests.planner.situations import UNROLLED, unrolled_loss
@@ -148,7 +148,7 @@ def test_layers_stay_gathered_over_all_microbatches(layers):
         )
         for schedule in choose_schedules(program)
     ]
-    pipelined = pipeline_loops(program, mesh, schedules)
+    pipelined = LoopSchedule.apply(program, mesh, schedules)
     planned = keeping_gathered(pipelined, mesh)
     before, after = count(program, "all_gather"), count(planned, "all_gather")
     kept_leaves = 3 * layers

@@ -65,8 +65,8 @@ def _decision(choice: Choice, regions: Sequence[RecomputeRegion]) -> str:
 
 
 _SHARES = (0.6, 0.8, 0.92)
-"""Of the memory that is left: the most is tried first, less if that does not fit. The rest is for schedules that hide
-more and hold more meanwhile."""
+"""Of free memory: the most is proposed first, less if that does not fit. The rest is for schedules that hide more and
+hold more meanwhile."""
 
 
 Kept = dict[tuple[str, str], tuple[int, ...]]
@@ -122,8 +122,6 @@ class Choice:
     """What is kept for backward loops.
 
     Attributes:
-      activations: not computed again.
-      stacks: parameters that are not gathered again.
       saved_s: computed less.
     """
 
@@ -135,27 +133,18 @@ class Choice:
 def choose(
     regions: Sequence[RecomputeRegion], stacks: Sequence[Stack], already: Kept, free_bytes: float, backward: Backward
 ) -> Choice:
-    """What is kept: one after the other what saves most for its bytes of what backward waits for.
-
-    Args:
-      regions: where activations are computed again.
-      stacks: of parameters that are gathered again.
-      already: activations that are kept now.
-      free_bytes: for what is kept besides.
-      backward: what it takes now.
-    """
+    """What is kept: one after the other what saves most for its bytes of what backward waits for."""
     demands = {region.loops: Demand(region) for region in regions}
     chosen = {loops: set(already.get(loops, ())) for loops in demands}
     for loops, demand in demands.items():
         for position in chosen[loops]:
             demand.give(position)
-    offers = _Offers(
-        [_Offer(each, place) for each in demands.values() for place in range(len(each.region.activations))]
-    )
+    offers = _Offers([(each, place) for each in demands.values() for place in range(len(each.region.activations))])
     left, gathered = list(stacks), list[Stack]()
     compute_s, network_s, saved_s = backward.compute_s, backward.network_s, 0.0
     while True:
-        largest = max((each for each in left if each.size_bytes <= free_bytes), key=_size_bytes, default=None)
+        fitting = [each for each in left if each.size_bytes <= free_bytes]
+        largest = max(fitting, key=lambda stack: stack.size_bytes, default=None)
         if compute_s < _HIDES * network_s and largest is not None:
             left.remove(largest)
             gathered.append(largest)
@@ -165,12 +154,13 @@ def choose(
         offer = offers.best(free_bytes, in_loops=compute_s >= _HIDES * network_s)
         if offer is None:
             break
-        region = offer.demand.region
-        free_bytes -= offer.size_bytes
-        saved_s += offer.saved_s()
-        compute_s -= offer.saved_s() if region.is_of_loops else 0.0
-        chosen[region.loops].add(offer.position)
-        offer.demand.give(offer.position)
+        demand, position = offer
+        gained_s = demand.gained_s(position)
+        free_bytes -= demand.region.kept_bytes([position])
+        saved_s += gained_s
+        compute_s -= gained_s if demand.region.is_of_loops else 0.0
+        chosen[demand.region.loops].add(position)
+        demand.give(position)
     needed = {
         loops: tuple(position for position in sorted(chosen[loops]) if demand.reads(position))
         for loops, demand in demands.items()
@@ -182,42 +172,8 @@ _HIDES = 0.9
 """The share of the network's time that compute may take in a loop for every schedule to hide it."""
 
 
-def _size_bytes(stack: Stack) -> int:
-    return stack.size_bytes
-
-
-@dataclass(frozen=True, eq=False)
-class _Offer:
-    """One more activation to keep.
-
-    Attributes:
-      demand: what is still computed where it is.
-      position: among the activations there.
-    """
-
-    demand: Demand
-    position: int
-
-    @property
-    def size_bytes(self) -> int:
-        return self.demand.region.kept_bytes([self.position])
-
-    def saved_s(self) -> float:
-        """What a step takes less."""
-        return self.demand.saved_s(self.position) - self.demand.region.handing_s(self.position)
-
-    def is_worthwhile(self) -> bool:
-        """Whether computing it again takes clearly longer than bringing it from memory.
-
-        Cheap work is not counted as well as all that: most of it XLA does beside other work.
-        """
-        region = self.demand.region
-        return self.demand.saved_s(self.position) > 3 * region.step_s(region.copy_s[self.position])
-
-    @property
-    def worth(self) -> float:
-        """Seconds saved for every byte."""
-        return self.saved_s() / self.size_bytes
+_Offer = tuple[Demand, int]
+"""One more activation to keep: where it is, and its position among the activations there."""
 
 
 class _Offers:
@@ -235,28 +191,33 @@ class _Offers:
         """The best of what fits, which is offered no more; None if nothing is worthwhile.
 
         Args:
-          free_bytes: for it.
           in_loops: whether what loops compute again counts; once it does not, it never does again.
         """
         if not in_loops:
-            self._left = {place: offer for place, offer in self._left.items() if not offer.demand.region.is_of_loops}
+            self._left = {place: offer for place, offer in self._left.items() if not offer[0].region.is_of_loops}
             self._heap = [(worth, place) for worth, place in self._heap if place in self._left]
             heapq.heapify(self._heap)
         return self._best(free_bytes) or self._best_anew(free_bytes)
 
     def _best_anew(self, free_bytes: float) -> _Offer | None:
-        self._heap = [(-offer.worth, place) for place, offer in self._left.items()]
+        self._heap = [(-_worth(*offer), place) for place, offer in self._left.items()]
         heapq.heapify(self._heap)
         return self._best(free_bytes)
 
     def _best(self, free_bytes: float) -> _Offer | None:
         while self._heap:
             _, place = heapq.heappop(self._heap)
-            offer = self._left[place]
-            if offer.size_bytes > free_bytes or not offer.is_worthwhile():
+            demand, position = self._left[place]
+            if demand.region.kept_bytes([position]) > free_bytes or not demand.is_worthwhile(position):
                 continue
-            if self._heap and -offer.worth > self._heap[0][0]:
-                heapq.heappush(self._heap, (-offer.worth, place))
+            worth = _worth(demand, position)
+            if self._heap and -worth > self._heap[0][0]:
+                heapq.heappush(self._heap, (-worth, place))
                 continue
             return self._left.pop(place)
         return None
+
+
+def _worth(demand: Demand, position: int) -> float:
+    """Seconds saved for every byte."""
+    return demand.gained_s(position) / demand.region.kept_bytes([position])

@@ -49,7 +49,7 @@ class Unshard:
                 decision = f"what every microbatch gathers before and after its layers is kept, {size / 2**30:.2f} GiB"
                 yield Proposal(keep_over_loops(base, best.plan, environment), decision)
         kept = list(_over_microbatches(base, best, environment, free_bytes))
-        yield from kept or _at_the_turn(base, best, environment, pairs, free_bytes)
+        yield from kept or _from_forward_to_backward(base, best, environment, pairs, free_bytes)
 
 
 def _over_microbatches(base: Program, best: Candidate, environment: Environment, free_bytes: int) -> Iterator[Proposal]:
@@ -68,7 +68,7 @@ def _over_microbatches(base: Program, best: Candidate, environment: Environment,
         yield _or_less(keeping, stacks, chosen)
 
 
-def _at_the_turn(
+def _from_forward_to_backward(
     base: Program, best: Candidate, environment: Environment, pairs: list[tuple[Loop, Loop]], free_bytes: int
 ) -> Iterator[Proposal]:
     """Some parameters of every layer saved from forward to backward; where none are left, whole layers."""
@@ -80,11 +80,11 @@ def _at_the_turn(
         return best.plan.having(SavedGathers, saving(stacks))
 
     stacks = saved_stacks(base, environment, best.plan, pairs)
-    turning = _most_and_enough(stacks, free_bytes, waiting_bytes)
-    for chosen in turning:
+    saved = _most_and_enough(stacks, free_bytes, waiting_bytes)
+    for chosen in saved:
         yield _or_less(keeping, stacks, chosen)
-    if best.plan.of(LoopSchedule) and not turning:
-        yield from _longer_turns(base, best, environment, pairs, free_bytes)
+    if best.plan.of(LoopSchedule) and not saved:
+        yield from _whole_layers(base, best, environment, pairs, free_bytes)
 
 
 def _most_and_enough(stacks: Sequence[Stack], free_bytes: int, waiting_bytes: int) -> list[tuple[Stack, ...]]:
@@ -107,28 +107,22 @@ def _or_less(keeping: Callable[[Sequence[Stack]], Plan], stacks: Sequence[Stack]
 _SURELY = 0.95
 
 
-def _longer_turns(
+def _whole_layers(
     base: Program,
     best: Candidate,
     environment: Environment,
     pairs: list[tuple[Loop, Loop]],
     free_bytes: int,
 ) -> Iterator[Proposal]:
-    """More layers gathered once at the turn from forward to backward: as many as may fit, otherwise as surely do.
-
-    Args:
-      base, best, environment: as for ``propose``.
-      pairs: forward and backward loops.
-      free_bytes: memory left at the peak.
-    """
+    """More layers gathered once for forward and backward: as many as may fit, otherwise as surely do."""
     per_layer = _gathered_again(base, best.plan, environment, pairs)
     surely = hoped = int(free_bytes // (_ROOM * per_layer))
     already = kept_layers(best.plan, pairs)
-    turns_once = all(len(forward.path) == 1 for forward, _ in pairs)
-    if turns_once and not already:
-        spare_bytes = free_bytes + best.prediction.peak_bytes - _at_turn_bytes(best)
+    once = all(len(forward.path) == 1 for forward, _ in pairs)
+    if once and not already:
+        spare_bytes = free_bytes + best.prediction.peak_bytes - _layer_peak_bytes(best)
         hoped = max(surely, spare_bytes // sum(gathered_bytes(forward) for forward, _ in pairs))
-    least_bytes = _worthwhile_bytes(best) if turns_once else 0
+    least_bytes = _worthwhile_bytes(best) if once else 0
     if (hoped - surely) * per_layer < least_bytes:
         hoped = surely
     longest = max(forward.length for forward, _ in pairs)
@@ -142,7 +136,7 @@ def _longer_turns(
         yield proposal
 
 
-def _at_turn_bytes(best: Candidate) -> int:
+def _layer_peak_bytes(best: Candidate) -> int:
     """What is in memory where layers run, forward or backward: less than the peak, if that is elsewhere."""
     memory = best.simulation.memory
     live_bytes = dict(zip(memory.names, memory.live_bytes, strict=True))
@@ -211,7 +205,7 @@ def keep_layers(plan: Plan, pairs: list[tuple[Loop, Loop]], layers: int) -> Plan
 
 
 def kept_layers(plan: Plan, pairs: list[tuple[Loop, Loop]]) -> int:
-    """How many layers ``plan`` already runs apart at the turn from forward to backward, and so keeps gathered."""
+    """How many layers ``plan`` already runs apart between forward and backward, and so keeps gathered."""
     schedules = {schedule.loop: schedule for schedule in plan.of(LoopSchedule)}
     return min(
         min(

@@ -10,8 +10,9 @@ from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat
-from jax_deepcompile.ir.light_loops import split_light_loops
-from jax_deepcompile.ir.traversal import equations, inline_calls
+from jax_deepcompile.analysis.microbatches import is_heavy
+from jax_deepcompile.ir.traversal import inline_calls
+from jax_deepcompile.transforms.microbatch import split_light_loops
 
 pytestmark = pytest.mark.pure
 
@@ -20,17 +21,10 @@ W = np.random.default_rng(1).standard_normal((3, 3), np.float32)
 MASK = np.arange(20, dtype=np.float32).reshape(5, 4) % 3
 
 
-def is_heavy(eqn) -> bool:
-    bodies = [body for body in eqn.params.values() if isinstance(body, jex.ClosedJaxpr)]
-    return eqn.primitive.name == "dot_general" or any(
-        map(is_heavy, (each for body in bodies for each in equations(body)))
-    )
-
-
 def split(function) -> list[tuple[int, bool]]:
     """For every scan of the split program how many of its results are read, and whether it is heavy."""
     closed = inline_calls(jax.make_jaxpr(function)(X, W, MASK))
-    found = split_light_loops(_jax_compat.open_jaxpr(closed), is_heavy)
+    found = split_light_loops(_jax_compat.open_jaxpr(closed))
     jex.check_jaxpr(found)
     after = jex.ClosedJaxpr(found, _jax_compat.closed_consts(closed))
     old, new = (jax.jit(jex.jaxpr_as_fun(each))(X, W, MASK) for each in (closed, after))

@@ -1,7 +1,8 @@
-"""Code outside of loops, such as layers written one by one: what is waited for there, and when its gathers start."""
+"""Unrolled layers and other code outside of loops: buckets, gathers that stay or start early, reductions in order."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,15 +10,131 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import first_uses
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_memory import live_bytes_of_equations, memory_of_program
-from jax_deepcompile.costs.program_time import EquationTime, equation_times
+from jax_deepcompile.costs.program_time import EquationTime, equation_times, ranks_per_node
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch, choose_prefetches, parameter_gathers
-from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
+from jax_deepcompile.transforms.reduce_in_order import OrderedReductions, reduce_in_order
 from jax_deepcompile.transforms.unshard import ReusedGathers, repeated_gathers
+
+
+@dataclass(frozen=True)
+class BucketCollectives:
+    """Neighbours outside of layer loops share one collective, up to the size where its latency no longer counts."""
+
+    name: str = "bucket_collectives"
+    stage: Stage = Stage.MAIN
+
+    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        if best.plan.of(LoopSchedule):
+            return
+        size = bandwidth_bound_bytes(base, environment, _LATENCY_SHARE)
+        options = dict(best.plan.options) | combiner_options(size, size // base.mesh.size)
+        yield Proposal(best.plan.replace(options=options), f"buckets of {size / 2**20:.0f} MiB")
+
+
+_LATENCY_SHARE = 0.05
+"""Of a bucket's time: beyond that, joining more saves less than it delays."""
+
+
+def bandwidth_bound_bytes(program: Program, environment: Environment, latency_share: float) -> int:
+    """The smallest power of two of bytes whose gather spends no more than ``latency_share`` of its time on latency."""
+    costs, names = environment.costs, list(program.mesh.names)
+    ranks = ranks_per_node(names, program.mesh, costs)
+
+    def seconds(size: int) -> float:
+        return costs.collective_s("all-gather", size, program.mesh.size, ranks)
+
+    size = 1 << 20
+    while seconds(1) > latency_share * seconds(size) and size < 1 << 32:
+        size *= 2
+    return size
+
+
+@dataclass(frozen=True)
+class PrefetchGathers:
+    """Every gather outside of loops starts just early enough to be hidden, but not before memory has room for it.
+
+    Attributes:
+      slacks: how early, in times of what the gather takes; one proposal each.
+      fewest: gathers that are worth it.
+    """
+
+    slacks: tuple[float, ...] = (1.25, 2.0)
+    fewest: int = 8
+    name: str = "prefetch"
+    stage: Stage = Stage.MAIN
+
+    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        if not waits(base, best):
+            return
+        program = without_starts(base, best.plan, environment)
+        gathers = len(parameter_gathers(program))
+        if gathers < self.fewest:
+            return
+        room = room_bytes(program, best, environment)
+        less = None if room is None else [size - _UNSURE * (environment.limit_bytes or 0) for size in room]
+        for slack in self.slacks:
+            early, later = (choose_prefetches(program, environment.costs, slack, each) for each in (room, less))
+            decision = f"of {gathers} gathers start {slack:g} times their duration ahead"
+            modest = Proposal(best.plan.having(Prefetch, later), f"{len(later)} {decision}, with room to spare")
+            if early:
+                plan = best.plan.having(Prefetch, early)
+                yield Proposal(plan, f"{len(early)} {decision}", otherwise=modest if later != early else None)
+
+
+_UNSURE = 0.03
+"""The share of memory by which a program may need more than the liveness of its values tells."""
+
+
+@dataclass(frozen=True)
+class UnshardUnrolled:
+    """Gathers that the backward pass would repeat, and wait for, stay from the forward where memory holds them."""
+
+    slack: float = 1.25
+    name: str = "unshard_unrolled"
+    stage: Stage = Stage.MAIN
+
+    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        if environment.limit_bytes is None or not waits(base, best):
+            return
+        repeats = repeats_of(base, best.plan, environment)
+        chosen = choose_unsharded(repeats, free_bytes(repeats, best, environment))
+        plan = best.plan.having(ReusedGathers, chosen)
+        if not chosen:
+            return
+        if best.plan.of(Prefetch):
+            plan = starting(base, plan, best, environment, self.slack)
+        stay = {name for each in chosen for name in each.gathers}
+        size = sum(repeat.size_bytes for repeat in repeats if repeat.name in stay)
+        yield Proposal(plan, f"{len(stay)} of {len(repeats)} repeated gathers stay, {size / 2**30:.2f} GiB")
+
+
+@dataclass(frozen=True)
+class ReduceInOrder:
+    """Reductions outside of layer loops follow one another in the order in which gradients are ready.
+
+    Attributes:
+      latency_share: of the time of reductions that go together.
+    """
+
+    latency_share: float = 0.3
+    name: str = "reduce_in_order"
+    stage: Stage = Stage.MAIN
+
+    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        if not waits(base, best):
+            return
+        size = bandwidth_bound_bytes(base, environment, self.latency_share)
+        program, in_loops = best.plan.program(base, environment.mesh), not best.plan.of(LoopSchedule)
+        if reduce_in_order(program, size, in_loops) is not program:
+            plan = best.plan.having(OrderedReductions, [OrderedReductions(size, in_loops)])
+            yield Proposal(plan, f"reductions follow one another, {size / 2**20:.0f} MiB at a time")
 
 
 def chosen_anew(base: Program, plan: Plan, best: Candidate, environment: Environment, slack: float = 1.25) -> Plan:
