@@ -101,7 +101,7 @@ class Ours:
     Attributes:
       name: in the table.
       passes: that planning may use; None for all.
-      planned_gbps: the speed of the network cards that the plan is made for, in Gbit/s; None for those that the row has.
+      planned_gbps: of the network cards that the plan is made for, in Gbit/s; None for those that the row has.
     """
 
     name: str
