@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jax_deepcompile.compiler import Compilation, Runs
+from jax_deepcompile.costs.utilisation import Utilisation, utilisation_of
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.partition.partition import Partitioned
@@ -52,6 +53,11 @@ class TracedStep(Summarized):
         """The local view, rewritten by the plan."""
         return self.compilation.planned.program
 
+    @property
+    def utilisation(self) -> Utilisation | None:
+        """Model FLOPs and examples of a step on one device; None without devices or matrix products."""
+        return utilisation_of(self.program, self.compilation.context.use.mesh)
+
     def plan(self) -> Plan:
         """The decisions of every pass."""
         return self.compilation.planned.plan
@@ -78,7 +84,8 @@ class TracedStep(Summarized):
 def explain_compilation(made: Compilation) -> Text:
     """What was decided and why, so far."""
     planned, launches = made.planned_already, made.runs.launches
-    return explain(made.program, made.partitioned, made.sharded, made.traced.reasons, planned, launches)
+    achieves = utilisation_of(made.program, made.context.use.mesh)
+    return explain(made.program, made.partitioned, made.sharded, made.traced.reasons, planned, launches, achieves)
 
 
 @dataclass(frozen=True, repr=False)

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "options": {"costs", "planner"},
     "compiler": {"ir", "analysis", "frontend", "partition", "transforms", "costs", "planner", "lowering", "runtime"}
     | {"hlo", "options", "report"},
-    "stages": {"ir", "partition", "planner", "lowering", "report", "compiler"},
+    "stages": {"ir", "costs", "partition", "planner", "lowering", "report", "compiler"},
     "api": {"ir", "frontend", "costs", "planner", "lowering", "profilers", "report", "runtime"}
     | {"compiler", "options", "stages"},
     "__init__": {"public"},

@@ -20,6 +20,7 @@ from jax_deepcompile.cli.values import bounded
 from jax_deepcompile.costs.devices import as_if_here
 from jax_deepcompile.costs.simulate import simulate
 from jax_deepcompile.costs.simulation import Simulation
+from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.lowering import cuda_compiler, targets
 from jax_deepcompile.lowering.compile import compile_options, peak_bytes
 from jax_deepcompile.planner.plan import Plan
@@ -156,7 +157,7 @@ def compare(request: StepRequest, cluster: Cluster = _HERE) -> str:
             left.append(f"{name}: {error}")
         else:
             rows.append((name, simulate(made, mesh), peak_bytes(made.memory_analysis())))
-    return "\n".join([_table(rows), *left])
+    return "\n".join([_table(rows, bare.trace(*args).utilisation), *left])
 
 
 def install_compiler() -> str:
@@ -234,13 +235,17 @@ def _module(spec: str, where: str) -> Any:
     return module
 
 
-def _table(rows: Sequence[tuple[str, Simulation, int]]) -> str:
+def _table(rows: Sequence[tuple[str, Simulation, int]], achieves: Utilisation | None) -> str:
     head = ("", "step s", "x jit", "compute s", "communication s", "exposed s", "sent GiB", "peak GiB")
+    if achieves is not None:
+        head += ("examples/s/device", "MFU %")
     lines: list[Sequence[str]] = [head]
     for name, run, peak in rows:
         ratio = f"{rows[0][1].step_s / run.step_s:.2f}"
         seconds = (run.compute_s, run.communication_s, run.exposed_communication_s)
         rest = [f"{value:.4g}" for value in (*seconds, run.sent_bytes / _GIB, peak / _GIB)]
+        if achieves is not None:
+            rest += [f"{achieves.examples / run.step_s:.4g}", f"{100 * achieves.mfu(run.step_s):.1f}"]
         lines.append((name, f"{run.step_s:.4g}", ratio, *rest))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.planner.plan import Plan, Prediction, Record
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.transforms.prefetch import Prefetch
@@ -16,7 +17,7 @@ _REJECTED = 6
 """So many proposals that were rejected have."""
 
 
-def explain_plan(planned: Planned) -> list[str]:
+def explain_plan(planned: Planned, achieves: Utilisation | None = None) -> list[str]:
     """Lines for ``explain()``."""
     plan = planned.plan
     lines = [f"plan: {planned.origin}"]
@@ -29,6 +30,7 @@ def explain_plan(planned: Planned) -> list[str]:
     lines += _how_it_came(plan)
     if plan.prediction is not None:
         lines += _expected(plan.prediction, planned.limit_bytes)
+        lines += [achieves.describe(plan.prediction.step_s)] if achieves is not None else []
         lines += [f"to go further: {line}" for line in _further(plan.prediction, plan.records, planned.limit_bytes)]
     if planned.measured is not None:
         lines.append(f"measured step: {planned.measured.seconds:.4g} s")

@@ -11,6 +11,7 @@ from typing import Any
 from jax_deepcompile._jax_compat import open_jaxpr, user_line
 from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.analysis.work import work_of
+from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.primitives import COLLECTIVES, PRODUCTS, Collective, Scan
 from jax_deepcompile.ir.program import Program, Role
@@ -38,6 +39,7 @@ def explain(
     reasons: Mapping[str, str],
     planned: Planned | None = None,
     launches: Mapping[str, int] | None = None,
+    achieves: Utilisation | None = None,
 ) -> Text:
     """The text of ``explain()``.
 
@@ -48,6 +50,7 @@ def explain(
       reasons: why each argument is what it is, by its name.
       planned: the local view as planned, if it is.
       launches: how often what is compiled launches each collective in a step, if it is.
+      achieves: what a step is measured by.
     """
     mesh = program.mesh
     shape = axes_text(mesh.names, mesh.sizes)
@@ -60,7 +63,7 @@ def explain(
     lines += ["", *_replicated(partitioned)]
     lines += _annotations(partitioned)
     if planned is not None:
-        lines += ["", *explain_plan(planned)]
+        lines += ["", *explain_plan(planned, achieves)]
     return Text("\n".join(lines))
 
 
