@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """What each folder or file of the package may import from the package, besides what all may."""
 
-TARGETS = {"jax_deepcompile.costs.hardware", "jax_deepcompile.costs.network"}
+TARGETS = {f"jax_deepcompile.costs.{name}" for name in ("hardware", "network", "overlap")}
 """What ``lowering.targets``, which describes clusters, may import beyond its room."""
 
 MEASURES = {"call_overhead": {"frontend"}, "gpu_suite": {"costs", "hlo", "lowering", "profilers"},

@@ -48,6 +48,7 @@ class Figures:
       compile_s: of the last compilation.
       plan_s: tracing, partitioning and planning, all compilations of theirs included.
       warm_plan_s: the same once the plan is kept from an earlier run.
+      mfu: model FLOP utilisation; see ``jax_deepcompile.costs.utilisation``.
       plan: its decisions, in words.
     """
 
@@ -63,6 +64,7 @@ class Figures:
     plan_s: float = 0.0
     warm_plan_s: float = 0.0
     plan: str = ""
+    mfu: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,10 @@ class Jit:
         gradients, state = MODELS[workload.model](self.by_hand)
         plain = training_step(accumulated(gradients, workload.microbatches, mesh.size))
         plain = constrained(plain, mesh) if self.is_constrained else plain
-        lowered = deepcompile.shard(plain, mesh, passes=()).lower_gspmd(state, tokens(workload, mesh))
+        step, given = deepcompile.shard(plain, mesh, passes=()), (state, tokens(workload, mesh))
+        lowered = step.lower_gspmd(*given)
         compiled, compile_s = _timed(lambda: lowered.compile(compiler_options={**CUBLAS_GEMMS, **self.flags}))
-        return figures(compiled, mesh, compile_s)
+        return figures(compiled, mesh, step.trace(*given), compile_s)
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Ours:
         if planned_for is not mesh:
             traced = step.reshard(mesh, plan=traced.plan()).trace(*given)
         compiled, compile_s = _timed(traced.lower().compile)
-        return figures(compiled, mesh, compile_s, plan_s, warm_plan_s, str(traced.plan()))
+        return figures(compiled, mesh, traced, compile_s, plan_s, warm_plan_s, str(traced.plan()))
 
 
 def _planned(step: Any, *shapes: Any) -> Any:
@@ -170,9 +173,15 @@ def tokens(workload: Workload, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def figures(
-    compiled: Any, mesh: Mesh, compile_s: float, plan_s: float = 0.0, warm_plan_s: float = 0.0, plan: str = ""
+    compiled: Any,
+    mesh: Mesh,
+    traced: Any,
+    compile_s: float,
+    plan_s: float = 0.0,
+    warm_plan_s: float = 0.0,
+    plan: str = "",
 ) -> Figures:
-    """The figures of a compiled step."""
+    """The figures of a compiled step, whose model is that of a traced one on the same mesh."""
     simulation, memory = deepcompile.simulate(compiled, mesh), compiled.memory_analysis()
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Figures(
@@ -188,4 +197,5 @@ def figures(
         plan_s=plan_s,
         warm_plan_s=warm_plan_s,
         plan=plan,
+        mfu=traced.utilisation.mfu(simulation.step_s),
     )

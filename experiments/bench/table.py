@@ -20,6 +20,7 @@ _COLUMNS = (
     "step s",
     "x jit",
     "tokens/s/GPU",
+    "MFU %",
     "compute s",
     "comm. s",
     "exposed s",
@@ -50,17 +51,19 @@ def _statement(results: Results, benchmark: Benchmark) -> list[str]:
     made = {each.workload.cluster.gpu for each in results.results}
     lines = [
         f"`deepcompile bench {results.benchmark} --out FILE`, jax {results.jax}. Nothing was run: each step was",
-        "compiled by XLA:GPU for GPUs that are not attached, and simulated from its scheduled HLO by these constants.",
+        "compiled by XLA:GPU for GPUs that are not attached, and simulated from its scheduled HLO: products, attention",
+        "and collectives by the published tables in `jax_deepcompile/costs/published`, the rest by these constants.",
         "`x jit` compares with the first system of a row; `comm.` is the network's busy time, `exposed` the part that",
         "compute waited for, `bound` what no schedule of the same operations beats, `peak` XLA's own figure (in",
         "bold if a GPU has less: such a step would not run), `warm` planning with the plan kept from an earlier run,",
-        "`commit` the code that was measured, where the results say so.",
+        "`commit` the code that was measured, where the results say so. MFU counts matrix products as written, without",
+        "recomputation, and of cuDNN's attention what its mask shows, over the data sheet's bfloat16 peak.",
         f"Planned steps keep to {benchmark.memory_limit} a GPU.",
         "",
     ]
     for gpu in sorted(made):
         target = getattr(deepcompile.targets, gpu)()
-        lines += _constants(gpu.upper(), target.hardware)
+        lines += _constants(gpu.upper(), target.hardware) + _constants("Side by side", target.overlap)
     lines += _constants("Network", deepcompile.targets.h100().network)
     return lines
 
@@ -95,6 +98,7 @@ def _cells(result: Result, first: Result) -> tuple[str, ...]:
         f"{found.step_s:.3f}",
         speedup,
         f"{load.tokens_per_gpu / found.step_s:.0f}",
+        f"{100 * found.mfu:.1f}",
         f"{found.compute_s:.3f}",
         f"{found.communication_s:.3f}",
         f"{found.exposed_s:.3f}",
@@ -121,7 +125,7 @@ def _published(workload: Workload, benchmark: Benchmark) -> list[str]:
     load = workload
     row = (load.model, "32", "", str(load.sequence), str(load.batch), str(load.microbatches))
     return [
-        _line((*row, f"*published: {name}*", "", "", f"*{tokens}*", *("",) * 9))
+        _line((*row, f"*published: {name}*", "", "", f"*{tokens}*", *("",) * 10))
         for name, tokens in names.items()
         if tokens is not None
     ]

@@ -18,6 +18,7 @@ from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import cuda_topology_devices
 from jax_deepcompile.costs.hardware import HARDWARE, Hardware
 from jax_deepcompile.costs.network import Network, describe_network
+from jax_deepcompile.costs.overlap import Overlap, overlap_of
 from jax_deepcompile.lowering import cuda_compiler
 from jax_deepcompile.summary import Summarized, Summary, size_text
 
@@ -49,6 +50,11 @@ class Target(Summarized):
             ("use", "make_mesh(shape, names)"),
         )
         return Summary(f"Target {self.name}", rows)
+
+    @property
+    def overlap(self) -> Overlap:
+        """What kernels, collectives and copies are taken to cost each other."""
+        return overlap_of(self.hardware.name)
 
     @property
     def size(self) -> int:
