@@ -314,6 +314,9 @@ def _register_cuda_compiler(folder: Path) -> None:
             plugin.initialize()
     finally:
         jax.config.update("jax_platforms", asked)
+    # Plugins that JAX finds when it starts get these then: attention by cuDNN is partitioned by one of them.
+    for callback in _xla_bridge._plugin_callbacks:
+        callback(c_api=_xla_bridge._backend_factories["cuda"].c_api)
 
 
 def _cuda_plugin(folder: Path) -> Any:

@@ -182,3 +182,20 @@ def test_a_thousand_gpus_are_one_mesh():
     text = compiled_gather(mesh).as_text()
     assert "all-gather" in text
     assert "->f32[1048576,64]" in text
+
+
+def test_jits_cudnn_attention_is_partitioned_where_nobody_has_named_a_platform():
+    printed = in_fresh_process(
+        """
+        import jax, jax.numpy as jnp
+        import jax_deepcompile as deepcompile
+        mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+        def step(state, x):
+            y = jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn")
+            return state + y.astype(jnp.float32).sum(), y
+        shapes = jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((8, 128, 4, 64), jnp.bfloat16)
+        text = deepcompile.shard(step, mesh, passes=()).lower_gspmd(*shapes).compile().as_text()
+        print("__cudnn$fmha" in text, "CustomSPMDPartitioning" in text)
+        """
+    )
+    assert printed == "True False\n"
