@@ -17,23 +17,23 @@ class Totals:
 
     Attributes:
       compute_s: on the compute stream, without waiting.
-      slowed_s: of that, what kernels took longer because other streams ran beside them.
-      delayed_s: what the other streams cost kernels at least, by running at all, if none of it is exposed.
       communication_s: of collectives, hidden or not.
       copy_s: of copies between device and host, hidden or not.
       gathered_bytes: whole results of all-gathers.
       reduced_bytes: whole operands of reduce-scatters and all-reduces.
       exposed_s: what compute waited for each of the other streams.
+      slowed_s: of compute, what kernels took longer because other streams ran beside them.
+      delayed_s: what the other streams cost kernels at least, by running at all, if none of it is exposed.
     """
 
     compute_s: float = 0.0
-    slowed_s: float = 0.0
-    delayed_s: float = 0.0
     communication_s: float = 0.0
     copy_s: float = 0.0
     gathered_bytes: int = 0
     reduced_bytes: int = 0
     exposed_s: Mapping[Stream, float] = field(default_factory=dict)
+    slowed_s: float = 0.0
+    delayed_s: float = 0.0
 
     @property
     def exposed_communication_s(self) -> float:
