@@ -248,7 +248,12 @@ class ShardedStep(Summarized, Generic[P, R]):
         Returns:
           What ``create_state`` returns, its leaves sharded as the step wants them; where the devices are not attached
           the leaves are ``jax.ShapeDtypeStruct``s, to trace, plan and compile the step for.
+
+        Raises:
+          ArgumentError: ``create_state`` is no function.
         """
+        if not callable(create_state):
+            raise errors.ArgumentError("init", "create_state", create_state, "a function that makes the state")
         creation, mesh, processes = Creation(create_state), self.mesh, self._processes()
         with processes.together():
             program = compile_init(creation, args, kwargs, self._context.use)

@@ -93,8 +93,13 @@ def of_module(run: PublishedRun, module: Module, peak_bytes: int) -> Simulated:
 
 
 def fitted(runs: Sequence[Simulated]) -> float:
-    """The value of the fitted constant with the least mean error, in logarithms, over those that were compiled."""
+    """The value of the fitted constant with the least mean error, in logarithms, over those that were compiled.
+
+    The package's own where there is none.
+    """
     compiled = [run for run in runs if run.run.is_compiled]
+    if not compiled:
+        return GPU.sustained
 
     def mean_error(sustained: float) -> float:
         return statistics.mean(abs(math.log1p(run.error_at(sustained))) for run in compiled)

@@ -375,6 +375,7 @@ def test_unknown_passes_are_refused_at_once():
             lambda: deepcompile.shard(step).profile(1, 2, known="x"),
             r"profile\(known='x'\): expected a deepcompile.Profile",
         ),
+        (lambda: deepcompile.shard(step).init(3), r"init\(create_state=3\): expected a function that makes the state"),
         (lambda: deepcompile.simulate(3, None), r"simulate\(mesh=None\): expected the jax.sharding.Mesh"),
         (
             lambda: deepcompile.simulate(3, deepcompile.shard(step).mesh),
