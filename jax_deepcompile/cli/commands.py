@@ -40,14 +40,14 @@ class Cluster:
     Attributes:
       gpu: kind of GPU.
       nodes: machines.
-      gpus_per_node: in each.
+      gpus_per_node: in each; eight, of gh200 four, where it is not said.
       nics_per_node: network cards in each; one a GPU where it is not said.
       nic_gbps: speed of each card.
     """
 
-    gpu: Literal["h100", "h200"] | None = None
+    gpu: Literal["h100", "h200", "gh200", "b200"] | None = None
     nodes: Positive = 1
-    gpus_per_node: Positive = 8
+    gpus_per_node: Annotated[int | None, bounded(int, 1, or_none=True)] = None
     nics_per_node: Annotated[int | None, bounded(int, 1, or_none=True)] = None
     nic_gbps: float = 400.0
 
@@ -56,8 +56,9 @@ class Cluster:
         """All devices along one axis; None for those of this process."""
         if self.gpu is None:
             return None
-        make: Callable[..., targets.Target] = {"h100": targets.h100, "h200": targets.h200}[self.gpu]
-        target = make(self.nodes, self.gpus_per_node, nics_per_node=self.nics_per_node, nic_gbps=self.nic_gbps)
+        make: Callable[..., targets.Target] = getattr(targets, self.gpu)
+        in_each = {} if self.gpus_per_node is None else {"gpus_per_node": self.gpus_per_node}
+        target = make(self.nodes, **in_each, nics_per_node=self.nics_per_node, nic_gbps=self.nic_gbps)
         return target.make_mesh((target.size,), ("fsdp",))
 
 

@@ -98,6 +98,18 @@ H200_SXM = replace(
     memory_fraction=0.85,  # the same benchmark: copy 4.01, triad 4.15, dot 4.48 TB/s
 )
 
+GH200 = replace(
+    H100_SXM,  # whose chip it has
+    name="GH200",
+    memory_bytes=96_000_000_000,  # device_memory_size of lowering/gpus/gh200_sxm.txtpb: 96 GB HBM3
+    memory_bytes_per_s=4.0 * TERA,  # data sheet, https://www.nvidia.com/en-us/data-center/grace-hopper-superchip
+    # STREAM 3.4 TB/s, copies over NVLink-C2C 297 GB/s to the host's LPDDR5X and 375 from it: Schieffer et al. 2024,
+    # Harnessing Integrated CPU-GPU System Memory for HPC, https://arxiv.org/abs/2407.07850
+    memory_fraction=0.85,
+    to_host_bytes_per_s=297 * GIGA,
+    from_host_bytes_per_s=375 * GIGA,
+)
+
 B200_SXM = Hardware(
     name="B200 SXM",
     # As in an HGX B200, at 1000 W, without sparsity: https://glennklockwood.com/garden/processors/B200
@@ -146,7 +158,7 @@ CPU_HOST = Hardware(
 """The machine that tests run on: its simulated seconds only rank programs, nothing was fitted to them."""
 
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
-    {"cpu": CPU_HOST, "h100": H100_SXM, "h200": H200_SXM, "b200": B200_SXM}
+    {"cpu": CPU_HOST, "h100": H100_SXM, "h200": H200_SXM, "gh200": GH200, "b200": B200_SXM}
 )
 """What is known, by a word of what JAX calls the kind of device, such as ``NVIDIA H100 80GB HBM3``."""
 

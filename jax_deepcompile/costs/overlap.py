@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,20 @@ GPU = Overlap(
 )
 
 
+GH200 = replace(
+    GPU,
+    # A GB300's two directions of NVLink-C2C have a half each: stas00/ml-engineering compute/accelerator
+    both_ways=0.5,
+    # STREAM 486 GB/s on each of a node's four CPUs: https://arxiv.org/abs/2407.07850
+    host_bytes_per_s=4 * 486e9,
+)
+
+_OF = {"CPU host": NOTHING_TAKEN, "GH200": GH200}
+
+
 def overlap_of(hardware_name: str) -> Overlap:
-    """The constants of a device; those of virtual CPU devices share all they have, which is measured instead."""
-    return NOTHING_TAKEN if hardware_name == "CPU host" else GPU
+    """The constants of a device; virtual CPU devices share all they have, and take nothing beside that."""
+    return _OF.get(hardware_name, GPU)
 
 
 @dataclass(frozen=True)

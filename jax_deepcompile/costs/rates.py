@@ -178,7 +178,7 @@ def published_rates(hardware_name: str, attention: str = "cudnn") -> Rates:
     """Those of the tables in the folder ``published``, whose comments name their sources.
 
     Args:
-      hardware_name: as of a ``Hardware``; an H200 has an H100's chip.
+      hardware_name: as of a ``Hardware``; an H200 and a GH200 have an H100's chip.
       attention: the implementation: ``cudnn``, ``fa2`` (FlashAttention-2) or ``triton``; what nobody published of it
         is as of ``fa2``.
     """
@@ -205,7 +205,7 @@ def published_rates(hardware_name: str, attention: str = "cudnn") -> Rates:
     )
 
 
-_SAME_CHIP = {"H200 SXM": "H100 SXM"}
+_SAME_CHIP = {"H200 SXM": "H100 SXM", "GH200": "H100 SXM"}
 
 
 def _with_masks(kernels: Mapping[tuple[int, bool, bool], dict[float, float]]) -> dict[tuple, dict[float, float]]:

@@ -128,6 +128,13 @@ def h200(
     return _target("h200", nodes, gpus_per_node, nics_per_node, nic_gbps)
 
 
+def gh200(
+    nodes: int = 1, gpus_per_node: int = 4, *, nics_per_node: int | None = None, nic_gbps: float = 400.0
+) -> Target:
+    """GH200 superchips with 96 GB of HBM3, whose hosts' memory is at the other end of NVLink-C2C; as of ``h100``."""
+    return _target("gh200", nodes, gpus_per_node, nics_per_node, nic_gbps)
+
+
 def b200(
     nodes: int = 1, gpus_per_node: int = 8, *, nics_per_node: int | None = None, nic_gbps: float = 400.0
 ) -> Target:

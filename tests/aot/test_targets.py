@@ -30,7 +30,7 @@ def compiled_gather(mesh):
     return gather.lower(jax.ShapeDtypeStruct((1 << 20, 64), jnp.float32)).compile()
 
 
-@pytest.mark.parametrize("target", ["h100", "h200", "b200"])
+@pytest.mark.parametrize("target", ["h100", "h200", "gh200", "b200"])
 def test_a_target_has_devices_hardware_and_a_network(target):
     made = getattr(deepcompile.targets, target)(nodes=3, gpus_per_node=4)
     assert len(made.devices) == made.size == 12
@@ -40,9 +40,10 @@ def test_a_target_has_devices_hardware_and_a_network(target):
     assert (made.network.nics_per_node, made.network.nvlink_bytes_per_s) == (4, made.hardware.nvlink_bytes_per_s)
 
 
-@pytest.mark.parametrize("target", ["h100", "h200", "b200"])
+@pytest.mark.parametrize("target", ["h100", "h200", "gh200", "b200"])
 def test_xla_compiles_for_a_target(target):
-    mesh = getattr(deepcompile.targets, target)().make_mesh((8,), ("fsdp",))
+    made = getattr(deepcompile.targets, target)()
+    mesh = made.make_mesh((made.size,), ("fsdp",))
     assert "all-gather" in compiled_gather(mesh).as_text()
 
 

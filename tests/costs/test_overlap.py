@@ -9,7 +9,7 @@ import pytest
 
 from jax_deepcompile.costs import overlap
 from jax_deepcompile.costs.cost_model import CostModel, Direction
-from jax_deepcompile.costs.hardware import CPU_HOST, H100_SXM
+from jax_deepcompile.costs.hardware import CPU_HOST, H100_SXM, HARDWARE
 from jax_deepcompile.costs.network import Network
 from jax_deepcompile.costs.overlap import GPU, NOTHING_TAKEN, Overlap, Taken, overlap_of
 from jax_deepcompile.costs.player import Operation, Player
@@ -87,3 +87,9 @@ def test_six_constants_each_with_its_source_or_its_fit():
 def test_virtual_cpu_devices_take_nothing():
     assert overlap_of(CPU_HOST.name) is NOTHING_TAKEN
     assert overlap_of(H100_SXM.name) is GPU
+
+
+def test_a_gh200_copies_over_its_own_link():
+    costs = CostModel(HARDWARE["gh200"], Network(gpus_per_node=4), overlap=overlap_of("GH200"))
+    assert costs.copy_s(375e9, Direction.FROM_HOST) == pytest.approx(1.0, rel=1e-3)
+    assert costs.copy(1, Direction.FROM_HOST).both_ways == pytest.approx(2.0)
