@@ -13,6 +13,7 @@ from experiments.bench.configs import BENCHMARKS
 from experiments.bench.rows import Results, load, measure
 from experiments.bench.table import table
 from experiments.validation import command as validation
+from experiments.validation import confirm as confirmation
 from experiments.validation.runs import RUNS
 from jax_deepcompile.cli.values import bounded, nearest_name
 from jax_deepcompile.runtime.files import write_whole
@@ -52,7 +53,10 @@ def run(
         for each, benchmark in BENCHMARKS.items():
             print(f"{each:<20}{benchmark.title} ({len(benchmark.workloads)} rows)")
         print(f"{'validation':<20}{validation.TITLE} ({len(RUNS)} rows)")
+        print(f"{'confirm':<20}{confirmation.TITLE}")
         return 0
+    if name == "confirm":
+        return confirmation.confirm(out)
     if name == "validation":
         if any(row >= len(RUNS) for row in rows):
             return _mistake(f"validation has no row {max(rows)}: its rows are 0 to {len(RUNS) - 1}")

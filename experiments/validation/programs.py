@@ -62,10 +62,9 @@ def mesh_of(run: PublishedRun) -> Mesh:
 def compiled(run: PublishedRun, mesh: Mesh) -> Any:
     """The executable of a run's step."""
     model = MODELS[run.model]()
-    state = jax.eval_shape(partial(_create, model), jax.random.key(0))
-    examples = mesh.size * run.batch * run.microbatches
-    tokens = jax.ShapeDtypeStruct((examples, run.sequence + 1), jnp.int32)
-    step = training_step(partial(_gradients, model))
+    state = jax.eval_shape(partial(create_state, model), jax.random.key(0))
+    tokens = tokens_of(run, mesh)
+    step = step_of(model)
     if run.how == "jit":
         lowered = deepcompile.shard(constrained(step, mesh), mesh, passes=()).lower_gspmd(state, tokens)
         return lowered.compile(compiler_options={**CUBLAS_GEMMS, **NVIDIA_FLAGS})
@@ -75,11 +74,21 @@ def compiled(run: PublishedRun, mesh: Mesh) -> Any:
     return sharded.lower(state, tokens).compile()
 
 
+def tokens_of(run: PublishedRun, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """The global batch, one token more than is predicted."""
+    return jax.ShapeDtypeStruct((mesh.size * run.batch * run.microbatches, run.sequence + 1), jnp.int32)
+
+
+def step_of(model: Any) -> Callable:
+    """``(state, tokens) -> (state, loss)`` of a language model in Linen."""
+    return training_step(partial(_gradients, model))
+
+
 _NO_LIMIT = "1000GiB"
 """A run that does not fit in this package's program is simulated, and its row says so."""
 
 
-def _create(model: Any, key: jax.Array) -> TrainState:
+def create_state(model: Any, key: jax.Array) -> TrainState:
     """Its attention has no parameters: where no cuDNN is, the state is made without."""
     plain = type(model)(dataclasses.replace(model.config, attention="xla"))
     params = plain.init(key, jnp.zeros((1, 16), jnp.int32))["params"]

@@ -179,4 +179,4 @@ def test_files_that_hold_no_results_or_cannot_be_written_are_named(measured, tmp
 
 def test_the_list_names_every_benchmark(capsys):
     assert bench(["--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*BENCHMARKS, "validation"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*BENCHMARKS, "validation", "confirm"]
