@@ -141,24 +141,24 @@ class Attention(nn.Module):
         q_BxTxHxC, k_BxTxHxC, v_BxTxHxC = (
             _linear(cfg, (cfg.n_heads, cfg.head_dim), name)(x_BxTxD) for name in ("query", "key", "value")
         )
-        y_BxTxHxC = self.attend(q_BxTxHxC, k_BxTxHxC, v_BxTxHxC, train)
-        return _linear(cfg, cfg.d_model, "out", axis=(-2, -1), residual=True)(y_BxTxHxC)
-
-    def attend(self, q_BxTxHxC: jax.Array, k_BxTxHxC: jax.Array, v_BxTxHxC: jax.Array, train: bool) -> jax.Array:
-        cfg, T = self.config, q_BxTxHxC.shape[1]
         if cfg.attention == "cudnn":
-            return jax.nn.dot_product_attention(q_BxTxHxC, k_BxTxHxC, v_BxTxHxC, is_causal=True, implementation="cudnn")
-        return nn.dot_product_attention(
-            q_BxTxHxC,
-            k_BxTxHxC,
-            v_BxTxHxC,
-            mask=jnp.tril(jnp.ones((1, 1, T, T), dtype=bool)),
-            dropout_rng=self.make_rng("dropout") if train and cfg.dropout_rate > 0 else None,
-            dropout_rate=cfg.dropout_rate,
-            broadcast_dropout=False,
-            deterministic=not train,
-            dtype=cfg.dtype,
-        )
+            y_BxTxHxC = jax.nn.dot_product_attention(
+                q_BxTxHxC, k_BxTxHxC, v_BxTxHxC, is_causal=True, implementation="cudnn"
+            )
+        else:
+            T = x_BxTxD.shape[1]
+            y_BxTxHxC = nn.dot_product_attention(
+                q_BxTxHxC,
+                k_BxTxHxC,
+                v_BxTxHxC,
+                mask=jnp.tril(jnp.ones((1, 1, T, T), dtype=bool)),
+                dropout_rng=self.make_rng("dropout") if train and cfg.dropout_rate > 0 else None,
+                dropout_rate=cfg.dropout_rate,
+                broadcast_dropout=False,
+                deterministic=not train,
+                dtype=cfg.dtype,
+            )
+        return _linear(cfg, cfg.d_model, "out", axis=(-2, -1), residual=True)(y_BxTxHxC)
 
 
 class MLP(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,9 @@ from dataclasses import dataclass, field
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.streams import Stream, Timing
 from jax_deepcompile.summary import Summarized, Summary, size_text
+
+_REMATERIALIZED = re.compile(r"\.remat\d*(\.|$)")
+"""In the name of an instruction that XLA's ``HloRematerialization`` made."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,14 @@ class Simulation(Summarized):
             if event.stream is not Stream.COMPUTE and not event.stream.is_copy:
                 counts[event.kind] += event.trips
         return counts
+
+    @property
+    def rematerialized_s(self) -> float:
+        """Seconds of kernels that XLA's own rematerialisation pass repeats, to save memory; it marks their names."""
+        again = [
+            event for event in self.timeline if event.stream is Stream.COMPUTE and _REMATERIALIZED.search(event.name)
+        ]
+        return sum(event.trips * (event.end_s - event.start_s) for event in again)
 
     @property
     def peak_bytes(self) -> int:

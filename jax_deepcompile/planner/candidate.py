@@ -150,4 +150,5 @@ def prediction_of(simulation: Simulation, peak: int) -> Prediction:
         peak,
         simulation.bound_s,
         tuple(sorted(simulation.launches.items())),
+        simulation.rematerialized_s,
     )

@@ -22,7 +22,7 @@ from jax_deepcompile.summary import Summarized, Summary, Text, cut, size_text
 from jax_deepcompile.transforms import TRANSFORMS, carry_out, in_order
 from jax_deepcompile.transforms.decision import Decision, nearest
 
-FORMAT = 9
+FORMAT = 10
 """Of the JSON; a plan of another format is replanned."""
 
 D = TypeVar("D", bound=Decision)
@@ -42,6 +42,7 @@ class Prediction:
       peak_bytes: XLA's figure: arguments and temporaries.
       bound_s: what no schedule of the same operations beats; see ``Simulation.bound_s``.
       launches: of collectives a step, by their names in HLO.
+      rematerialized_s: of ``compute_s``, what XLA's own rematerialisation pass added; see ``Simulation``.
     """
 
     step_s: float
@@ -51,6 +52,7 @@ class Prediction:
     peak_bytes: int
     bound_s: float = 0.0
     launches: tuple[tuple[str, int], ...] = ()
+    rematerialized_s: float = 0.0
 
     def rows(self, limit_bytes: int | None = None) -> Rows:
         """For a summary."""

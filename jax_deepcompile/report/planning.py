@@ -86,6 +86,12 @@ def _expected(expected: Prediction, limit_bytes: int | None) -> list[str]:
         f"(compute {expected.compute_s:.4g} s, communication {expected.communication_s:.4g} s, "
         f"of which {expected.exposed_s:.4g} s exposed)"
     ]
+    if expected.rematerialized_s:
+        share = 100 * expected.rematerialized_s / expected.step_s
+        lines.append(
+            f"XLA's own rematerialisation pass repeats kernels to save memory: {expected.rematerialized_s:.4g} s, "
+            f"{share:.1f} % of the step; a lower memory_limit lets the plan choose instead"
+        )
     peak = f"peak memory: {expected.peak_bytes / _GIB:.2f} GiB a device"
     if limit_bytes is not None:
         peak += f" of {limit_bytes / _GIB:.2f} GiB"

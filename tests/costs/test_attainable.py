@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_deepcompile.costs.memory import MemoryUse
-from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
+from jax_deepcompile.costs.simulation import Event, Loop, Simulation, Totals
+from jax_deepcompile.costs.streams import Stream
 
 pytestmark = pytest.mark.pure
 
@@ -43,6 +44,12 @@ def test_no_step_takes_longer_than_it_did(compute_s, communication_s, idle_s):
     each = loop(max(compute_s, communication_s) + idle_s, totals)
     run = Simulation(10 * each.trip_s, Totals(), (each,), (), NOTHING)
     assert 0.0 <= run.attainable_s <= run.step_s + 1e-9
+
+
+def test_what_xla_rematerialised_is_told_by_its_name():
+    names = {"fusion.1": 1.0, "fusion.1.remat": 2.0, "dot.3.remat2": 4.0, "add.remat.5": 8.0, "rematerialize.2": 16.0}
+    events = tuple(Event(Stream.COMPUTE, name, 1.0, 1.0 + seconds, trips=2) for name, seconds in names.items())
+    assert Simulation(40.0, Totals(), (), events, NOTHING).rematerialized_s == pytest.approx(2 * (2.0 + 4.0 + 8.0))
 
 
 def test_a_phase_that_only_gathers_is_followed_by_what_only_computes():

@@ -47,6 +47,14 @@ def test_what_bounds_the_step(prediction: Prediction, line: str):
     assert last.startswith(f"to go further: {line}")
 
 
+def test_what_xla_rematerialised_by_itself_is_said():
+    prediction = Prediction(2.0, 1.5, 1.0, 0.5, GIB, rematerialized_s=0.1)
+    line = "XLA's own rematerialisation pass repeats kernels to save memory: 0.1 s, 5.0 % of the step"
+    assert any(each.startswith(line) for each in explained(Plan("0", prediction=prediction)))
+    without = dataclasses.replace(prediction, rematerialized_s=0.0)
+    assert not any("rematerialisation" in each for each in explained(Plan("0", prediction=without)))
+
+
 def record(decision: str, step_s: float, peak_bytes: int) -> Record:
     before, after = (Prediction(seconds, 1.0, 1.0, 0.5, size) for seconds, size in ((2.0, GIB), (step_s, peak_bytes)))
     return Record("unshard", decision, before, after, False, "takes too much", 1.0)
