@@ -1,8 +1,9 @@
 """What plans call the parts of a program: by parameter path, the user's scopes and functions, and phase.
 
 ``layers/mlp/up/kernel`` is a parameter, and what gathers it or reduces its gradient; ``layers @backward`` a loop over
-the layers whose parameters it reads; ``layers/mlp dot_general`` a value, by the scope that computes it. Where several
-would have one name, those after the first are numbered: ``layers/mlp dot_general #2``.
+the layers whose parameters it reads; ``layers/mlp dot_general`` a value, by the scope that computes it, and
+``layers/mlp up`` one that ``checkpoint_name`` calls so. Where several would have one name, those after the first are
+numbered: ``layers/mlp dot_general #2``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jax_deepcompile.ir.program import Program, Role
 
 _PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|\.?(\w+)")
 _ARGUMENTS = re.compile(r"^\(([\w, ]+)\)\[(\d+)\]")
+_WORD = re.compile(r"[\w./-]+")
 _TRANSFORMED = re.compile(r"^\w+\((.*)\)$")
 _NOT_SCOPES = frozenset({"", "rematted_computation", "checkpoint", "while", "body", "cond", "closed_call"})
 
@@ -115,10 +117,16 @@ def value_names(jaxpr: Any, phased: bool = False) -> dict[Any, str]:
     """What the variables that equations of ``jaxpr`` define are called; with their phase if ``phased``."""
     made = [(var, index, eqn) for eqn in open_jaxpr(jaxpr).eqns for index, var in enumerate(eqn.outvars)]
     names = [
-        f"{_scope_name(eqn)} {eqn.primitive.name}{f'.{index}' if index else ''}{_phase(eqn) if phased else ''}"
+        f"{_scope_name(eqn)} {_made_by(eqn)}{f'.{index}' if index else ''}{_phase(eqn) if phased else ''}"
         for _, index, eqn in made
     ]
     return dict(zip((var for var, *_ in made), numbered(names), strict=True))
+
+
+def _made_by(eqn: Any) -> str:
+    """The name of the primitive, or the user's own: that of ``jax.ad_checkpoint.checkpoint_name``."""
+    name = str(eqn.params.get("name", "")) if eqn.primitive.name == "name" else ""
+    return name if _WORD.fullmatch(name) else eqn.primitive.name
 
 
 def numbered(names: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.ad_checkpoint import checkpoint_name
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile._jax_compat import open_jaxpr
@@ -329,3 +330,13 @@ def test_loops_keep_their_names_after_each_transform(carried_out):
     for kind, program in zip(TRANSFORMS, after, strict=True):
         assert roles_of_loops(program) == roles_of_loops(before), kind.kind
     assert len(list(find_loops(after[-1]))) > len(list(find_loops(before))), "iterations run apart"
+
+
+def test_values_have_the_names_that_checkpoint_name_gives_them():
+    def fun(x):
+        with jax.named_scope("mlp"):
+            up = checkpoint_name(x @ x, "up")
+            return checkpoint_name(jnp.sin(up), "two words"), checkpoint_name(jnp.cos(up), "up")
+
+    names = list(value_names(jax.make_jaxpr(fun)(jnp.ones((4, 4)))).values())
+    assert names == ["mlp dot_general", "mlp up", "mlp sin", "mlp name", "mlp cos", "mlp up #2"]
