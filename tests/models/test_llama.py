@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_deepcompile.ir.primitives import Scan
 from models import llama
 from tests.models.checks import (
     assert_a_gradient_step_lowers,
@@ -139,7 +140,7 @@ def test_a_policy_saves_by_name():
     params = jax.eval_shape(model.init, jax.random.key(0), TOKENS_BxT)
     jaxpr = jax.make_jaxpr(jax.grad(partial(loss_of, model=model)))(params)
     forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
-    saved = [v.aval.shape[1:] for v in forward.outvars[forward.params["num_carry"] :]]
+    saved = [v.aval.shape[1:] for v in Scan(forward).results.ys]
     heads, width = (2, 16, TINY.n_heads, 16), (2, 16, TINY.d_model)
     pairs = (2, 16, TINY.n_kv_heads, 16)
     assert sorted(saved) == sorted([width, heads, pairs, pairs, heads, width, (2, 16, TINY.d_ff), (2, 16, TINY.d_ff)])
