@@ -8,9 +8,9 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from itertools import groupby, pairwise
+from itertools import groupby
 from types import MappingProxyType
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from jax_deepcompile.analysis.work import Attention, Product
 from jax_deepcompile.costs.hardware import TERA, Hardware
 from jax_deepcompile.costs.network import DGX_NETWORK, Network
-from jax_deepcompile.costs.tables import Points, rising_points, seconds_at
+from jax_deepcompile.costs.tables import KernelTable, Points, rising_points, seconds_at
 
 _NEAREST = 8
 """Shapes of a table between which is interpolated: the corners of a cell, in three dimensions."""
@@ -70,12 +70,8 @@ class AttentionRates:
 
     def at(self, tokens: float) -> float:
         """Between the nearest lengths in logarithms; beyond them as at the ends."""
-        if tokens <= self.points[0][0]:
-            return self.points[0][1]
-        for (low, low_rate), (high, high_rate) in pairwise(self.points):
-            if tokens <= high:
-                return low_rate + (high_rate - low_rate) * math.log(tokens / low) / math.log(high / low)
-        return self.points[-1][1]
+        lengths, rates = zip(*self.points, strict=True)
+        return float(np.interp(math.log(max(tokens, 1.0)), np.log(lengths), rates))
 
 
 @dataclass(frozen=True)
@@ -160,6 +156,15 @@ class Rates:
         if not is_whole:
             slower *= network.gpus_per_node / DGX_NETWORK.gpus_per_node
         return known.at(nodes, size_bytes, slower if nodes > 1 else 1.0)
+
+    def measured(self, table: KernelTable | None) -> Rates:
+        """With the products of ``table`` in place of those published, by type; of several forms of one the fastest."""
+        rows: dict[str, dict[tuple, float]] = defaultdict(dict)
+        for time in table.matmuls if table is not None else ():
+            shape, of = (1, time.m, time.n, time.k), rows[time.dtype]
+            of[shape] = max(of.get(shape, 0.0), time.flops / time.seconds)
+        found = {dtype: ProductRates.of(shapes.items()) for dtype, shapes in rows.items()}
+        return replace(self, products=MappingProxyType({**self.products, **found})) if found else self
 
 
 NO_RATES = Rates()

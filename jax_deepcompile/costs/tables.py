@@ -33,9 +33,6 @@ _LARGE_COPY_BYTES = 1 << 26
 _STREAMING = frozenset({"copy", "add", "cast"})
 """Kinds of memory kernels that read and write in order."""
 
-_SQUARE_ASPECT = 4
-"""Up to this quotient of the largest and the smallest dimension a product counts as square."""
-
 
 @dataclass(frozen=True)
 class MatmulTime:
@@ -59,10 +56,6 @@ class MatmulTime:
     def flops(self) -> float:
         """Multiplications and additions."""
         return 2.0 * self.m * self.n * self.k
-
-    @property
-    def shape_class(self) -> str:
-        return shape_class(self.m, self.n, self.k)
 
 
 @dataclass(frozen=True)
@@ -117,32 +110,6 @@ class KernelTable:
         if any(time.seconds <= 0 for time in (*self.matmuls, *self.kernels, *self.copies)):
             raise ValueError("an entry that takes no time")
 
-    def matmul_s(self, m: int, n: int, k: int, dtype: str, form: str = "nn") -> float | None:
-        """Seconds of a matrix product; None where nothing of ``dtype`` was measured.
-
-        What was measured, if this very product was. Else between the nearest ones by their arithmetic: of the same
-        class of shapes and form if there are two, of the same class, or of any shape.
-        """
-        alike = [time for time in self.matmuls if time.dtype == dtype]
-        same = [time.seconds for time in alike if (time.m, time.n, time.k, time.form) == (m, n, k, form)]
-        if same:
-            return min(same)
-        of_class = [time for time in alike if time.shape_class == shape_class(m, n, k)]
-        of_form = [time for time in of_class if time.form == form]
-        near = next((times for times in (of_form, of_class) if len(times) > 1), alike)
-        points = rising_points((time.flops, time.seconds) for time in near)
-        return seconds_at(points, 2.0 * m * n * k) if points else None
-
-    def matmul_flops_per_s(self, m: int, n: int, k: int, dtype: str, form: str = "nn") -> float | None:
-        """What such a product attains; None where nothing of ``dtype`` was measured."""
-        seconds = self.matmul_s(m, n, k, dtype, form)
-        return None if seconds is None else 2.0 * m * n * k / seconds
-
-    def memory_bytes_per_s(self, size_bytes: float, kind: str = "copy") -> float | None:
-        """What a memory kernel of ``kind`` attains that reads and writes ``size_bytes``; None if none was measured."""
-        points = rising_points((time.size_bytes, time.seconds) for time in self.kernels if time.kind == kind)
-        return size_bytes / seconds_at(points, size_bytes) if points else None
-
     def to_json(self) -> str:
         return frozen_json.dump(self)
 
@@ -160,13 +127,6 @@ class KernelTable:
                 f"{name} is not a table of measured kernels: {error}. Make it from the results of "
                 f"deepcompile bench --suite gpu."
             ) from error
-
-
-def shape_class(m: int, n: int, k: int) -> str:
-    """``square``, or which dimension is much shorter than the longest: ``short m``, ``short n`` or ``short k``."""
-    sizes = {"m": m, "n": n, "k": k}
-    shortest = min(sizes, key=lambda name: sizes[name])
-    return "square" if max(sizes.values()) <= _SQUARE_ASPECT * sizes[shortest] else f"short {shortest}"
 
 
 def rising_points(measured: Iterable[tuple[float, float]]) -> Points:

@@ -16,6 +16,7 @@ from jax_deepcompile.costs.hardware import B200_SXM, CPU_HOST, H100_SXM, H200_SX
 from jax_deepcompile.costs.network import Network
 from jax_deepcompile.costs.overlap import Overlap
 from jax_deepcompile.costs.rates import NO_RATES, ProductRates, published_rates
+from jax_deepcompile.costs.tables import KernelTable, MatmulTime
 
 pytestmark = pytest.mark.pure
 
@@ -145,3 +146,12 @@ def test_products_in_a_step_are_slower_than_alone():
     product = (Product(1, 4096, 4096, 4096, "bf16"),)
     alone, sustained = (CostModel(rates=H100, overlap=Overlap(sustained=share)) for share in (1.0, 0.5))
     assert sustained.matmul(product, 0).seconds == pytest.approx(2 * alone.matmul(product, 0).seconds, rel=0.02)
+
+
+def test_measured_products_go_before_published_ones():
+    times = (MatmulTime(1024, 1024, 1024, "bf16", "nn", 2e-5), MatmulTime(1024, 1024, 1024, "bf16", "nt", 1e-5))
+    known = H100.measured(KernelTable("NVIDIA H100 80GB HBM3", "2026-11-25", (), matmuls=times))
+    rate = known.product_flops_per_s(Product(1, 1024, 1024, 1024, "bf16"), H100_SXM)
+    assert rate == pytest.approx(2 * 1024**3 / 1e-5)
+    assert known.products["f32"] is H100.products["f32"]
+    assert H100.measured(None) is H100

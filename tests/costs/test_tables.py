@@ -21,7 +21,6 @@ from jax_deepcompile.costs.tables import (
     latest_table,
     rising_points,
     seconds_at,
-    shape_class,
     stored_tables,
 )
 
@@ -76,59 +75,6 @@ def test_beyond_the_largest_the_rate_stays_and_below_the_smallest_the_seconds():
 
 def test_disturbed_measurements_do_not_make_seconds_fall():
     assert rising_points([(3, 1.0), (1, 2.0), (2, 5.0), (2, 3.0), (2, 4.0)]) == [(1, 2.0), (2, 4.0), (3, 4.0)]
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ((1024, 1024, 1024), "square"),
-        ((2048, 8192, 8192), "square"),
-        ((1024, 8192, 8192), "short m"),
-        ((8192, 1024, 8192), "short n"),
-        ((8192, 8192, 1024), "short k"),
-    ],
-)
-def test_shape_classes(shape, expected):
-    assert shape_class(*shape) == expected
-
-
-def test_a_measured_product_is_found_as_it_was_measured():
-    known = table(matmuls=(product(1024, 1e-5), product(4096, 3e-4), product(1024, 2e-5, form="nt")))
-    assert known.matmul_s(1024, 1024, 1024, "bf16") == 1e-5
-    assert known.matmul_s(1024, 1024, 1024, "bf16", "nt") == 2e-5
-    assert known.matmul_flops_per_s(1024, 1024, 1024, "bf16") == pytest.approx(2 * 1024**3 / 1e-5)
-
-
-def test_other_products_lie_between_those_of_their_class():
-    known = table(
-        matmuls=(
-            product(1024, 1e-5),
-            product(4096, 6.4e-4),
-            MatmulTime(256, 8192, 8192, "bf16", "nn", 1e-3),
-            MatmulTime(512, 8192, 8192, "bf16", "nn", 2e-3),
-        )
-    )
-    assert known.matmul_s(2048, 2048, 2048, "bf16") == pytest.approx(8e-5)
-    assert known.matmul_s(384, 8192, 8192, "bf16") == pytest.approx(1.5e-3, rel=0.05)
-
-
-def test_a_class_that_was_not_measured_takes_the_others():
-    known = table(matmuls=(product(1024, 1e-5), product(4096, 6.4e-4)))
-    assert known.matmul_s(8192, 8192, 128, "bf16") == pytest.approx(8e-5)
-
-
-def test_nothing_is_said_of_what_was_not_measured():
-    known = table(matmuls=(product(1024, 1e-5),), kernels=(KernelTime("add", 1 << 20, 1e-6),))
-    assert known.matmul_s(1024, 1024, 1024, "f32") is None
-    assert known.matmul_flops_per_s(1024, 1024, 1024, "f32") is None
-    assert known.memory_bytes_per_s(1 << 20) is None
-
-
-def test_memory_kernels_by_size():
-    known = table(kernels=(KernelTime("copy", 1 << 20, 4e-6), KernelTime("copy", 1 << 30, 4e-4)))
-    assert known.memory_bytes_per_s(1 << 20) == pytest.approx((1 << 20) / 4e-6)
-    assert known.memory_bytes_per_s(1 << 34) == pytest.approx((1 << 30) / 4e-4)
-    assert known.memory_bytes_per_s(1 << 10) == pytest.approx((1 << 10) / 4e-6)
 
 
 def test_hardware_takes_over_medians_of_large_operations():
