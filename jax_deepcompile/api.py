@@ -49,6 +49,7 @@ class ShardOptions(TypedDict, total=False):
     data_axes: AxisNames
     microbatches: int
     memory_limit: MemoryLimit
+    host_memory_limit: MemoryLimit
     passes: Passes
     profile: Profile | None
     plan: Plan | None
@@ -76,6 +77,7 @@ def shard(
     data_axes: AxisNames = "data",
     microbatches: int = 1,
     memory_limit: MemoryLimit = None,
+    host_memory_limit: MemoryLimit = None,
     passes: Passes = None,
     profile: Profile | None = None,
     plan: Plan | None = None,
@@ -130,6 +132,8 @@ def shard(
         state once, with the gradients of all of them: a step takes the memory of a smaller batch and computes the same.
       memory_limit: device memory a step may take: bytes, "72GiB", a fraction of the device's memory such as 0.9, or
         None for the device's memory less a reserve.
+      host_memory_limit: likewise, of the host's memory, what a step may take for each device; by default the host's
+        memory over its devices, less a reserve. GPUs only.
       passes: strategies to make the step faster, in the order they are asked; by default all. ``()`` shards and no
         more, ``"-unshard"`` leaves one out by name, as ``DEEPCOMPILE_DISABLE=unshard`` in the environment does.
       profile: measured times to plan by; by default tables for the device.

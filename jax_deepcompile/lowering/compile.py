@@ -11,6 +11,7 @@ import jax
 from jax_deepcompile import _jax_compat
 from jax_deepcompile.lowering.xla_options import (
     AUTOTUNE_LEVEL,
+    COPY_LIMIT,
     DOUBLE_BUFFERING,
     GATHER_COMBINER,
     KERNEL_CACHE,
@@ -74,6 +75,14 @@ def kernels_once() -> Options:
     With jax 0.11 XLA writes it by a second run of the kernel, a matrix product as any other (openxla/xla 43831).
     """
     return {SLICE_FUSION: False} if _jax_compat.fuses_slices() else {}
+
+
+def copies_at_once() -> Options:
+    """As many copies between device and host may be under way as there are: they follow one another anyway.
+
+    XLA's scheduler has two in flight, and waits for the first before it starts the third.
+    """
+    return {COPY_LIMIT: 16}
 
 
 def two_collectives() -> Options:

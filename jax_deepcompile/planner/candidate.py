@@ -30,6 +30,7 @@ class Environment:
       platform: ``cuda`` or ``cpu``.
       costs: what things take on it.
       limit_bytes: device memory a step may take; None for no limit.
+      host_bytes: of the host's memory, what a step may take for each device; 0 for none.
       kernels: a file for kernels that one candidate compiled and the next one needs too; None to compile them again.
       disabled: kinds of decisions that are left out of every plan.
     """
@@ -38,6 +39,7 @@ class Environment:
     platform: str
     costs: CostModel
     limit_bytes: int | None
+    host_bytes: int = 0
     kernels: Path | None = None
     disabled: frozenset[str] = frozenset()
 
@@ -101,8 +103,9 @@ class Candidate:
 
     @property
     def waits(self) -> bool:
-        """Whether enough communication is exposed for another compilation."""
-        return self.prediction.exposed_s >= WORTH_TRYING * self.prediction.step_s
+        """Whether enough communication and copies are exposed for another compilation."""
+        exposed_s = self.prediction.exposed_s + self.simulation.exposed_copy_s
+        return exposed_s >= WORTH_TRYING * self.prediction.step_s
 
     def simulated_by(self, costs: CostModel) -> Candidate:
         """The same by other costs."""

@@ -17,6 +17,7 @@ from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
+from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
@@ -29,6 +30,7 @@ TRANSFORMS: tuple[type[Decision], ...] = (
     StackCollectives,
     SavedGathers,
     KeptActivations,
+    OffloadedActivations,
     AccumulateInLoops,
     NarrowStacks,
     LoopSchedule,
