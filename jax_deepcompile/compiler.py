@@ -153,12 +153,17 @@ class Compilation:
     @cached_property
     def jitted(self) -> Any:
         """``jax.jit`` of ``(*args, kwargs) -> out``; it raises OtherTypes for arguments of other types."""
-        return jit(self.planned, self.traced, self.shardings, self.call, self.context)
+        return jit(self.planned, self.traced, self.placed, self.call, self.context)
 
     @cached_property
     def shardings(self) -> Shardings:
-        """Where ``jitted`` has its arguments and results."""
+        """How arguments and results are divided."""
         return Shardings.of(self.sharded, self.traced, self.context.use)
+
+    @cached_property
+    def placed(self) -> Shardings:
+        """Where ``jitted`` has its arguments and results: divided so, some of them on the host."""
+        return Shardings.of(self.planned.program, self.traced, self.context.use)
 
     @property
     def planned_already(self) -> Planned | None:

@@ -6,6 +6,9 @@ from typing import Any
 
 import jax
 
+HOST_KIND = "pinned_host"
+"""What JAX calls the host's memory in shardings."""
+
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 

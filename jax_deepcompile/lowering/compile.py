@@ -45,6 +45,12 @@ def peak_bytes(memory: Any) -> int:
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
+def host_bytes(memory: Any) -> int:
+    """Memory of its host that a program takes for each device, by ``memory_analysis()``."""
+    results = memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
+    return memory.host_argument_size_in_bytes + results + memory.host_temp_size_in_bytes
+
+
 def alone_options(platform: str) -> Options:
     """Options for a compilation that one process of several does by itself: it waits for no other's autotuning."""
     return known({SHARD_AUTOTUNING: False}) if platform == "cuda" and jax.process_count() > 1 else {}

@@ -14,7 +14,7 @@ from jax_deepcompile.costs.simulator import Simulation, simulate
 from jax_deepcompile.hlo.reader import Module, read
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering.compile import alone_options, compile_options, kernel_options, peak_bytes
+from jax_deepcompile.lowering.compile import alone_options, compile_options, host_bytes, kernel_options, peak_bytes
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.runtime.parallel import interruptible
@@ -55,7 +55,9 @@ class Environment:
         return candidate.simulation.attainable_s if schedules else candidate.prediction.step_s
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether its program keeps the memory limit."""
+        """Whether its program keeps the limits of the device's memory and of the host's."""
+        if candidate.prediction.host_bytes > self.host_bytes:
+            return False
         return self.limit_bytes is None or candidate.prediction.peak_bytes <= self.limit_bytes
 
 
@@ -110,7 +112,7 @@ class Candidate:
     def simulated_by(self, costs: CostModel) -> Candidate:
         """The same by other costs."""
         simulation = simulate(self.evaluated.module, costs)
-        prediction = prediction_of(simulation, self.prediction.peak_bytes)
+        prediction = prediction_of(simulation, self.prediction.peak_bytes, self.prediction.host_bytes)
         evaluation = dataclasses.replace(self.evaluated, simulation=simulation, prediction=prediction)
         return dataclasses.replace(self, evaluation=evaluation)
 
@@ -138,13 +140,13 @@ def compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environm
     memory: Any = compiled.memory_analysis()
     module = read(compiled.as_text() or "")
     simulation = simulate(module, environment.costs)
-    prediction = prediction_of(simulation, peak_bytes(memory))
+    prediction = prediction_of(simulation, peak_bytes(memory), host_bytes(memory))
     evaluation = Evaluation(lowered, module, simulation, prediction, memory.argument_size_in_bytes)
     return Candidate(plan, program, evaluation)
 
 
-def prediction_of(simulation: Simulation, peak: int) -> Prediction:
-    """The figures of ``simulation`` that a plan has, of a program that takes ``peak`` bytes."""
+def prediction_of(simulation: Simulation, peak: int, on_host: int = 0) -> Prediction:
+    """The figures of ``simulation`` that a plan has, of a program that takes ``peak`` bytes, and ``on_host`` others."""
     return Prediction(
         simulation.step_s,
         simulation.compute_s,
@@ -154,4 +156,7 @@ def prediction_of(simulation: Simulation, peak: int) -> Prediction:
         simulation.bound_s,
         tuple(sorted(simulation.launches.items())),
         simulation.rematerialized_s,
+        simulation.copy_s,
+        simulation.exposed_copy_s,
+        on_host,
     )

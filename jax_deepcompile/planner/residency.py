@@ -36,6 +36,7 @@ class Phases:
       network_s: their collectives.
       bytes_per_s: that those gather and reduce.
       to_host_bytes_per_s, from_host_bytes_per_s: of copies; all GPUs of a node copy at the same time.
+      both_ways_bytes_per_s: of copies in each direction while others go the other way.
     """
 
     forward_s: float
@@ -44,6 +45,7 @@ class Phases:
     bytes_per_s: float
     to_host_bytes_per_s: float = math.inf
     from_host_bytes_per_s: float = math.inf
+    both_ways_bytes_per_s: float = math.inf
 
     @classmethod
     def of(cls, best: Candidate, regions: Iterable[RecomputeRegion], costs: CostModel) -> Phases:
@@ -55,13 +57,17 @@ class Phases:
                 forward = forward.plus(loop.trip, loop.executions * loop.trip_count)
         again_s = sum(region.step_s(sum(region.seconds)) for region in regions if region.is_of_loops)
         moved = backward.gathered_bytes + backward.reduced_bytes
-        rates = (_MANY_BYTES / costs.copy_s(_MANY_BYTES, direction) for direction in Direction)
+        copies = [costs.copy(_MANY_BYTES, direction) for direction in (Direction.TO_HOST, Direction.FROM_HOST)]
+        rates = [_MANY_BYTES / copy.seconds for copy in copies]
+        both_ways = min(rate / copy.both_ways for rate, copy in zip(rates, copies, strict=True))
         return cls(
             forward.compute_s,
             backward.compute_s or again_s,
             backward.communication_s,
-            moved / max(backward.communication_s, 1e-12),
-            *rates,
+            max(moved, 1) / max(backward.communication_s, 1e-12),
+            to_host_bytes_per_s=rates[0],
+            from_host_bytes_per_s=rates[1],
+            both_ways_bytes_per_s=both_ways,
         )
 
 
@@ -75,10 +81,12 @@ class Places:
     Attributes:
       kept: positions of activations that are at hand for backward, on the device or on the host.
       offloaded: names of what is on the host, of those and of what the step keeps anyway.
+      state: leaves of the state that are on the host, between steps.
     """
 
     kept: Mapping[Loops, tuple[int, ...]] = field(default_factory=dict)
     offloaded: Mapping[Loops, tuple[str, ...]] = field(default_factory=dict)
+    state: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,7 @@ def choose(
     device_bytes: float,
     host_bytes: float = 0.0,
     already: Places | None = None,
+    state: Mapping[str, int] | None = None,
 ) -> Choice | None:
     """The places that make a step fastest; None if nothing fits.
 
@@ -112,12 +121,16 @@ def choose(
       stacks: what may stay gathered.
       phases: of a step with what was chosen ``already``.
       device_bytes, host_bytes: that activations and stacks may take more than in the program as it was written.
+      state: leaves that may be on the host between steps, and their bytes; nothing hides their copies.
     """
     model = _Model()
     found = [_Region(model, region, host_bytes > 0) for region in regions]
     loops = [each for each in found if each.region.is_of_loops]
     gathered = {model.variable(_LEAST * each.size_bytes / phases.bytes_per_s): each for each in stacks}
     sizes = {var: float(each.size_bytes) for var, each in gathered.items()}
+    rate = phases.both_ways_bytes_per_s
+    leaves = {model.variable(size / rate): (name, size) for name, size in (state or {}).items() if host_bytes > 0}
+    moved = {var: float(size) for var, (_, size) in leaves.items()}
     spared_s = _sum(each.spared_s for each in loops)
     before_s = phases.backward_s + sum(_saved_s(region, already) for region in regions if region.is_of_loops)
     forward_s, backward_s = model.variable(1.0, upper=math.inf), model.variable(1.0, upper=math.inf)
@@ -125,11 +138,11 @@ def choose(
     model.at_least({backward_s: 1.0, **spared_s}, before_s)
     less_s = _times(sizes, _HIDES / phases.bytes_per_s)
     model.at_least({backward_s: 1.0, **less_s}, _HIDES * phases.network_s)
-    on_host = _sum(each.on_host for each in loops)
-    for phase_s, rate in ((forward_s, phases.to_host_bytes_per_s), (backward_s, phases.from_host_bytes_per_s)):
-        copying_s = _times(_sum(each.copied for each in loops), -1 / (_HIDDEN * rate))
+    on_host = _sum([*(each.on_host for each in loops), moved])
+    for phase_s, copied in ((forward_s, phases.to_host_bytes_per_s), (backward_s, phases.from_host_bytes_per_s)):
+        copying_s = _times(_sum(each.copied for each in loops), -1 / (_HIDDEN * copied))
         model.at_least({phase_s: 1.0, **copying_s}, 0.0)
-    on_device = _sum([*(each.on_device for each in found), sizes])
+    on_device = _sum([*(each.on_device for each in found), sizes, _times(moved, -1.0)])
     model.at_least(_times(on_device, -1 / _GIB), -device_bytes / _GIB)
     model.at_least(_times(on_host, -1 / _GIB), -host_bytes / _GIB)
     values = model.solved()
@@ -138,11 +151,14 @@ def choose(
     now_s = phases.forward_s + max(phases.backward_s, _HIDES * phases.network_s)
     gained_s = now_s - values[forward_s] - values[backward_s]
     gained_s += sum(each.gained_s(values) - _gained_s(each.region, already) for each in found)
+    away = tuple(name for var, (name, _) in leaves.items() if values[var] > 0.5)
+    was = already.state if already else ()
+    gained_s += (sum((state or {}).get(name, 0) for name in was) - sum((state or {})[name] for name in away)) / rate
     kept = {each.region.loops: positions for each in found if (positions := each.at_hand(values))}
     offloaded = {each.region.loops: names for each in found if (names := each.away(values))}
     taken = tuple(each for var, each in gathered.items() if values[var] > 0.5)
     device, host = (int(sum(size * values[var] for var, size in each.items())) for each in (on_device, on_host))
-    return Choice(Places(kept, offloaded), taken, device, host, gained_s)
+    return Choice(Places(kept, offloaded, away), taken, device, host, gained_s)
 
 
 _HIDES = 0.9
@@ -157,7 +173,7 @@ _WORTH = 3.0
 _LEAST = 1e-3
 """What counts of what is hidden anyway, so that of choices that are equally fast the smaller one is made."""
 
-_COPIED_BYTES = 1 << 20
+COPIED_BYTES = 1 << 20
 """What a layer has less of is not worth a copy."""
 
 _LAYERS_IN_FLIGHT = 3
@@ -202,13 +218,13 @@ class _Region:
         for place, activation in enumerate(region.activations):
             cost = _WORTH * region.step_s(region.copy_s[place])
             self.keep[place] = model.variable(cost)
-            if can_move and activation.size_bytes >= _COPIED_BYTES:
+            if can_move and activation.size_bytes >= COPIED_BYTES:
                 self.send[place] = model.variable(cost + self._least_s(activation.size_bytes))
                 model.at_least({self.keep[place]: -1.0, self.send[place]: -1.0}, -1.0)
             terms = {each[place]: 1.0 for each in (self.keep, self.send) if place in each}
             there |= dict.fromkeys(activation.again, terms)
         for place, residual in enumerate(region.residuals):
-            if can_move and residual.size_bytes >= _COPIED_BYTES:
+            if can_move and residual.size_bytes >= COPIED_BYTES:
                 self.move[place] = model.variable(self._least_s(residual.size_bytes))
         demand = Demand(region)
         self.spare = {

@@ -34,6 +34,7 @@ from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.planner.search import carried_out, search
 from jax_deepcompile.planner.selection import Passes, Selection
 from jax_deepcompile.planner.strategies import ONE_DEVICE, STRATEGIES
+from jax_deepcompile.planner.strategies.keep_activations import state_bytes
 from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.planner.version import planner_digest
 from jax_deepcompile.runtime.processes import processes_of
@@ -136,7 +137,8 @@ class _Task:
 def _planned(program: Program, mesh: Mesh, platform: str, options: PlanOptions) -> Planned:
     selection = Selection.of(options.passes)
     environment = _environment(mesh, platform, options).replace(disabled=selection.disabled)
-    require_room(program.name, argument_bytes(program), environment.limit_bytes)
+    movable_bytes = min(sum(state_bytes(program).values()), environment.host_bytes)
+    require_room(program.name, argument_bytes(program) - movable_bytes, environment.limit_bytes)
     strategies = selection.among(_suitable(program, environment) if selection.strategies is None else ())
     cache = PlanCache(options.cache_dir, selection.kinds) if options.cache_dir is not None else None
     if cache is not None:

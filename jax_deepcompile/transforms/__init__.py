@@ -18,6 +18,7 @@ from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
@@ -43,6 +44,7 @@ TRANSFORMS: tuple[type[Decision], ...] = (
     ReusedGathers,
     Prefetch,
     OrderedReductions,
+    OffloadedState,
 )
 """The list: what layer loops gather, what they keep, how they run, what surrounds them, then code outside of loops."""
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jax_deepcompile.ir.program import Program
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
 from jax_deepcompile.planner.layers import keep_over_loops, layer_stacks, offloading
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
-from jax_deepcompile.planner.residency import Choice, Phases, Places, choose
+from jax_deepcompile.planner.residency import COPIED_BYTES, Choice, Phases, Places, choose
 from jax_deepcompile.planner.stacks import every_layer, saved_stacks, saving
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.unshard import ReusedGathers
@@ -40,12 +43,13 @@ class KeepActivations:
         gathers = best.plan.program(base, environment.mesh, until=SavedGathers)
         regions = find_recomputation(gathers, environment.costs)
         stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
+        state = state_bytes(base)
         already, phases = places_of(best.plan, regions), Phases.of(best, regions, environment.costs)
-        now = taken_bytes(regions, already)
+        now = taken_bytes(regions, already) - sum(state.get(name, 0) for name in already.state)
         for host_bytes in dict.fromkeys((0, environment.host_bytes)):
             proposals = []
             for free_bytes in _budgets(best, environment):
-                choice = choose(regions, stacks, phases, now + free_bytes, host_bytes, already)
+                choice = choose(regions, stacks, phases, now + free_bytes, host_bytes, already, state)
                 if choice is None or (choice.places == already and not choice.stacks):
                     continue
                 if environment.fits(best) and choice.gained_s < WORTH_TRYING * best.prediction.step_s:
@@ -65,7 +69,15 @@ class KeepActivations:
         plan = offloading(plan, base, environment.mesh, *as_planned(choice.places, regions))
         if choice.stacks:
             plan = plan.having(SavedGathers, saving(choice.stacks))
+        plan = plan.having(OffloadedState, [OffloadedState(choice.places.state)] * bool(choice.places.state))
         return keep_over_loops(base, plan, environment) if plan.of(KeptGathers) else plan
+
+
+def state_bytes(base: Program) -> dict[str, int]:
+    """What a device holds of each leaf of an optimizer's state that may be on the host."""
+    variables, ports = open_jaxpr(base.jaxpr).invars, base.inputs
+    sizes = {name: size_bytes(variables[at]) for at, name in movable(base).items() if ports[at].role is Role.OPTIMIZER}
+    return {name: size for name, size in sizes.items() if size >= COPIED_BYTES}
 
 
 def _budgets(best: Candidate, environment: Environment) -> Iterator[float]:
@@ -92,6 +104,7 @@ def _said(choice: Choice) -> str:
     away = sum(map(len, places.offloaded.values()))
     said = [f"{count} activations{whose} are kept"] * bool(count)
     said += [f"{away} of every layer are on the host meanwhile, {choice.host_bytes / 2**30:.2f} GiB"] * bool(away)
+    said += [f"{len(places.state)} leaves of the state are on the host between steps"] * bool(places.state)
     said += [f"{choice.device_bytes / 2**30:+.2f} GiB on the device"]
     return "; ".join([", ".join(said)] + [every_layer(choice.stacks)] * bool(choice.stacks))
 
@@ -115,7 +128,8 @@ def places_of(plan: Plan, regions: Sequence[RecomputeRegion]) -> Places:
     positions = {
         loops: tuple(names[loops].index(value) for value in values) for loops, values in kept.items() if loops in names
     }
-    return Places(positions, {(each.forward, each.backward): each.values for each in plan.of(OffloadedActivations)})
+    offloaded = {(each.forward, each.backward): each.values for each in plan.of(OffloadedActivations)}
+    return Places(positions, offloaded, tuple(name for each in plan.of(OffloadedState) for name in each.leaves))
 
 
 def taken_bytes(regions: Sequence[RecomputeRegion], places: Places) -> int:
