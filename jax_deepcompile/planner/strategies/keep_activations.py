@@ -7,21 +7,26 @@ from dataclasses import dataclass
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.names import keeping_loop_names
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
-from jax_deepcompile.planner.layers import keep_over_loops, layer_stacks, offloading
+from jax_deepcompile.planner.layers import keep_over_loops, layer_stacks, not_pipelined, offloading
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
 from jax_deepcompile.planner.residency import COPIED_BYTES, Choice, Phases, Places, choose
-from jax_deepcompile.planner.stacks import every_layer, saved_stacks, saving
+from jax_deepcompile.planner.stacks import Stack, every_layer, saved_stacks, saving
+from jax_deepcompile.planner.strategies.layer_loops import PipelineLoops
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 from jax_deepcompile.transforms.prefetch import Prefetch
+from jax_deepcompile.transforms.rematerialize import Rematerialized, recomputable
 from jax_deepcompile.transforms.save_gathered import SavedGathers
+from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
 
 
@@ -40,23 +45,26 @@ class KeepActivations:
     def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
         if environment.limit_bytes is None or best.plan.of(Prefetch) or best.plan.of(ReusedGathers):
             return
-        gathers = best.plan.program(base, environment.mesh, until=SavedGathers)
-        regions = find_recomputation(gathers, environment.costs)
-        stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
-        state = state_bytes(base)
-        already, phases = places_of(best.plan, regions), Phases.of(best, regions, environment.costs)
-        now = taken_bytes(regions, already) - sum(state.get(name, 0) for name in already.state)
-        for host_bytes in dict.fromkeys((0, environment.host_bytes)):
-            proposals = []
-            for free_bytes in _budgets(best, environment):
-                choice = choose(regions, stacks, phases, now + free_bytes, host_bytes, already, state)
-                if choice is None or (choice.places == already and not choice.stacks):
-                    continue
-                if environment.fits(best) and choice.gained_s < WORTH_TRYING * best.prediction.step_s:
-                    continue
-                proposals.append(Proposal(self._plan(base, best.plan, choice, regions, environment), _said(choice)))
-            if proposal := budget.ladder(proposals):
-                yield proposal
+        for start in _starts(base, best, environment):
+            for host_bytes in dict.fromkeys((0, environment.host_bytes)):
+                proposals = list(self._choices(base, best, environment, start, host_bytes))
+                if proposal := budget.ladder(proposals):
+                    yield proposal
+
+    def _choices(
+        self, base: Program, best: Candidate, environment: Environment, start: _Start, host_bytes: int
+    ) -> Iterator[Proposal]:
+        """One for each share of the memory that there is."""
+        phases, state = Phases.of(best, start.regions, environment.costs), state_bytes(base)
+        now = taken_bytes(start.regions, start.already) - sum(state.get(name, 0) for name in start.already.state)
+        for free_bytes in _budgets(best, environment):
+            taken = now + free_bytes
+            choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, state)
+            if choice is None or (choice.places == start.already and not choice.stacks):
+                continue
+            if environment.fits(best) and choice.gained_s < WORTH_TRYING * best.prediction.step_s:
+                continue
+            yield Proposal(self._plan(base, start.plan, choice, start.regions, environment), start.said + _said(choice))
 
     def _plan(
         self,
@@ -71,6 +79,58 @@ class KeepActivations:
             plan = plan.having(SavedGathers, saving(choice.stacks))
         plan = plan.having(OffloadedState, [OffloadedState(choice.places.state)] * bool(choice.places.state))
         return keep_over_loops(base, plan, environment) if plan.of(KeptGathers) else plan
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A plan to choose places in.
+
+    Attributes:
+      already: what is where, in the best plan so far.
+      stacks: what may stay gathered.
+      said: what the plan decides more than that one, in words.
+    """
+
+    plan: Plan
+    regions: Sequence[RecomputeRegion]
+    already: Places
+    stacks: Sequence[Stack]
+    said: str = ""
+
+
+def _starts(base: Program, best: Candidate, environment: Environment) -> Iterator[_Start]:
+    """The best plan; and one that computes everything again that it keeps from loop to loop, to begin with."""
+    mesh, costs = environment.mesh, environment.costs
+    gathers = best.plan.program(base, mesh, until=SavedGathers)
+    regions = find_recomputation(gathers, costs)
+    stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
+    yield _Start(best.plan, regions, places_of(best.plan, regions), stacks)
+    loops = {loop.name: loop for loop in find_loops(gathers)}
+    pairs = [(loops[ahead], loops[behind]) for ahead, behind in (each.loops for each in regions if each.residuals)]
+    again = {(pair[0].name, pair[1].name): recomputable(gathers, *pair) for pair in pairs}
+    named = {names: each.names for names, each in again.items() if each is not None}
+    if not named or best.plan.of(Rematerialized) or best.plan.of(KeptActivations):
+        return
+    plan = as_checkpointed(base, best.plan, [Rematerialized(*each) for each in named], environment)
+    regions = find_recomputation(plan.program(base, mesh, until=SavedGathers), costs)
+    kept = {
+        region.loops: tuple(place for place, name in enumerate(region.names) if name in named.get(region.loops, ()))
+        for region in regions
+    }
+    said = f"{len(named)} backward loops compute again what they read of forward ones; "
+    yield _Start(plan, regions, Places(kept), (), said)
+
+
+def as_checkpointed(
+    base: Program, plan: Plan, rematerialized: Sequence[Rematerialized], environment: Environment
+) -> Plan:
+    """``plan`` where loops compute again what is ``rematerialized``, all layer loops pipelined."""
+    start = not_pipelined(plan).without(SavedGathers, StackCollectives, OffloadedActivations)
+    program = Rematerialized.apply(base, environment.mesh, rematerialized)
+    program = keeping_loop_names(program, base)
+    for proposal in PipelineLoops().propose(program, Candidate(start, program), environment):
+        start = proposal.plan
+    return start.having(Rematerialized, rematerialized)
 
 
 def state_bytes(base: Program) -> dict[str, int]:
