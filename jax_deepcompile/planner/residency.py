@@ -228,7 +228,7 @@ class _Region:
                 self.move[place] = model.variable(self._least_s(residual.size_bytes))
         demand = Demand(region)
         self.spare = {
-            each: model.variable(0.0 if region.is_of_loops else -region.step_s(region.seconds[each]), whole=False)
+            each: model.variable(0.0 if region.is_of_loops else -region.step_s(region.seconds[each]))
             for each in demand.freed(list(there))
         }
         for each, spared in self.spare.items():
@@ -298,7 +298,7 @@ def _sum(several: Iterable[Terms]) -> Terms:
 
 
 class _Model:
-    """A linear program whose variables are 0 or 1, or between bounds, and cost something."""
+    """A linear program: variables that are 0 or 1, or any number, and cost something."""
 
     def __init__(self) -> None:
         self.costs: list[float] = []
@@ -306,11 +306,11 @@ class _Model:
         self._wholes: list[bool] = []
         self._rows: list[tuple[Terms, float]] = []
 
-    def variable(self, cost: float = 0.0, upper: float = 1.0, whole: bool = True) -> int:
-        """The number of a new one, from 0 to ``upper``."""
+    def variable(self, cost: float = 0.0, upper: float = 1.0) -> int:
+        """The number of a new one: 0 or 1, or with another ``upper`` bound anything up to that."""
         self.costs.append(cost)
         self._uppers.append(upper)
-        self._wholes.append(whole and upper == 1.0)
+        self._wholes.append(upper == 1.0)
         return len(self.costs) - 1
 
     def at_least(self, terms: Terms, least: float) -> None:
