@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -226,7 +226,7 @@ class Simulation(Summarized):
 
     def _copies_s(self) -> list[float]:
         """Seconds of copies in each direction."""
-        seconds: Counter[Stream] = Counter()
+        seconds: defaultdict[Stream, float] = defaultdict(float)
         for event in self.timeline:
             if event.stream.is_copy:
                 seconds[event.stream] += event.trips * (event.end_s - event.start_s)
