@@ -21,6 +21,7 @@ from jax_deepcompile.costs.simulation import Totals
 from jax_deepcompile.planner.candidate import Candidate
 from jax_deepcompile.planner.recomputation import Demand, RecomputeRegion
 from jax_deepcompile.planner.stacks import Stack
+from jax_deepcompile.planner.state_on_host import COPIED_BYTES
 
 Loops = tuple[str, str]
 """The names of a forward and a backward loop; equal where both are one place."""
@@ -172,9 +173,6 @@ _WORTH = 3.0
 
 _LEAST = 1e-3
 """What counts of what is hidden anyway, so that of choices that are equally fast the smaller one is made."""
-
-COPIED_BYTES = 1 << 20
-"""What a layer has less of is not worth a copy."""
 
 _LAYERS_IN_FLIGHT = 3
 """Layers whose values the device holds of what goes to the host: made, copied out, copied back."""

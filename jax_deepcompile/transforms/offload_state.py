@@ -9,7 +9,10 @@ After, for one parameter after the other::
     d = to_device(m); e = f(d, g); p' = h(p, e); m' = to_host(e)
 
 Two parameters at a time are on their way: what the next but one needs waits until the results of this one are there. So
-copies run both ways at once, and the device holds a few leaves instead of all.
+copies run both ways at once, and the device holds a few leaves instead of all. Where even those are too large, stacks
+are updated in a loop, a layer at a time::
+
+    loop(t): d = to_device(m[t]); e = f(d, g[t]); p[t] = h(p[t], e); m[t] = to_host(e)
 
 Guarantees: values are bitwise the same; each leaf is copied in once and out once; the memory that a donated leaf has on
 the host is that of its successor.
@@ -17,7 +20,7 @@ the host is that of its successor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +29,11 @@ from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import free_variables, variables
+from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.names import parameter_names
-from jax_deepcompile.ir.memory import DEVICE, HOST, HOST_KIND
+from jax_deepcompile.ir.memory import DEVICE, HOST, HOST_KIND, is_on_host
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import ELEMENTWISE
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import compute, read, trace_blocks
 from jax_deepcompile.transforms.decision import Decision, positions
@@ -40,22 +45,26 @@ class OffloadedState(Decision, kind="offload_state"):
 
     Attributes:
       leaves: by path.
+      by_layer: whether stacks are updated a layer at a time, where that is elementwise.
     """
 
     leaves: tuple[str, ...]
+    by_layer: bool = False
 
     def subjects(self) -> tuple[str, ...]:
         return self.leaves
 
     def describe(self) -> str:
-        return f"in the host's memory between steps: {', '.join(self.leaves)}"
+        how = ", updated a layer at a time" * self.by_layer
+        return f"in the host's memory between steps{how}: {', '.join(self.leaves)}"
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[OffloadedState]) -> Program:
         named = [name for each in decisions for name in each.leaves]
         known = movable(program)
         chosen = [list(known)[place] for place in positions(named, list(known.values()), "has on the host")]
-        return _moved(program, mesh, sorted(chosen)) if chosen else program
+        by_layer = any(each.by_layer for each in decisions)
+        return _moved(program, mesh, sorted(chosen), by_layer) if chosen else program
 
 
 def movable(program: Program) -> dict[int, str]:
@@ -64,7 +73,7 @@ def movable(program: Program) -> dict[int, str]:
     return {place: names[place] for place, _ in program.state_outputs if program.inputs[place].shape}
 
 
-def _moved(program: Program, mesh: AnyMesh, leaves: list[int]) -> Program:
+def _moved(program: Program, mesh: AnyMesh, leaves: list[int], by_layer: bool) -> Program:
     successors = dict(program.state_outputs)
     results = {successors[place] for place in leaves}
     there = program.replace(
@@ -73,7 +82,7 @@ def _moved(program: Program, mesh: AnyMesh, leaves: list[int]) -> Program:
     )
 
     def body(consts, *blocks):
-        return _updated(program, consts, blocks, leaves, results)
+        return _updated(program, consts, blocks, leaves, results, by_layer)
 
     return there.replace(jaxpr=trace_blocks(body, there, mesh))
 
@@ -82,26 +91,32 @@ def _on_host(port: Any, is_there: bool) -> Any:
     return replace(port, memory_kind=HOST_KIND) if is_there else port
 
 
-def _updated(program: Program, consts: Sequence, blocks: Sequence, leaves: Sequence[int], results: set[int]) -> list:
+def _updated(
+    program: Program, consts: Sequence, blocks: Sequence, leaves: Sequence[int], results: set[int], by_layer: bool
+) -> list:
     """The program's results, of blocks of which the ``leaves`` are on the host."""
     jaxpr = open_jaxpr(program.jaxpr)
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *blocks), strict=True))
     host = {jaxpr.invars[place]: known.pop(jaxpr.invars[place]) for place in leaves}
     groups = _together(jaxpr, list(host))
     later = {id(eqn) for group in groups for eqn in group.eqns}
+    donors = {jaxpr.outvars[result]: jaxpr.invars[place] for place, result in program.state_outputs}
+    away = {jaxpr.outvars[place] for place in results}
     known = compute([eqn for eqn in jaxpr.eqns if id(eqn) not in later], known)
-    back: dict[int, Any] = {}
     done: list[list] = []
     for group in groups:
+        made = [var for var in dict.fromkeys(variables(jaxpr.outvars)) if var in group.makes]
         awaited = done[-_IN_FLIGHT] if len(done) >= _IN_FLIGHT else [known[var] for var in group.reads]
         waiting, _ = lax.optimization_barrier(([host[leaf] for leaf in group.leaves], awaited))
-        here = {leaf: jax.device_put(value, DEVICE) for leaf, value in zip(group.leaves, waiting, strict=True)}
-        known = compute(group.eqns, known | here)
-        made = {*group.leaves, *(var for eqn in group.eqns for var in eqn.outvars)}
-        places = [place for place in results if jaxpr.outvars[place] in made]
-        back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places}
-        done.append([back[place] for place in places])
-    return [back[place] if place in back else read(atom, known) for place, atom in enumerate(jaxpr.outvars)]
+        here = dict(zip(group.leaves, waiting, strict=True))
+        layers = _Layers.of(jaxpr, group) if by_layer else None
+        if layers is None:
+            known = compute(group.eqns, known | {leaf: jax.device_put(value, DEVICE) for leaf, value in here.items()})
+            known |= {var: jax.device_put(known[var], HOST) for var in made if var in away}
+        else:
+            known |= layers.run(known | here, made, donors, away)
+        done.append([known[var] for var in made if var in away])
+    return [read(atom, known) for atom in jaxpr.outvars]
 
 
 _IN_FLIGHT = 2
@@ -124,6 +139,10 @@ class _Group:
     def reads(self) -> list:
         return [var for var in free_variables(self.eqns, ()) if var not in self.leaves]
 
+    @property
+    def makes(self) -> set:
+        return {*self.leaves, *(var for eqn in self.eqns for var in eqn.outvars)}
+
 
 def _together(jaxpr: Any, leaves: Sequence) -> list[_Group]:
     """``leaves`` in groups, in order of first use."""
@@ -139,3 +158,65 @@ def _together(jaxpr: Any, leaves: Sequence) -> list[_Group]:
             reader[id(eqn)] = found[0]
     groups = dict.fromkeys(group_of.values())
     return [_Group(group, tuple(eqn for eqn in jaxpr.eqns if reader.get(id(eqn)) in group)) for group in groups]
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The elementwise update of stacks of one shape, a layer at a time.
+
+    Attributes:
+      shape: of every stack.
+      eqns: of the update, and cheap ones before it, so that no stack is there that only this reads.
+    """
+
+    shape: tuple[int, ...]
+    eqns: tuple
+
+    @classmethod
+    def of(cls, jaxpr: Any, group: _Group) -> _Layers | None:
+        """None where not every equation is elementwise, on stacks of one shape and on scalars."""
+        shape = group.leaves[0].aval.shape
+        if len(shape) < 2 or size_bytes(group.leaves[0]) < shape[0] * _LAYER_BYTES:
+            return None
+        makers = {var: eqn for eqn in jaxpr.eqns if _is_elementwise(eqn, shape) for var in eqn.outvars}
+        others = [leaf for leaf in group.leaves if leaf.aval.shape != shape]
+        if others or any(eqn.outvars[0] not in makers for eqn in group.eqns):
+            return None
+        needed, waiting = set(), [var for eqn in group.eqns for var in eqn.outvars]
+        while waiting:
+            eqn = makers.get(waiting.pop())
+            if eqn is not None and id(eqn) not in needed and eqn.outvars[0].aval.shape:
+                needed.add(id(eqn))
+                waiting += variables(eqn.invars)
+        return cls(shape, tuple(eqn for eqn in jaxpr.eqns if id(eqn) in needed))
+
+    def run(self, known: Mapping[Any, Any], made: Sequence, donors: Mapping[Any, Any], away: set) -> dict:
+        """What is ``made``, in the memory of its donor where it has one."""
+        starts = [known[donors[var]] if var in donors else lax.empty(var.aval.shape, var.aval.dtype) for var in made]
+        places = {donors[var]: place for place, var in enumerate(made) if var in donors}
+
+        def layer(t: Any, stacks: list) -> list:
+            def cut(var: Any) -> Any:
+                stack = stacks[places[var]] if var in places else known[var]
+                if var.aval.shape != self.shape:
+                    return stack
+                value = lax.dynamic_index_in_dim(stack, t, keepdims=True)
+                return jax.device_put(value, DEVICE) if is_on_host(value) else value
+
+            here = compute(self.eqns, {var: cut(var) for var in free_variables(self.eqns, made)})
+            values = [jax.device_put(here[var], HOST) if var in away else here[var] for var in made]
+            return [
+                lax.dynamic_update_slice_in_dim(stack, value, t, 0) for stack, value in zip(stacks, values, strict=True)
+            ]
+
+        return dict(zip(made, lax.fori_loop(0, self.shape[0], layer, starts), strict=True))
+
+
+def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
+    name = eqn.primitive.name
+    shapes = {atom.aval.shape for atom in (*eqn.invars, *eqn.outvars)}
+    return name in ELEMENTWISE and name != "reshape" and shapes <= {shape, ()}
+
+
+_LAYER_BYTES = 1 << 20
+"""What is less is not worth a turn of a loop."""

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.names import keeping_loop_names
-from jax_deepcompile.ir.program import Program, Role
+from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
 from jax_deepcompile.planner.layers import keep_over_loops, layer_stacks, not_pipelined, offloading
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
-from jax_deepcompile.planner.residency import COPIED_BYTES, Choice, Phases, Places, choose
+from jax_deepcompile.planner.residency import Choice, Phases, Places, choose
 from jax_deepcompile.planner.stacks import Stack, every_layer, saved_stacks, saving
+from jax_deepcompile.planner.state_on_host import state_bytes, with_state_on_host
 from jax_deepcompile.planner.strategies.layer_loops import PipelineLoops
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
-from jax_deepcompile.transforms.offload_state import OffloadedState, movable
+from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.rematerialize import Rematerialized, recomputable
 from jax_deepcompile.transforms.save_gathered import SavedGathers
@@ -77,7 +76,7 @@ class KeepActivations:
         plan = offloading(plan, base, environment.mesh, *as_planned(choice.places, regions))
         if choice.stacks:
             plan = plan.having(SavedGathers, saving(choice.stacks))
-        plan = plan.having(OffloadedState, [OffloadedState(choice.places.state)] * bool(choice.places.state))
+        plan = with_state_on_host(plan, base, choice.places.state, environment)
         return keep_over_loops(base, plan, environment) if plan.of(KeptGathers) else plan
 
 
@@ -133,13 +132,6 @@ def as_checkpointed(
     return start.having(Rematerialized, rematerialized)
 
 
-def state_bytes(base: Program) -> dict[str, int]:
-    """What a device holds of each leaf of an optimizer's state that may be on the host."""
-    variables, ports = open_jaxpr(base.jaxpr).invars, base.inputs
-    sizes = {name: size_bytes(variables[at]) for at, name in movable(base).items() if ports[at].role is Role.OPTIMIZER}
-    return {name: size for name, size in sizes.items() if size >= COPIED_BYTES}
-
-
 def _budgets(best: Candidate, environment: Environment) -> Iterator[float]:
     """Bytes that may be taken more, the fewest first; less than nothing where ``best`` does not fit."""
     free_bytes = budget.free_bytes(best, environment)
@@ -153,7 +145,7 @@ _SHARES = (0.6, 0.8, 0.92)
 """Of free memory: the most is proposed first, less if that does not fit. The rest is for schedules that hide more and
 hold more meanwhile."""
 
-_LESS = (0.15, 0.08, 0.03)
+_LESS = (0.15, 0.08, 0.03, 0.0)
 """Of the peak: likewise, what a program that does not fit has to take less than the limit."""
 
 
