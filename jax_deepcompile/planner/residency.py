@@ -200,6 +200,19 @@ def _gained_s(region: RecomputeRegion, already: Places | None) -> float:
     return (0.0 if region.is_of_loops else _saved_s(region, already)) - copied_s
 
 
+def taken_bytes(regions: Sequence[RecomputeRegion], places: Places, state: Mapping[str, int]) -> int:
+    """What ``places`` take on the device more than the program as it was written; ``state`` are the bytes of leaves."""
+    taken = -sum(state.get(name, 0) for name in places.state)
+    for region in regions:
+        away = places.offloaded.get(region.loops, ())
+        for place in places.kept.get(region.loops, ()):
+            layers = _LAYERS_IN_FLIGHT if region.names[place] in away else region.layers
+            taken += layers * region.activations[place].size_bytes
+        moved = sum(each.size_bytes for each in region.residuals if each.name in away)
+        taken += (_LAYERS_IN_FLIGHT - region.layers) * moved
+    return taken
+
+
 class _Region:
     """The variables of one region.
 

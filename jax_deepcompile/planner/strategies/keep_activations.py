@@ -13,7 +13,7 @@ from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environme
 from jax_deepcompile.planner.layers import keep_over_loops, layer_stacks, not_pipelined, offloading
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
-from jax_deepcompile.planner.residency import Choice, Phases, Places, choose
+from jax_deepcompile.planner.residency import Choice, Phases, Places, choose, taken_bytes
 from jax_deepcompile.planner.stacks import Stack, every_layer, saved_stacks, saving
 from jax_deepcompile.planner.state_on_host import state_bytes, with_state_on_host
 from jax_deepcompile.planner.strategies.layer_loops import PipelineLoops
@@ -55,7 +55,7 @@ class KeepActivations:
     ) -> Iterator[Proposal]:
         """One for each share of the memory that there is."""
         phases, state = Phases.of(best, start.regions, environment.costs), state_bytes(base)
-        now = taken_bytes(start.regions, start.already) - sum(state.get(name, 0) for name in start.already.state)
+        now = taken_bytes(start.regions, start.already, state)
         for free_bytes in _budgets(best, environment):
             taken = now + free_bytes
             choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, state)
@@ -182,14 +182,3 @@ def places_of(plan: Plan, regions: Sequence[RecomputeRegion]) -> Places:
     }
     offloaded = {(each.forward, each.backward): each.values for each in plan.of(OffloadedActivations)}
     return Places(positions, offloaded, tuple(name for each in plan.of(OffloadedState) for name in each.leaves))
-
-
-def taken_bytes(regions: Sequence[RecomputeRegion], places: Places) -> int:
-    """What ``places`` take on the device more than the program as it was written."""
-    taken = 0
-    for region in regions:
-        away = places.offloaded.get(region.loops, ())
-        here = [each for each in places.kept.get(region.loops, ()) if region.names[each] not in away]
-        moved = [each.size_bytes for each in region.residuals if each.name in away]
-        taken += region.kept_bytes(here) - region.layers * sum(moved)
-    return taken
