@@ -42,7 +42,9 @@ class KeepActivations:
         stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
         already, phases = places_of(best.plan, regions), Phases.of(best, regions, environment.costs)
         now = taken_bytes(regions, already)
-        for host_bytes in dict.fromkeys((0, environment.host_bytes)):
+        most_bytes = 0 if OffloadedActivations.kind in environment.disabled else environment.host_bytes
+        proposed = None
+        for host_bytes in dict.fromkeys((0, most_bytes)):
             proposals = []
             for free_bytes in _budgets(best, environment):
                 choice = choose(regions, stacks, phases, now + free_bytes, host_bytes, already)
@@ -51,8 +53,10 @@ class KeepActivations:
                 if environment.fits(best) and choice.gained_s < WORTH_TRYING * best.prediction.step_s:
                     continue
                 proposals.append(Proposal(self._plan(base, best.plan, choice, regions, environment), _said(choice)))
-            if proposal := budget.ladder(proposals):
+            proposal = budget.ladder(proposals)
+            if proposal and proposal != proposed:
                 yield proposal
+            proposed = proposal
 
     def _plan(
         self,
