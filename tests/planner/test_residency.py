@@ -53,7 +53,9 @@ def region(
         return [value for at, value in enumerate(made) if at not in read]
 
     body = open_jaxpr(jax.make_jaxpr(layer)(1.0))
-    activations = [Activation(body.eqns[at].outvars[0], (body.eqns[at].outvars[0],), size) for at, size in sizes.items()]
+    activations = [
+        Activation(body.eqns[at].outvars[0], (body.eqns[at].outvars[0],), size) for at, size in sizes.items()
+    ]
     layers = LAYERS if loops[0] != loops[1] else 1
     return RecomputeRegion(
         loops,
@@ -216,7 +218,9 @@ def test_no_other_way_is_faster_within_both_limits(one, beside, stacks, phases, 
     chosen = ways_of(found, regions, stacks)
     assert found.device_bytes == device_bytes(chosen, regions, stacks) <= on_device
     assert found.host_bytes == host_bytes(chosen, regions) <= on_host
-    best_s = min(1.001 * step_s(ways, regions, stacks, phases) + breaks_ties_s(ways, regions, stacks) for ways in fitting)
+    best_s = min(
+        1.001 * step_s(ways, regions, stacks, phases) + breaks_ties_s(ways, regions, stacks) for ways in fitting
+    )
     assert step_s(chosen, regions, stacks, phases) <= best_s + 1e-6
 
 
