@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -13,7 +14,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_deepcompile import errors
-from jax_deepcompile.analysis.loops import Loop, find_loops
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.ir.memory import is_fetch, is_offload, is_on_host
 from jax_deepcompile.ir.primitives import Scan
@@ -30,12 +32,14 @@ from tests.transforms.programs import (
     LAYERS,
     MATRICES,
     STACK,
+    WIDTH,
     assert_same_values,
     backwards_loss,
     count,
     layer,
     loop_names,
     matrices_loss,
+    outline,
     run_stack,
     sharded,
     stack_loss,
@@ -45,6 +49,7 @@ from tests.transforms.programs import (
 from tests.transforms.test_keep_activations import OPERATIONS, POLICIES
 
 LOOPS = ("stack @forward", "stack @backward")
+MATRIX_LOOPS = ("w @forward", "w @backward")
 INPUT = "stack input"
 
 
@@ -164,16 +169,172 @@ def test_at_every_depth_values_stay_the_same(ahead, behind, first, last):
     assert_same_values(planned, carry_out(program, mesh, schedules), mesh)
 
 
-def outline(program: Program) -> list[str]:
-    return lines(program, ("dot_general", "device_put"))
-
-
 @pytest.mark.pure
 def test_before_and_after():
     program, mesh = sharded(matrices_loss, MATRICES)
-    print(outline(program))
-    planned = OffloadedActivations.apply(program, mesh, all_offloaded(program, [], mesh))
-    print(outline(planned))
-    planned = offloading(Plan("0"), program, mesh, [], all_offloaded(program, [], mesh)).program(program,mesh)
-    print(outline(planned))
-    assert 0
+    gather, product, reduce = "  all_gather", "  dot_general", "  reduce_scatter"
+    forward, backward = [gather, product], [gather, product, product, reduce, product]
+    assert outline(program) == ["scan 4", *forward, "scan 4", *backward]
+    planned = OffloadedActivations.apply(program, mesh, [OffloadedActivations(*MATRIX_LOOPS, ("w input",))])
+    copy = "  device_put"
+    assert outline(planned, "device_put") == ["scan 4", *forward, copy, "scan 4", copy, *backward]
+    one, whole = f"f32[2,{WIDTH}]", f"f32<host>[4,2,{WIDTH}]"
+    there, back = (line.split()[1:] for line in lines(planned, ("device_put",)) if copy in line)
+    assert (there, back) == ([one, "->", f"f32<host>[2,{WIDTH}]"], [f"f32<host>[2,{WIDTH}]", "->", one])
+    ahead, behind = find_loops(planned)
+    assert [var.aval.str_short(short_dtypes=True) for var in Scan(ahead.eqn).results.ys] == [whole]
+    assert whole in [var.aval.str_short(short_dtypes=True) for var in Scan(behind.eqn).operands.xs]
+
+
+@pytest.mark.pure
+def test_a_loop_may_copy_late_and_fetch_early():
+    program, mesh = sharded(matrices_loss, MATRICES)
+    planned = OffloadedActivations.apply(program, mesh, [OffloadedActivations(*MATRIX_LOOPS, ("w input",))])
+    forward, backward = (split_body(loop.eqn) for loop in find_loops(planned))
+    assert [is_offload(eqn) for eqn in forward.late.jaxpr.eqns] == [True]
+    assert [is_fetch(eqn) for eqn in backward.early.jaxpr.eqns].count(True) == 1
+    assert len(backward.gathered) == len(backward.early.outputs) - 1
+
+
+@pytest.mark.pure
+def test_stacks_of_pipelined_loops_begin_and_stay_on_the_host():
+    program, mesh = sharded(matrices_loss, MATRICES)
+    away = OffloadedActivations(*MATRIX_LOOPS, ("w input",))
+    planned = offloading(Plan("0"), program, mesh, [], [away]).program(program, mesh)
+    for loop in find_loops(planned):
+        stacks = [atom for atom in loop.eqn.invars if atom.aval.shape == (4, 2, WIDTH)]
+        assert [is_on_host(atom) for atom in stacks] == [True]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4),
+    st.sampled_from(sorted(POLICIES)),
+    st.sets(st.integers(0, 40)),
+    st.booleans(),
+)
+@pytest.mark.pure
+def test_planning_and_plans_call_it_the_same(operations, policy, positions, reverse):
+    """What is kept of whatever layers, and what stays anyway, by the names that it has where nothing is kept."""
+
+    @partial(jax.checkpoint, policy=POLICIES[policy])
+    def layer(x, params):
+        for name in operations:
+            x = OPERATIONS[name](x, params)
+        return x, None
+
+    def loss(params, batch):
+        return jnp.mean(lax.scan(layer, batch, params["stack"], reverse=reverse)[0] ** 2)
+
+    program, mesh = sharded(loss, STACK)
+    for turn in find_recomputation(program, CostModel()):
+        kept = tuple({turn.names[each % len(turn.names)] for each in positions}) if turn.names else ()
+        away = (*kept, *(each.name for each in turn.residuals))
+        carry_out(program, mesh, [KeptActivations(*turn.loops, kept), OffloadedActivations(*turn.loops, away)])
+
+
+@pytest.mark.pure
+def test_some_of_them_is_enough():
+    program, mesh = sharded(plain_loss, STACK)
+    planned = OffloadedActivations.apply(program, mesh, [OffloadedActivations(*LOOPS, ("layer tanh",))])
+    assert count(planned, "device_put") == 2 * LAYERS
+    assert [is_on_host(stack) for stack in Scan(next(find_loops(planned)).eqn).results.ys].count(True) == 1
+
+
+@pytest.mark.pure
+def test_nothing_chosen_changes_nothing():
+    program, mesh = sharded(stack_loss, STACK)
+    assert OffloadedActivations.apply(program, mesh, [OffloadedActivations(*LOOPS, ())]) is program
+
+
+@pytest.mark.pure
+def test_a_plan_reads_in_words_and_comes_back_from_json():
+    plan = Plan("0", (OffloadedActivations(*LOOPS, (INPUT, "stack/mlp tanh")),))
+    assert str(plan) == "stack @forward: copies stack input, mlp tanh to the host for stack @backward"
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("choices", "why"),
+    [
+        ([OffloadedActivations(*LOOPS, ("layer sin",))], "from 'stack @forward' to the host for 'stack @backward' 'la"),
+        ([OffloadedActivations(*LOOPS, ("stack inputs",))], "none there; the nearest names: 'stack input'"),
+        ([OffloadedActivations(*LOOPS, ("layer tanh",))], "'layer tanh', of which there is none there"),
+        ([OffloadedActivations(*LOOPS, (INPUT, INPUT))], "for 'stack @backward' 'stack input' twice"),
+        ([OffloadedActivations(*LOOPS, (INPUT,))] * 2, r"becomes of '.*' twice \(offload_activations\)"),
+        ([OffloadedActivations(*reversed(LOOPS), ())], "'stack @forward' does not follow 'stack @backward' in the same"),
+        ([OffloadedActivations("stack", LOOPS[1], ())], "made by 'stack', a loop .*names: 'stack @forward', 'stack @ba"),
+        ([OffloadedActivations(LOOPS[0], "", ())], "read by '', a loop that step does not have"),
+    ],
+    ids=["unknown", "nearly known", "not kept", "twice", "in two decisions", "reversed", "no such", "outside of loops"],
+)
+def test_what_the_program_does_not_have_is_an_error(choices, why):
+    program, mesh = sharded(stack_loss, STACK)
+    with pytest.raises(errors.PlanError, match=why):
+        carry_out(program, mesh, choices)
+
+
+def scanned_twice(read_again: Callable, layers: int = LAYERS) -> Program:
+    """A loop that stacks its results, and one that reads all or some of them; ``read_again`` returns more of them."""
+
+    def loss(params, batch):
+        x, stacked = lax.scan(lambda x, w: (jnp.tanh(x @ w),) * 2, batch, params["w"])
+        x, _ = lax.scan(lambda x, y: (jnp.sin(x) * y, None), x, stacked[:layers] if layers < LAYERS else stacked)
+        return lax.stop_gradient(jnp.mean(x) + read_again(stacked, x))
+
+    return sharded(loss, {"w": (LAYERS, WIDTH, WIDTH)})[0]
+
+
+def names_of_what_may_go(program: Program) -> list[str]:
+    forward, backward = find_loops(program)
+    return [each.name for each in offloadable(program, forward, backward)]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("read_again", "may_go"),
+    [
+        (lambda stacked, x: 0.0, True),
+        (lambda stacked, x: jnp.sum(stacked[-1]), False),
+        (lambda stacked, x: jnp.sum(lax.optimization_barrier((stacked, x))[0]), False),
+    ],
+    ids=["alone", "a slice", "behind a barrier"],
+)
+def test_what_is_read_elsewhere_stays(read_again, may_go):
+    assert names_of_what_may_go(scanned_twice(read_again)) == ["w tanh"] * may_go
+
+
+@pytest.mark.pure
+def test_what_a_loop_reads_as_a_whole_stays():
+    def loss(params, batch):
+        x, stacked = lax.scan(lambda x, w: (jnp.tanh(x @ w),) * 2, batch, params["w"])
+        return lax.stop_gradient(jnp.mean(lax.scan(lambda x, y: (x * y + stacked.sum(), None), x, stacked)[0]))
+
+    program, _ = sharded(loss, {"w": (LAYERS, WIDTH, WIDTH)})
+    assert names_of_what_may_go(program) == []
+
+
+@pytest.mark.pure
+def test_loops_of_different_lengths_leave_nothing_to_each_other():
+    assert names_of_what_may_go(scanned_twice(lambda stacked, x: 0.0, layers=LAYERS - 1)) == []
+
+
+@pytest.mark.pure
+def test_keys_and_numbers_of_a_layer_stay():
+    def loss(params, batch):
+        def first(carry, w):
+            x, key = carry
+            key, own = jax.random.split(key)
+            x = jnp.tanh(x @ w)
+            return (x, key), (x, own, x[0, 0])
+
+        def second(x, given):
+            y, key, scale = given
+            return x * y * scale + jax.random.normal(key, x.shape), None
+
+        (x, _), stacked = lax.scan(first, (batch, jax.random.key(0)), params["w"])
+        return lax.stop_gradient(jnp.mean(lax.scan(second, x, stacked)[0]))
+
+    program, _ = sharded(loss, {"w": (LAYERS, WIDTH, WIDTH)})
+    assert names_of_what_may_go(program) == ["w tanh"]
