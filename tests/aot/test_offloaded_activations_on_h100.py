@@ -1,4 +1,4 @@
-"""Activations on the host, compiled for H100s: copies run beside compute, and the device holds those of a few layers."""
+"""Activations on the host, compiled for H100s: copies run beside compute, the device has a few layers'."""
 
 from __future__ import annotations
 

@@ -112,6 +112,35 @@ def down_and_up_loss(params, batch):
     return jnp.mean(lax.scan(up, x, (params["up"], beside), reverse=True)[0] ** 2)
 
 
+def barrier_loss(params, batch):
+    """What the forward loop stacks is behind a barrier when the backward loop reads it."""
+
+    @jax.custom_vjp
+    def layers(stack, x):
+        return forward(stack, x)[0]
+
+    def forward(stack, x):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, stack)
+
+    def whole(stack, x):
+        x, inputs = forward(stack, x)
+        return x, (stack, inputs)
+
+    def backward(kept, g):
+        def body(g, layer):
+            w, x = layer
+            y = jnp.tanh(x @ w)
+            g = g * (1 - y * y)
+            return g @ w.T, x.T @ g
+
+        g, (stack, inputs) = lax.optimization_barrier((g, kept))
+        g, grads = lax.scan(body, g, (stack, inputs), reverse=True)
+        return grads, g
+
+    layers.defvjp(whole, backward)
+    return jnp.mean(layers(params["w"], batch) ** 2)
+
+
 def dropping_loss(params, batch):
     """Each layer splits a key of its own off."""
 
@@ -132,6 +161,7 @@ CASES = {
     "checkpointed": (stack_loss, STACK, {}),
     "not checkpointed": (plain_loss, STACK, {}),
     "no barriers": (merged_loss, STACK, {}),
+    "a barrier between": (barrier_loss, MATRICES, {}),
     "policy": (named_loss, STACK, {}),
     "reverse": (backwards_loss, STACK, {}),
     "random": (dropping_loss, STACK, {}),
@@ -203,7 +233,7 @@ def test_stacks_of_pipelined_loops_begin_and_stay_on_the_host():
     planned = offloading(Plan("0"), program, mesh, [], [away]).program(program, mesh)
     for loop in find_loops(planned):
         stacks = [atom for atom in loop.eqn.invars if atom.aval.shape == (4, 2, WIDTH)]
-        assert [is_on_host(atom) for atom in stacks] == [True]
+        assert [is_on_host(atom) for atom in stacks].count(True) == 1
 
 
 @settings(max_examples=20, deadline=None)
@@ -263,8 +293,14 @@ def test_a_plan_reads_in_words_and_comes_back_from_json():
         ([OffloadedActivations(*LOOPS, ("layer tanh",))], "'layer tanh', of which there is none there"),
         ([OffloadedActivations(*LOOPS, (INPUT, INPUT))], "for 'stack @backward' 'stack input' twice"),
         ([OffloadedActivations(*LOOPS, (INPUT,))] * 2, r"becomes of '.*' twice \(offload_activations\)"),
-        ([OffloadedActivations(*reversed(LOOPS), ())], "'stack @forward' does not follow 'stack @backward' in the same"),
-        ([OffloadedActivations("stack", LOOPS[1], ())], "made by 'stack', a loop .*names: 'stack @forward', 'stack @ba"),
+        (
+            [OffloadedActivations(*reversed(LOOPS), ())],
+            "'stack @forward' does not follow 'stack @backward' in",
+        ),
+        (
+            [OffloadedActivations("stack", LOOPS[1], ())],
+            "made by 'stack', a loop .*names: 'stack @forward', 'st",
+        ),
         ([OffloadedActivations(LOOPS[0], "", ())], "read by '', a loop that step does not have"),
     ],
     ids=["unknown", "nearly known", "not kept", "twice", "in two decisions", "reversed", "no such", "outside of loops"],
@@ -302,7 +338,7 @@ def names_of_what_may_go(program: Program) -> list[str]:
     ids=["alone", "a slice", "behind a barrier"],
 )
 def test_what_is_read_elsewhere_stays(read_again, may_go):
-    assert names_of_what_may_go(scanned_twice(read_again)) == ["w tanh"] * may_go
+    assert names_of_what_may_go(scanned_twice(read_again)) == ["<lambda> tanh"] * may_go
 
 
 @pytest.mark.pure
@@ -337,4 +373,4 @@ def test_keys_and_numbers_of_a_layer_stay():
         return lax.stop_gradient(jnp.mean(lax.scan(second, x, stacked)[0]))
 
     program, _ = sharded(loss, {"w": (LAYERS, WIDTH, WIDTH)})
-    assert names_of_what_may_go(program) == ["w tanh"]
+    assert names_of_what_may_go(program) == ["first tanh"]
