@@ -23,6 +23,8 @@ from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules
 from tests.partition.steps import shapes, training_step
 from tests.schedules import instructions, loop_bodies, products_beside_copies
+from tests.transforms.programs import compiled_for_h100s, h100s, sharded
+from tests.transforms.test_offload_activations import CASES, all_kept, all_offloaded
 
 pytestmark = pytest.mark.h100_aot
 
@@ -95,4 +97,17 @@ def test_the_device_has_that_much_less_but_for_a_few_layers(kept_and_away):
 
 def test_nothing_is_computed_on_the_host(kept_and_away):
     _, away = kept_and_away
-    assert not [each.name for each in instructions(away.module) if '_xla_compute_type="host"' in each.attributes]
+    assert computed_on_host(away.module) == []
+
+
+def computed_on_host(module: Module) -> list[str]:
+    return [each.name for each in instructions(module) if '_xla_compute_type="host"' in each.attributes]
+
+
+@pytest.mark.parametrize("case", ["a barrier between", "two stacks", "down and up", "loop in a loop"])
+def test_loops_of_whatever_form_compile(case):
+    loss, params, options = CASES[case]
+    program, mesh = sharded(loss, params, mesh=h100s(), **options)
+    kept = all_kept(program)
+    plan = offloading(Plan("0"), program, mesh, kept, all_offloaded(program, kept, mesh))
+    assert computed_on_host(read(compiled_for_h100s(plan.program(program, mesh), mesh).as_text() or "")) == []

@@ -14,6 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.costs.cost_model import CostModel
@@ -234,6 +235,19 @@ def test_stacks_of_pipelined_loops_begin_and_stay_on_the_host():
     for loop in find_loops(planned):
         stacks = [atom for atom in loop.eqn.invars if atom.aval.shape == (4, 2, WIDTH)]
         assert [is_on_host(atom) for atom in stacks].count(True) == 1
+
+
+@pytest.mark.pure
+def test_what_was_just_copied_out_is_not_copied_back():
+    """At the turn, the last layer's input: where XLA finds two readers of a copy to the host it may crash."""
+    program, mesh = sharded(matrices_loss, MATRICES)
+    away = OffloadedActivations(*MATRIX_LOOPS, ("w input",))
+    planned = offloading(Plan("0"), program, mesh, [], [away]).program(program, mesh)
+    eqns = open_jaxpr(planned.jaxpr).eqns
+    copies = [var for eqn in eqns if is_offload(eqn) for var in eqn.outvars]
+    assert copies
+    assert all(sum(var in eqn.invars for eqn in eqns) == 1 for var in copies)
+    assert sum(is_fetch(eqn) for eqn in eqns) == 1
 
 
 @settings(max_examples=20, deadline=None)
