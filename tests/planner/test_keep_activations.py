@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
@@ -85,6 +85,7 @@ def test_nothing_is_kept_that_does_not_fit():
     assert chosen(PRODUCT_BYTES - MIB).places == Places()
 
 
+@settings(deadline=None)
 @given(st.integers(0, 4 * PRODUCT_BYTES), st.floats(0, 1), st.floats(0, 1), st.lists(st.integers(1, PRODUCT_BYTES)))
 def test_what_is_kept_fits_and_what_is_gained_adds_up(free_bytes, compute_s, network_s, sizes):
     choice = chosen(free_bytes, compute_s, network_s, tuple(map(stack, sizes)))
