@@ -65,7 +65,7 @@ class Phases:
             forward.compute_s,
             backward.compute_s or again_s,
             backward.communication_s,
-            max(moved, 1) / max(backward.communication_s, 1e-12),
+            moved / max(backward.communication_s, 1e-12) if moved else math.inf,
             to_host_bytes_per_s=rates[0],
             from_host_bytes_per_s=rates[1],
             both_ways_bytes_per_s=both_ways,
@@ -152,12 +152,12 @@ def choose(
     now_s = phases.forward_s + max(phases.backward_s, _HIDES * phases.network_s)
     gained_s = now_s - values[forward_s] - values[backward_s]
     gained_s += sum(each.gained_s(values) - _gained_s(each.region, already) for each in found)
-    away = tuple(name for var, (name, _) in leaves.items() if values[var] > 0.5)
+    away = tuple(name for var, (name, _) in leaves.items() if values[var])
     was = already.state if already else ()
     gained_s += (sum((state or {}).get(name, 0) for name in was) - sum((state or {})[name] for name in away)) / rate
     kept = {each.region.loops: positions for each in found if (positions := each.at_hand(values))}
     offloaded = {each.region.loops: names for each in found if (names := each.away(values))}
-    taken = tuple(each for var, each in gathered.items() if values[var] > 0.5)
+    taken = tuple(each for var, each in gathered.items() if values[var])
     device, host = (int(sum(size * values[var] for var, size in each.items())) for each in (on_device, on_host))
     return Choice(Places(kept, offloaded, away), taken, device, host, gained_s)
 
@@ -284,17 +284,17 @@ class _Region:
 
     def at_hand(self, values: np.ndarray) -> tuple[int, ...]:
         """Positions of the activations that are kept or sent."""
-        chosen = {place for each in (self.keep, self.send) for place, var in each.items() if values[var] > 0.5}
+        chosen = {place for each in (self.keep, self.send) for place, var in each.items() if values[var]}
         return tuple(sorted(chosen))
 
     def away(self, values: np.ndarray) -> tuple[str, ...]:
         """Names of what is sent or moved."""
-        sent = [self.region.names[place] for place, var in self.send.items() if values[var] > 0.5]
-        return (*(self.region.residuals[place].name for place, var in self.move.items() if values[var] > 0.5), *sent)
+        sent = [self.region.names[place] for place, var in self.send.items() if values[var]]
+        return (*(self.region.residuals[place].name for place, var in self.move.items() if values[var]), *sent)
 
     def gained_s(self, values: np.ndarray) -> float:
         """As ``_gained_s``."""
-        copied_s = sum(self.region.copying_s(place) for place, var in self.keep.items() if values[var] > 0.5)
+        copied_s = sum(self.region.copying_s(place) for place, var in self.keep.items() if values[var])
         spared_s = 0.0 if self.region.is_of_loops else sum(each * values[var] for var, each in self.spared_s.items())
         return spared_s - copied_s
 
@@ -342,7 +342,7 @@ class _Model:
             constraints=LinearConstraint(coo_array((values, (rows, columns)), shape).tocsr(), least),
             options={"time_limit": _SECONDS, "mip_rel_gap": _GAP},
         )
-        return found.x
+        return None if found.x is None else np.where(self._wholes, np.round(found.x), found.x)
 
 
 _SECONDS, _GAP = 20.0, 1e-4

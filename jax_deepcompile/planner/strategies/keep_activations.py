@@ -44,17 +44,21 @@ class KeepActivations:
     def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
         if environment.limit_bytes is None or best.plan.of(Prefetch) or best.plan.of(ReusedGathers):
             return
+        most_bytes = 0 if OffloadedActivations.kind in environment.disabled else environment.host_bytes
         for start in _starts(base, best, environment):
-            for host_bytes in dict.fromkeys((0, environment.host_bytes)):
-                proposals = list(self._choices(base, best, environment, start, host_bytes))
-                if proposal := budget.ladder(proposals):
+            proposed = None
+            for host_bytes in dict.fromkeys((0, most_bytes)):
+                proposal = budget.ladder(self._choices(base, best, environment, start, host_bytes))
+                if proposal and proposal != proposed:
                     yield proposal
+                proposed = proposal
 
     def _choices(
         self, base: Program, best: Candidate, environment: Environment, start: _Start, host_bytes: int
     ) -> Iterator[Proposal]:
         """One for each share of the memory that there is."""
-        phases, state = Phases.of(best, start.regions, environment.costs), state_bytes(base)
+        phases = Phases.of(best, start.regions, environment.costs)
+        state = {} if OffloadedState.kind in environment.disabled else state_bytes(base)
         now = taken_bytes(start.regions, start.already, state)
         for free_bytes in _budgets(best, environment):
             taken = now + free_bytes
@@ -108,7 +112,8 @@ def _starts(base: Program, best: Candidate, environment: Environment) -> Iterato
     pairs = [(loops[ahead], loops[behind]) for ahead, behind in (each.loops for each in regions if each.residuals)]
     again = {(pair[0].name, pair[1].name): recomputable(gathers, *pair) for pair in pairs}
     named = {names: each.names for names, each in again.items() if each is not None}
-    if not named or best.plan.of(Rematerialized) or best.plan.of(KeptActivations):
+    is_out = Rematerialized.kind in environment.disabled
+    if not named or is_out or best.plan.of(Rematerialized) or best.plan.of(KeptActivations):
         return
     plan = as_checkpointed(base, best.plan, [Rematerialized(*each) for each in named], environment)
     regions = find_recomputation(plan.program(base, mesh, until=SavedGathers), costs)
