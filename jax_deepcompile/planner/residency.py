@@ -133,7 +133,7 @@ def choose(
     leaves = {model.variable(size / rate): (name, size) for name, size in (state or {}).items() if host_bytes > 0}
     moved = {var: float(size) for var, (_, size) in leaves.items()}
     spared_s = _sum(each.spared_s for each in loops)
-    before_s = phases.backward_s + sum(_saved_s(region, already) for region in regions if region.is_of_loops)
+    before_s = phases.backward_s + sum(saved_s(region, already) for region in regions if region.is_of_loops)
     forward_s, backward_s = model.variable(1.0, upper=math.inf), model.variable(1.0, upper=math.inf)
     model.at_least({forward_s: 1.0}, phases.forward_s)
     model.at_least({backward_s: 1.0, **spared_s}, before_s)
@@ -183,7 +183,7 @@ Terms = Mapping[int, float]
 """Variables by number, and what each is multiplied by."""
 
 
-def _saved_s(region: RecomputeRegion, already: Places | None) -> float:
+def saved_s(region: RecomputeRegion, already: Places | None) -> float:
     """What a step computes less by what is ``already`` at hand."""
     positions = already.kept.get(region.loops, ()) if already else ()
     freed = Demand(region).freed([var for position in positions for var in region.activations[position].again])
@@ -197,7 +197,7 @@ def _gained_s(region: RecomputeRegion, already: Places | None) -> float:
     away = already.offloaded.get(region.loops, ())
     here = [each for each in already.kept.get(region.loops, ()) if region.names[each] not in away]
     copied_s = sum(region.copying_s(each) for each in here)
-    return (0.0 if region.is_of_loops else _saved_s(region, already)) - copied_s
+    return (0.0 if region.is_of_loops else saved_s(region, already)) - copied_s
 
 
 def taken_bytes(regions: Sequence[RecomputeRegion], places: Places, state: Mapping[str, int]) -> int:

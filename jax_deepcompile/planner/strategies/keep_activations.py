@@ -13,7 +13,7 @@ from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environme
 from jax_deepcompile.planner.layers import keep_over_loops, layer_stacks, not_pipelined, offloading
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
-from jax_deepcompile.planner.residency import Choice, Phases, Places, choose, taken_bytes
+from jax_deepcompile.planner.residency import Choice, Phases, Places, choose, saved_s, taken_bytes
 from jax_deepcompile.planner.stacks import Stack, every_layer, saved_stacks, saving
 from jax_deepcompile.planner.state_on_host import state_bytes, with_state_on_host
 from jax_deepcompile.planner.strategies.layer_loops import PipelineLoops
@@ -63,9 +63,11 @@ class KeepActivations:
         for free_bytes in _budgets(best, environment):
             taken = now + free_bytes
             choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, state)
-            if choice is None or (choice.places == start.already and not choice.stacks):
+            if choice is None or choice.places == start.already:
                 continue
-            if environment.fits(best) and choice.gained_s < WORTH_TRYING * best.prediction.step_s:
+            less_s = sum(saved_s(each, choice.places) - saved_s(each, start.already) for each in start.regions)
+            gained_s = less_s if choice.stacks else choice.gained_s  # others find room for stacks alone
+            if environment.fits(best) and gained_s < WORTH_TRYING * best.prediction.step_s:
                 continue
             yield Proposal(self._plan(base, start.plan, choice, start.regions, environment), start.said + _said(choice))
 
@@ -108,9 +110,9 @@ def _starts(base: Program, best: Candidate, environment: Environment) -> Iterato
     regions = find_recomputation(gathers, costs)
     stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
     yield _Start(best.plan, regions, places_of(best.plan, regions), stacks)
-    loops = {loop.name: loop for loop in find_loops(gathers)}
+    loops = {loop.name: loop for loop in find_loops(base)}
     pairs = [(loops[ahead], loops[behind]) for ahead, behind in (each.loops for each in regions if each.residuals)]
-    again = {(pair[0].name, pair[1].name): recomputable(gathers, *pair) for pair in pairs}
+    again = {(pair[0].name, pair[1].name): recomputable(base, *pair) for pair in pairs}
     named = {names: each.names for names, each in again.items() if each is not None}
     is_out = Rematerialized.kind in environment.disabled
     if not named or is_out or best.plan.of(Rematerialized) or best.plan.of(KeptActivations):
