@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def table(heads: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Its lines."""
-    return [line(heads), line(("---",) * len(heads)), *map(line, rows)]
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ("---",) * len(heads), *rows)]

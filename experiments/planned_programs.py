@@ -98,8 +98,7 @@ def planned(headline: bool = True, cpu: bool = True) -> Iterator[tuple[str, dict
         step = deepcompile.shard(
             training_step(gradients), mesh, microbatches=workload.microbatches, memory_limit=benchmark.memory_limit
         )
-        name = f"{workload.model}, {workload.sequence}, {workload.batch}, {workload.microbatches}"
-        yield name, described(step.trace(state, tokens(workload, mesh)))
+        yield str(workload), described(step.trace(state, tokens(workload, mesh)))
     for name, make in WORKLOADS.items() if cpu else ():
         made = make()
         step = deepcompile.shard(made.step, {"fsdp": 8}, microbatches=made.microbatches)

@@ -1,13 +1,17 @@
-"""A benchmark's results as Markdown, with all they rest on."""
+"""The results of a simulated benchmark as Markdown, with all they rest on."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax_deepcompile as deepcompile
-from experiments.bench.configs import Benchmark
 from experiments.bench.rows import Result, Results
 from experiments.bench.workload import Workload
+from experiments.markdown import table
+
+if TYPE_CHECKING:
+    from experiments.bench.simulated import Simulated
 
 _COLUMNS = (
     "model",
@@ -33,20 +37,19 @@ _COLUMNS = (
 )
 
 
-def table(results: Results, benchmark: Benchmark) -> str:
+def page(results: Results, benchmark: Simulated) -> str:
     """The whole page: title, command, what is simulated by which constants, and the rows."""
     lines = [f"# {benchmark.title}: simulated, {results.date}", "", *_statement(results, benchmark), ""]
-    lines += [_line(_COLUMNS), _line(("---",) * len(_COLUMNS))]
-    first = {each.workload: each for each in reversed(results.results)}
+    first, rows = {each.workload: each for each in reversed(results.results)}, []
     for result in results.results:
-        lines.append(_line(_cells(result, first[result.workload])))
+        rows.append(_cells(result, first[result.workload]))
         if result.system == benchmark.systems[-1].name:
-            lines += _published(result.workload, benchmark)
+            rows += _published(result.workload, benchmark)
     problems = [each for each in results.results if each.figures is None]
-    return "\n".join([*lines, *_notes(problems)]) + "\n"
+    return "\n".join([*lines, *table(_COLUMNS, rows), *_notes(problems)]) + "\n"
 
 
-def _statement(results: Results, benchmark: Benchmark) -> list[str]:
+def _statement(results: Results, benchmark: Simulated) -> list[str]:
     """What is simulated, with every constant."""
     made = {each.workload.cluster.gpu for each in results.results}
     lines = [
@@ -116,7 +119,7 @@ def _peak(peak_gib: float, gpu: str) -> str:
     return f"**{peak_gib:.1f}**" if over else f"{peak_gib:.1f}"
 
 
-def _published(workload: Workload, benchmark: Benchmark) -> list[str]:
+def _published(workload: Workload, benchmark: Simulated) -> list[tuple[str, ...]]:
     """The paper's own figures beside the row they belong to."""
     found = (benchmark.published or {}).get(dataclasses.replace(workload, cluster=type(workload.cluster)()))
     if found is None:
@@ -125,7 +128,7 @@ def _published(workload: Workload, benchmark: Benchmark) -> list[str]:
     load = workload
     row = (load.model, "32", "", str(load.sequence), str(load.batch), str(load.microbatches))
     return [
-        _line((*row, f"*published: {name}*", "", "", f"*{tokens}*", *("",) * 10))
+        (*row, f"*published: {name}*", "", "", f"*{tokens}*", *("",) * 10)
         for name, tokens in names.items()
         if tokens is not None
     ]
@@ -135,7 +138,3 @@ def _notes(problems: list[Result]) -> list[str]:
     if not problems:
         return []
     return ["", "Does not fit:", "", *(f"* {each.system}: {each.problem}" for each in problems)]
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"
