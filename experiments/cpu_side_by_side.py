@@ -121,15 +121,11 @@ class Figures:
     """One system's step.
 
     Attributes:
-      step_s: the median.
-      ratio_to_jit: the median ratio to the ``jit`` step of the same round; within an interval from ``ratio_low`` to
-        ``ratio_high``.
-      sent_bytes: by one device.
-      sent_to_jit: its ratio to that of ``jit``.
+      step_s, ratio_to_jit: medians, of ``all_step_s`` and of their ratios to the ``jit`` step of the same round.
+      ratio_low, ratio_high: the interval of that.
+      sent_bytes, sent_to_jit: by one device, and their ratio to those of ``jit``.
       collectives: of each kind how many, and what they send.
       compile_s: for tracing, lowering and compiling.
-      last_loss: after all steps.
-      all_step_s: each that was timed.
     """
 
     step_s: float

@@ -59,13 +59,7 @@ class Results:
 
 
 class Benchmark(Protocol):
-    """A table.
-
-    Attributes:
-      title: what it shows.
-      workloads: its rows.
-      system_names: of every row; the first is what the others are compared with.
-    """
+    """A table of ``workloads``, its rows, each on every system; the first is what the others are compared with."""
 
     @property
     def title(self) -> str: ...

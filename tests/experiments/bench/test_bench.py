@@ -29,7 +29,7 @@ def measured(monkeypatch) -> list[tuple[Workload, str]]:
     """What is measured, instead of measuring it; 70B fits no single node."""
     seen = []
 
-    def instead(workload, system, memory_limit):
+    def instead(workload, system):
         seen.append((workload, system.name))
         if workload == LARGE:
             return Result(workload, system.name, None, "needs 100 GiB")
@@ -122,7 +122,7 @@ def test_a_peak_beyond_the_gpus_memory_stands_out(measured, peak_gib, cell):
 
 
 def test_a_step_that_does_not_fit_is_a_result(monkeypatch):
-    def full(self, workload, mesh, memory_limit):
+    def full(self, workload, mesh):
         raise deepcompile.errors.MemoryExceededError("step", 2 << 30, 1 << 30, 0)
 
     monkeypatch.setattr(Ours, "measure", full)
