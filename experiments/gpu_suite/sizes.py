@@ -240,7 +240,7 @@ def full() -> Sizes:
         ),
         budgets=Budgets(
             (
-                ("simulated_vs_measured", 150.0),
+                ("simulated_vs_measured", 140.0),
                 ("two_processes", 75.0),
                 ("matmul", 70.0),
                 ("attention", 45.0),
