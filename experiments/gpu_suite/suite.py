@@ -6,13 +6,17 @@ first, while that one has none of the GPU's memory.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
+import os
+import signal
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,10 +40,19 @@ class Recorder:
       out: file for the results as JSON; a summary in Markdown is written beside it.
       results: so far.
       missed: by section, cases that time was over for.
+      worker: id of the process that runs the cases.
     """
 
     def __init__(self, out: Path, results: Results) -> None:
         self.out, self.results, self.missed = out, results, Counter[str]()
+
+    def pytest_xdist_newgateway(self, gateway: Any) -> None:
+        self.worker: int = gateway._rinfo().pid
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """The process that runs the cases is stopped, too, and ends those that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.worker, signal.SIGINT)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Of a case that is over, or of a process that it ended."""
