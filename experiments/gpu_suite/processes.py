@@ -63,13 +63,16 @@ def _problem(workers: Mapping[Path, SpawnProcess], seconds: float) -> str:
     end_s, running = time.monotonic() + seconds, dict(workers)
     while running:
         waited_for = [process.sentinel for process in running.values()]
-        if not connection.wait(waited_for, timeout=max(0.0, end_s - time.monotonic())):
+        ended = connection.wait(waited_for, timeout=max(0.0, end_s - time.monotonic()))
+        if not ended:
             return f"killed, for it did not end within {seconds:.0f} s"
-        for found, process in running.items():
+        for found, process in workers.items():
+            if process.sentinel in ended:
+                process.join()
+                del running[found]
             if process.exitcode:
                 text = _printed(found).read_text(errors="replace").strip() if _printed(found).exists() else ""
                 return f"exit status {process.exitcode}: ...{text[-1500:]}"
-        running = {found: process for found, process in running.items() if process.exitcode is None}
     return ""
 
 
