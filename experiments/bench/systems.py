@@ -34,6 +34,9 @@ NVIDIA_FLAGS: Mapping[str, Any] = {
 
 GIB = 1 << 30
 
+MEMORY_LIMIT = "72GiB"
+"""A GPU's, where planning has one to keep."""
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -87,7 +90,7 @@ class Jit:
         """Whether there is such a step of the workload's model."""
         return not self.is_constrained or workload.model in LINEN
 
-    def measure(self, workload: Workload, mesh: Mesh, memory_limit: str) -> Figures:
+    def measure(self, workload: Workload, mesh: Mesh) -> Figures:
         gradients, state = MODELS[workload.model](self.by_hand)
         plain = training_step(accumulated(gradients, workload.microbatches, mesh.size))
         plain = constrained(plain, mesh) if self.is_constrained else plain
@@ -114,7 +117,7 @@ class Ours:
     def trains(self, workload: Workload) -> bool:
         return True
 
-    def measure(self, workload: Workload, mesh: Mesh, memory_limit: str) -> Figures:
+    def measure(self, workload: Workload, mesh: Mesh) -> Figures:
         gradients, state = MODELS[workload.model](False)
         given = state, tokens(workload, mesh)
         planned_for = mesh
@@ -126,7 +129,7 @@ class Ours:
                 training_step(gradients),
                 planned_for,
                 microbatches=workload.microbatches,
-                memory_limit=memory_limit,
+                memory_limit=MEMORY_LIMIT,
                 passes=self.passes,
                 cache_dir=plans,
             )
