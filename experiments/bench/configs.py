@@ -14,6 +14,7 @@ from experiments.bench.systems import (
     JIT_BY_HAND,
     JIT_CONSTRAINED,
     JIT_FLAGS,
+    ON_DEVICE,
     PREFETCH,
     UNSHARD,
 )
@@ -87,6 +88,22 @@ BENCHMARKS: Mapping[str, Simulated] = {
         _HEADLINE,
         (JIT, JIT_FLAGS, JIT_BY_HAND, JIT_CONSTRAINED, FULLY_SHARDED, ALL),
         published=_PUBLISHED,
+    ),
+    "memory": Simulated(
+        "Activations and moments on the host, and what is computed again",
+        (
+            Workload("llama3_70b_cudnn", 8192),
+            Workload("llama3_70b_cudnn", 16384),
+            Workload("llama3_70b_cudnn", 4096),
+            Workload("llama3_70b", 1024, batch=4),
+            Workload("llama3_70b_cudnn", 512),
+            Workload("llama3_70b", 1024, microbatches=16),
+            Workload("llama3_70b_cudnn", 1024, microbatches=16),
+            Workload("llama2_7b_cudnn_saved", 4096, batch=2, cluster=Cluster(nodes=1)),
+            Workload("llama3_70b_cudnn", 2048, microbatches=4, cluster=Cluster(nodes=2)),
+            Workload("llama3_70b_cudnn", 2048, microbatches=8, cluster=Cluster(nodes=1)),
+        ),
+        (JIT, ON_DEVICE, ALL),
     ),
     "sensitivity": Simulated(
         "The headline's plans on networks 20 % slower and 25 % faster than they were made for",

@@ -30,6 +30,8 @@ _COLUMNS = (
     "exposed s",
     "bound s",
     "peak GiB",
+    "host GiB",
+    "copies exposed s",
     "compile s",
     "plan s",
     "warm s",
@@ -161,6 +163,8 @@ def _cells(result: Result, first: Result) -> tuple[str, ...]:
         f"{found.exposed_s:.3f}",
         f"{found.bound_s:.3f}",
         _peak(found.peak_gib, load.cluster.gpu),
+        f"{found.host_gib:.1f}" if found.host_gib else "",
+        f"{found.exposed_copy_s:.3f}" if found.host_gib else "",
         f"{found.compile_s:.0f}",
         f"{found.plan_s:.0f}",
         f"{found.warm_plan_s:.1f}",
@@ -182,7 +186,7 @@ def _published_rows(workload: Workload, published: Mapping[Workload, Published])
     load = workload
     row = (load.model, "32", "", str(load.sequence), str(load.batch), str(load.microbatches))
     return [
-        (*row, f"*published: {name}*", "", "", f"*{tokens}*", *("",) * 10)
+        (*row, f"*published: {name}*", "", "", f"*{tokens}*", *("",) * 12)
         for name, tokens in names.items()
         if tokens is not None
     ]
