@@ -11,17 +11,18 @@ After, for one parameter after the other::
 Two parameters at a time are on their way: what the next but one needs waits until the results of this one are there. So
 copies run both ways at once, and the device holds a few leaves instead of all.
 
-Guarantees: values are bitwise the same; each leaf is copied in once and out once; the memory that a donated leaf has on
-the host is that of its successor.
+Guarantees: values are bitwise the same; each leaf is copied in once and out once, one that does not change not at all;
+the memory that a donated leaf has on the host is that of its successor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
@@ -60,13 +61,18 @@ class OffloadedState(Decision, kind="offload_state"):
 
 def movable(program: Program) -> dict[int, str]:
     """By position the names of the inputs that may be on the host: state whose memory its successor takes."""
-    names = parameter_names(program)
-    return {place: names[place] for place, _ in program.state_outputs if program.inputs[place].shape}
+    names, variables = parameter_names(program), open_jaxpr(program.jaxpr).invars
+    return {place: names[place] for place, _ in program.state_outputs if _is_movable(variables[place].aval)}
+
+
+def _is_movable(aval: Any) -> bool:
+    """Whether there is something to copy; scalars and random keys stay."""
+    return bool(aval.shape) and aval.size > 0 and isinstance(aval.dtype, np.dtype)
 
 
 def _moved(program: Program, mesh: AnyMesh, leaves: list[int]) -> Program:
     successors = dict(program.state_outputs)
-    results = {successors[place] for place in leaves}
+    results = {successors[place]: place for place in leaves}
     there = program.replace(
         inputs=tuple(_on_host(port, place in leaves) for place, port in enumerate(program.inputs)),
         outputs=tuple(_on_host(port, place in results) for place, port in enumerate(program.outputs)),
@@ -82,25 +88,38 @@ def _on_host(port: Any, is_there: bool) -> Any:
     return replace(port, memory_kind=HOST_KIND) if is_there else port
 
 
-def _updated(program: Program, consts: Sequence, blocks: Sequence, leaves: Sequence[int], results: set[int]) -> list:
-    """The program's results, of blocks of which the ``leaves`` are on the host."""
+def _updated(
+    program: Program, consts: Sequence, blocks: Sequence, leaves: Sequence[int], results: Mapping[int, int]
+) -> list:
+    """The program's results, of blocks of which the ``leaves`` are on the host.
+
+    Args:
+      results: positions of the outputs that succeed leaves, each with that of its leaf.
+    """
     jaxpr = open_jaxpr(program.jaxpr)
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *blocks), strict=True))
     host = {jaxpr.invars[place]: known.pop(jaxpr.invars[place]) for place in leaves}
+    succeeded = {place: jaxpr.invars[leaf] for place, leaf in results.items()}
+    back = {place: host[leaf] for place, leaf in succeeded.items() if jaxpr.outvars[place] is leaf}
+    read_here = {*variables(atom for eqn in jaxpr.eqns for atom in eqn.invars)}
+    read_here |= {*variables(atom for place, atom in enumerate(jaxpr.outvars) if place not in back)}
     groups = _together(jaxpr, list(host))
     later = {id(eqn) for group in groups for eqn in group.eqns}
     known = compute([eqn for eqn in jaxpr.eqns if id(eqn) not in later], known)
-    back: dict[int, Any] = {}
+    early = {place for place in results if place not in back and jaxpr.outvars[place] in known}
     done: list[list] = []
     for group in groups:
         awaited = done[-_IN_FLIGHT] if len(done) >= _IN_FLIGHT else [known[var] for var in group.reads]
-        waiting, _ = lax.optimization_barrier(([host[leaf] for leaf in group.leaves], awaited))
-        here = {leaf: jax.device_put(value, DEVICE) for leaf, value in zip(group.leaves, waiting, strict=True)}
+        fetched = [leaf for leaf in group.leaves if leaf in read_here]
+        waiting, _ = lax.optimization_barrier(([host[leaf] for leaf in fetched], awaited)) if fetched else ([], None)
+        here = {leaf: jax.device_put(value, DEVICE) for leaf, value in zip(fetched, waiting, strict=True)}
         known = compute(group.eqns, known | here)
         made = {*group.leaves, *(var for eqn in group.eqns for var in eqn.outvars)}
-        places = [place for place in results if jaxpr.outvars[place] in made]
+        places = [place for place in results if place not in back and jaxpr.outvars[place] in made]
+        places += [place for place in early if succeeded[place] in group.leaves]
         back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places}
-        done.append([back[place] for place in places])
+        if places:
+            done.append([back[place] for place in places])
     return [back[place] if place in back else read(atom, known) for place, atom in enumerate(jaxpr.outvars)]
 
 
