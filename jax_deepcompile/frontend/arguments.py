@@ -54,7 +54,7 @@ def free_moved(args: tuple, targets: Sequence[NamedSharding | None], donated: Co
     """
     leaves = list(zip(jax.tree.leaves(args), jax.tree.leaves(there), targets, strict=True))
     kept = {id(leaf) for at, (leaf, new, _) in enumerate(leaves) if at not in donated or new is leaf}
-    for leaf, new, target in leaves:
+    for leaf, _, target in leaves:
         if id(leaf) not in kept and _changes_memory(leaf, target):
             leaf.delete()
 

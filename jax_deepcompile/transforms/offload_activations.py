@@ -36,7 +36,7 @@ from jax_deepcompile.transforms.decision import Decision, listed, loops_in_turn,
 
 @dataclass(frozen=True)
 class OffloadedActivations(
-    Decision, kind="offload_activations", after=("keep_activations",), about=("forward", "backward")
+    Decision, kind="offload_activations", after=("rematerialize", "keep_activations"), about=("forward", "backward")
 ):
     """What one loop stacks for another one is in the host's memory between them.
 
