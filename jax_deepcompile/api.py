@@ -17,7 +17,7 @@ from jax_deepcompile.compiler import Compilation, Context, OtherTypes, compile_i
 from jax_deepcompile.costs.devices import as_if_here, machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.frontend.arguments import are_plain, join_rows, move, refuse_deleted, shapes_only
+from jax_deepcompile.frontend.arguments import are_plain, free_moved, join_rows, move, refuse_deleted, shapes_only
 from jax_deepcompile.frontend.call import PureCall, bind, function_name
 from jax_deepcompile.frontend.meshes import AxisNames, resolve_mesh
 from jax_deepcompile.frontend.objects import Creation, holds_objects
@@ -277,7 +277,7 @@ class ShardedStep(Summarized, Generic[P, R]):
     def _placed(self, created: Sequence[Port]) -> Sequence[Port]:
         """``created``, a state's leaves, in the memory where the last step that was planned for such a one has them."""
         for made in reversed(self._compilations.values()):
-            planned = made.planned_already
+            planned = made.planned if self._context.options.plan is not None else made.planned_already
             ports = [port for port in planned.program.inputs if port.role.is_state] if planned else []
             if [(port.shape, port.dtype) for port in ports] == [(port.shape, port.dtype) for port in created]:
                 pairs = zip(created, ports, strict=True)
@@ -378,6 +378,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         there, is_moved = move(call.inputs, made.placed.inputs, returned, donated, self.mesh)
         if is_first:
             made.compile(there, processes)
+        free_moved(call.inputs, made.placed.inputs, donated, there)
         out = run(*there)
         if call.objects:
             return call.finish(*out)

@@ -35,7 +35,7 @@ from jax_deepcompile.transforms.decision import Decision, listed, loops_in_turn,
 
 
 @dataclass(frozen=True)
-class OffloadedActivations(Decision, kind="offload_activations", after=("keep_activations",)):
+class OffloadedActivations(Decision, kind="offload_activations", after=("rematerialize", "keep_activations")):
     """What one loop stacks for another one is in the host's memory between them.
 
     Attributes:

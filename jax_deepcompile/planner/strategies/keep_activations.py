@@ -61,7 +61,7 @@ class KeepActivations:
         state = {} if OffloadedState.kind in environment.disabled else state_bytes(base)
         now = taken_bytes(start.regions, start.already, state)
         for free_bytes in _budgets(best, environment):
-            taken = now + free_bytes
+            taken = now + start.freed_bytes + free_bytes
             choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, state)
             if choice is None or choice.places == start.already:
                 continue
@@ -94,6 +94,7 @@ class _Start:
       already: what is where, in the best plan so far.
       stacks: what may stay gathered.
       said: what the plan decides more than that one, in words.
+      freed_bytes: what the plan takes less on the device than that one, beside what ``already`` is at hand.
     """
 
     plan: Plan
@@ -101,6 +102,7 @@ class _Start:
     already: Places
     stacks: Sequence[Stack]
     said: str = ""
+    freed_bytes: int = 0
 
 
 def _starts(base: Program, best: Candidate, environment: Environment) -> Iterator[_Start]:
@@ -118,13 +120,21 @@ def _starts(base: Program, best: Candidate, environment: Environment) -> Iterato
     if not named or is_out or best.plan.of(Rematerialized) or best.plan.of(KeptActivations):
         return
     plan = as_checkpointed(base, best.plan, [Rematerialized(*each) for each in named], environment)
+    held_bytes = _held_bytes(regions)
     regions = find_recomputation(plan.program(base, mesh, until=SavedGathers), costs)
     kept = {
         region.loops: tuple(place for place, name in enumerate(region.names) if name in named.get(region.loops, ()))
         for region in regions
     }
     said = f"{len(named)} backward loops compute again what they read of forward ones; "
-    yield _Start(plan, regions, Places(kept), (), said)
+    already = Places(kept)
+    freed_bytes = held_bytes - _held_bytes(regions) - taken_bytes(regions, already, {})
+    yield _Start(plan, regions, already, (), said, freed_bytes)
+
+
+def _held_bytes(regions: Sequence[RecomputeRegion]) -> int:
+    """What forward loops leave for backward ones."""
+    return sum(region.layers * each.size_bytes for region in regions for each in region.residuals)
 
 
 def as_checkpointed(
