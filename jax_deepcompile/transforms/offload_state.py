@@ -133,12 +133,12 @@ def _updated(
         layers = _Layers.of(jaxpr, group, places) if by_layer else None
         if layers is None:
             known = compute(group.eqns, known | {leaf: jax.device_put(value, DEVICE) for leaf, value in here.items()})
-            places += [place for place in early if succeeded[place] in group.leaves]
-            back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places}
         else:
             updated = layers.run(known | here, donors, places)
             known |= {jaxpr.outvars[place]: value for place, value in updated.items() if place not in places}
             back |= {place: updated[place] for place in places}
+        places += [place for place in early if succeeded[place] in group.leaves]
+        back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places if place not in back}
         if places:
             done.append([back[place] for place in places])
     return [back[place] if place in back else read(atom, known) for place, atom in enumerate(jaxpr.outvars)]
