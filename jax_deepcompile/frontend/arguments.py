@@ -60,10 +60,10 @@ def free_moved(args: tuple, targets: Sequence[NamedSharding | None], donated: Co
 
 
 def _changes_memory(leaf: Any, target: NamedSharding | None) -> bool:
-    if target is None or target.memory_kind is None or not is_concrete(leaf):
+    kind = target and target.memory_kind
+    if target is None or kind is None or not is_concrete(leaf) or leaf.sharding.memory_kind == kind:
         return False
-    there = leaf.sharding.with_memory_kind(target.memory_kind)
-    return there != leaf.sharding and there.is_equivalent_to(target, leaf.ndim)
+    return leaf.sharding.with_memory_kind(kind).is_equivalent_to(target, leaf.ndim)
 
 
 def are_plain(args: tuple) -> bool:

@@ -113,36 +113,35 @@ def _updated(
     jaxpr = open_jaxpr(program.jaxpr)
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *blocks), strict=True))
     host = {jaxpr.invars[place]: known.pop(jaxpr.invars[place]) for place in leaves}
-    successors = {jaxpr.invars[leaf]: jaxpr.outvars[place] for place, leaf in results.items()}
-    back = {leaf: host[leaf] for leaf, successor in successors.items() if leaf is successor}
-    others = variables(atom for place, atom in enumerate(jaxpr.outvars) if place not in results)
-    needed = {*variables(atom for eqn in jaxpr.eqns for atom in eqn.invars), *others} | {*successors.values()} - {*back}
+    succeeded = {place: jaxpr.invars[leaf] for place, leaf in results.items()}
+    back = {place: host[leaf] for place, leaf in succeeded.items() if jaxpr.outvars[place] is leaf}
+    read_here = {*variables(atom for eqn in jaxpr.eqns for atom in eqn.invars)}
+    read_here |= {*variables(atom for place, atom in enumerate(jaxpr.outvars) if place not in back)}
     groups = _together(jaxpr, list(host))
     later = {id(eqn) for group in groups for eqn in group.eqns}
-    donors = {jaxpr.outvars[result]: jaxpr.invars[place] for place, result in program.state_outputs}
     known = compute([eqn for eqn in jaxpr.eqns if id(eqn) not in later], known)
-    early = {leaf: successor for leaf, successor in successors.items() if successor in known}
+    early = {place for place in results if place not in back and jaxpr.outvars[place] in known}
+    donors = {result: jaxpr.invars[place] for place, result in program.state_outputs}
     done: list[list] = []
     for group in groups:
-        fetched = [leaf for leaf in group.leaves if leaf in needed]
         awaited = done[-_IN_FLIGHT] if len(done) >= _IN_FLIGHT else [known[var] for var in group.reads]
-        waiting, _ = lax.optimization_barrier(([host[leaf] for leaf in fetched], awaited)) if fetched else ([], [])
+        fetched = [leaf for leaf in group.leaves if leaf in read_here]
+        waiting, _ = lax.optimization_barrier(([host[leaf] for leaf in fetched], awaited)) if fetched else ([], None)
         here = dict(zip(fetched, waiting, strict=True))
-        away = [var for var in dict.fromkeys(successors.values()) if var in group.makes and var not in back]
-        made = [var for var in dict.fromkeys(variables(jaxpr.outvars)) if var in group.makes and var not in back]
-        alone = all(donors[var] in here for var in away) and not {*away, *group.leaves} & {*others, *early}
-        layers = _Layers.of(jaxpr, group) if by_layer and alone else None
-        if layers is not None:
-            made_by_layer = layers.run(known | here, made, donors, {*away})
-            known |= made_by_layer
-            back |= {var: made_by_layer[var] for var in away}
-        else:
+        made = {*group.leaves, *(var for eqn in group.eqns for var in eqn.outvars)}
+        places = [place for place in results if place not in back and jaxpr.outvars[place] in made]
+        layers = _Layers.of(jaxpr, group, places) if by_layer else None
+        if layers is None:
             known = compute(group.eqns, known | {leaf: jax.device_put(value, DEVICE) for leaf, value in here.items()})
-            away += [early[leaf] for leaf in group.leaves if leaf in early]
-            back |= {var: jax.device_put(known[var], HOST) for var in away}
-        if away:
-            done.append([back[var] for var in away])
-    return [back[atom] if place in results else read(atom, known) for place, atom in enumerate(jaxpr.outvars)]
+            places += [place for place in early if succeeded[place] in group.leaves]
+            back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places}
+        else:
+            updated = layers.run(known | here, donors, places)
+            known |= {jaxpr.outvars[place]: value for place, value in updated.items() if place not in places}
+            back |= {place: updated[place] for place in places}
+        if places:
+            done.append([back[place] for place in places])
+    return [back[place] if place in back else read(atom, known) for place, atom in enumerate(jaxpr.outvars)]
 
 
 _IN_FLIGHT = 2
@@ -164,10 +163,6 @@ class _Group:
     @property
     def reads(self) -> list:
         return [var for var in free_variables(self.eqns, ()) if var not in self.leaves]
-
-    @property
-    def makes(self) -> set:
-        return {*self.leaves, *(var for eqn in self.eqns for var in eqn.outvars)}
 
 
 def _together(jaxpr: Any, leaves: Sequence) -> list[_Group]:
@@ -193,49 +188,65 @@ class _Layers:
     Attributes:
       shape: of every stack.
       eqns: of the update, and cheap ones before it, so that no stack is there that only this reads.
+      made: by position the results that it makes.
     """
 
     shape: tuple[int, ...]
     eqns: tuple
+    made: Mapping[int, Any]
 
     @classmethod
-    def of(cls, jaxpr: Any, group: _Group) -> _Layers | None:
-        """None where not every equation is elementwise, on stacks of one shape and on scalars."""
+    def of(cls, jaxpr: Any, group: _Group, away: Sequence[int]) -> _Layers | None:
+        """None where it cannot be: for what is not elementwise, on stacks of one shape and scalars, each a result once.
+
+        Args:
+          away: positions of the results that go to the host.
+        """
         shape = group.leaves[0].aval.shape
         if len(shape) < 2 or size_bytes(group.leaves[0]) < shape[0] * _LAYER_BYTES:
             return None
         makers = {var: eqn for eqn in jaxpr.eqns if _is_elementwise(eqn, shape) for var in eqn.outvars}
+        results = {var for eqn in group.eqns for var in eqn.outvars}
+        made = {place: atom for place, atom in enumerate(jaxpr.outvars) if variables([atom]) and atom in results}
         others = [leaf for leaf in group.leaves if leaf.aval.shape != shape]
-        if others or any(eqn.outvars[0] not in makers for eqn in group.eqns):
+        if others or not set(away) <= made.keys() or len(set(made.values())) != len(made):
             return None
-        needed, waiting = set(), [var for eqn in group.eqns for var in eqn.outvars]
+        if any(eqn.outvars[0] not in makers or eqn.outvars[0].aval.shape != shape for eqn in group.eqns):
+            return None
+        needed, waiting = set(), list(results)
         while waiting:
             eqn = makers.get(waiting.pop())
             if eqn is not None and id(eqn) not in needed and eqn.outvars[0].aval.shape:
                 needed.add(id(eqn))
                 waiting += variables(eqn.invars)
-        return cls(shape, tuple(eqn for eqn in jaxpr.eqns if id(eqn) in needed))
+        return cls(shape, tuple(eqn for eqn in jaxpr.eqns if id(eqn) in needed), made)
 
-    def run(self, known: Mapping[Any, Any], made: Sequence, donors: Mapping[Any, Any], away: set) -> dict:
-        """What is ``made``, in the memory of its donor where it has one."""
-        starts = [known[donors[var]] if var in donors else lax.empty(var.aval.shape, var.aval.dtype) for var in made]
-        places = {donors[var]: place for place, var in enumerate(made) if var in donors}
+    def run(self, known: Mapping[Any, Any], donors: Mapping[int, Any], away: Sequence[int]) -> dict[int, Any]:
+        """The results by position, in the memory of their donors where they have one."""
+        starts = [
+            known[donors[place]] if place in donors else lax.empty(var.aval.shape, var.aval.dtype)
+            for place, var in self.made.items()
+        ]
+        donated = {donors[place]: number for number, place in enumerate(self.made) if place in donors}
 
         def layer(t: Any, stacks: list) -> list:
             def cut(var: Any) -> Any:
-                stack = stacks[places[var]] if var in places else known[var]
+                stack = stacks[donated[var]] if var in donated else known[var]
                 if var.aval.shape != self.shape:
                     return stack
                 value = lax.dynamic_index_in_dim(stack, t, keepdims=True)
                 return jax.device_put(value, DEVICE) if is_on_host(value) else value
 
-            here = compute(self.eqns, {var: cut(var) for var in free_variables(self.eqns, made)})
-            values = [jax.device_put(here[var], HOST) if var in away else here[var] for var in made]
+            here = compute(self.eqns, {var: cut(var) for var in free_variables(self.eqns, self.made.values())})
+            pairs = zip(stacks, self.made.items(), strict=True)
             return [
-                lax.dynamic_update_slice_in_dim(stack, value, t, 0) for stack, value in zip(stacks, values, strict=True)
+                lax.dynamic_update_slice_in_dim(
+                    stack, jax.device_put(here[var], HOST) if place in away else here[var], t, 0
+                )
+                for stack, (place, var) in pairs
             ]
 
-        return dict(zip(made, lax.fori_loop(0, self.shape[0], layer, starts), strict=True))
+        return dict(zip(self.made, lax.fori_loop(0, self.shape[0], layer, starts), strict=True))
 
 
 def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:

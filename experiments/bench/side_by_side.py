@@ -1,0 +1,83 @@
+"""A benchmark of steps that run here, on virtual CPU devices, side by side; see ``experiments.cpu_side_by_side``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from experiments.bench.rows import Result, Results
+from experiments.cpu_side_by_side import ROUNDS, WORKLOADS, Figures, measure
+from experiments.markdown import table
+from jax_deepcompile.cli.commands import use_virtual_devices
+
+DEVICES = 8
+
+MIB = 1 << 20
+
+_COLUMNS = (
+    "workload",
+    "system",
+    "step ms",
+    "x jit",
+    "95 % interval",
+    "collectives",
+    "MiB sent",
+    "x jit",
+    "compile s",
+    "commit",
+)
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """A ``Benchmark``; its workloads are names in ``WORKLOADS``."""
+
+    title: str = f"Small models on {DEVICES} virtual CPU devices, measured"
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    system_names: tuple[str, ...] = ("jit", "fully sharded", "planned")
+
+    def measure(self, workload: str, wanted: Sequence[str]) -> Iterator[Result]:
+        """All systems, which take turns."""
+        use_virtual_devices(DEVICES)
+        jax.config.update("jax_platforms", "cpu")
+        mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,))
+        for system, figures in measure(workload, mesh).items():
+            yield Result(workload, system, figures)
+        jax.clear_caches()
+
+    def read(self, entry: Mapping[str, Any]) -> Result:
+        return Result(**{**entry, "figures": Figures(**entry["figures"])})
+
+    def page(self, results: Results) -> str:
+        lines = [
+            f"# {self.title} {results.date}",
+            "",
+            f"`deepcompile bench {results.benchmark} --out FILE`, jax {results.jax}. Medians of {ROUNDS} steps of each",
+            "system, which take turns. `x jit` of a step is the median ratio to the `jit` step of the same round, with",
+            "its bootstrap interval. `MiB sent` is what one device sends in the collectives of a step, each done as a",
+            "ring. `planned` tries no passes on CPU devices: it gathers once what a loop over microbatches gathers",
+            "again and again; else what it differs by from `fully sharded` is noise.",
+            "",
+            *table(_COLUMNS, map(_cells, results.results)),
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    found: Figures = result.figures
+    return (
+        result.workload,
+        result.system,
+        f"{1e3 * found.step_s:.1f}",
+        f"{found.ratio_to_jit:.3f}",
+        f"{found.ratio_low:.3f} to {found.ratio_high:.3f}",
+        str(sum(kind["count"] for kind in found.collectives.values())),
+        f"{found.sent_bytes / MIB:.2f}",
+        f"{found.sent_to_jit:.3f}",
+        f"{found.compile_s:.1f}",
+        result.commit,
+    )
