@@ -130,15 +130,17 @@ def _updated(
         here = dict(zip(fetched, waiting, strict=True))
         made = {*group.leaves, *(var for eqn in group.eqns for var in eqn.outvars)}
         places = [place for place in results if place not in back and jaxpr.outvars[place] in made]
-        layers = _Layers.of(jaxpr, group, places) if by_layer else None
+        ready = [place for place in early if succeeded[place] in group.leaves]
+        in_place = not ready and all(succeeded[place] in here for place in places)
+        layers = _Layers.of(jaxpr, group, places) if by_layer and in_place else None
         if layers is None:
             known = compute(group.eqns, known | {leaf: jax.device_put(value, DEVICE) for leaf, value in here.items()})
+            places += ready
+            back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places}
         else:
             updated = layers.run(known | here, donors, places)
             known |= {jaxpr.outvars[place]: value for place, value in updated.items() if place not in places}
             back |= {place: updated[place] for place in places}
-        places += [place for place in early if succeeded[place] in group.leaves]
-        back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places if place not in back}
         if places:
             done.append([back[place] for place in places])
     return [back[place] if place in back else read(atom, known) for place, atom in enumerate(jaxpr.outvars)]
