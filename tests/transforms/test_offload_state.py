@@ -182,7 +182,6 @@ def test_stacks_are_updated_a_layer_at_a_time(small_layers):
     there = away(program, mesh, moments, by_layer=True)
     assert loops(there) == len(STACK["stack"])
     verify(there)
-    assert_same_values(there, program, mesh)
 
 
 @pytest.mark.pure
