@@ -169,14 +169,6 @@ def test_values_stay_the_same(name, by_layer, monkeypatch):
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize("name", STEPS)
-def test_a_layer_at_a_time_values_stay_the_same_too(name, small_layers):
-    step, leaves = STEPS[name]
-    program, mesh = stepped(step)
-    assert_same_values(away(program, mesh, leaves, by_layer=True), program, mesh)
-
-
-@pytest.mark.cpu_mesh
 def test_stacks_are_updated_a_layer_at_a_time(small_layers):
     program, mesh, moments = of_adam()
     there = away(program, mesh, moments, by_layer=True)
