@@ -41,16 +41,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
-from experiments.small_models import SmallResNet, SmallTransformer
+from experiments.small_models import PlainTransformer, SmallLSTM, SmallMoE, SmallResNet, SmallTransformer
 from experiments.trainings import (
     Training,
     gpt2_training,
     image_training,
     llama_training,
+    mixer_training,
     mixtral_training,
     mlp_training,
+    next_token_training,
     resnet_training,
-    transformer_training,
     vit_training,
 )
 from models import gpt2, llama, mixtral, resnet, vit
@@ -95,7 +96,15 @@ WORKLOADS: dict[str, Callable[[], Training]] = {
     "ResNet-50, images of 32 pixels": lambda: resnet_training(resnet.RESNET50, 32, 16),
     "small ResNet-20, layer by layer, 64 images": lambda: image_training(SmallResNet(), 10, 32, 64),
     "small ResNet-20, layer by layer, 8 images": lambda: image_training(SmallResNet(), 10, 32, 8),
-    "small transformer, layer by layer": lambda: transformer_training(SmallTransformer(256, 64), 64, 16),
+    "small transformer, layer by layer": lambda: next_token_training(SmallTransformer(256, 64), 256, 64, 16),
+    "plain transformer, 128 wide, 16 examples": lambda: next_token_training(PlainTransformer(256, 64), 256, 64, 16),
+    "plain transformer, 128 wide, 64 examples": lambda: next_token_training(PlainTransformer(256, 64), 256, 64, 64),
+    "plain transformer, 256 wide, 16 examples": lambda: next_token_training(
+        PlainTransformer(512, 64, 256), 512, 64, 16
+    ),
+    "small LSTM": lambda: next_token_training(SmallLSTM(256), 256, 32, 32),
+    "small MoE": lambda: next_token_training(SmallMoE(256), 256, 64, 16),
+    "small NNX mixer": lambda: mixer_training(16, 128, 4, 16, 64),
     "Llama, scanned, remat, 4 microbatches": lambda: llama_training(LLAMA, 32, 32, microbatches=4),
     "GPT-2, 4 microbatches": lambda: gpt2_training(GPT2, 32, 32, microbatches=4),
     "Mixtral, capped, 4 microbatches": lambda: mixtral_training(MIXTRAL_CAPPED, 32, 32, microbatches=4),

@@ -55,6 +55,28 @@ def search(base: Program, environment: Environment, strategies: Sequence[Strateg
         return _Search(base, environment.replace(kernels=Path(folder) / "kernels"), progress).run(strategies, start)
 
 
+def by_first_proposals(base: Program, environment: Environment, strategies: Sequence[Strategy], start: Plan) -> Plan:
+    """``start`` with what each strategy proposes first, which nobody compiles or compares."""
+    plan = start
+    for strategy in strategies:
+        best = Candidate(plan, plan.program(base, environment.mesh))
+        plan = next((each.plan for each in proposed(strategy, base, best, environment)), plan)
+    return plan
+
+
+def proposed(strategy: Strategy, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+    """What ``strategy`` proposes, without the kinds of decisions that are left out."""
+    disabled = environment.disabled
+
+    def enabled(each: Proposal) -> Proposal:
+        kept = tuple(one for one in each.plan.decisions if one.kind not in disabled)
+        otherwise = each.otherwise and enabled(each.otherwise)
+        return dataclasses.replace(each, plan=each.plan.replace(decisions=kept), otherwise=otherwise)
+
+    proposals = strategy.propose(base, best, environment)
+    return map(enabled, proposals) if disabled else iter(proposals)
+
+
 def carried_out(base: Program, plan: Plan, environment: Environment) -> Candidate:
     """``plan`` as it is, with what it is predicted to take.
 
@@ -240,16 +262,7 @@ class _Search:
         return compiled(candidate.program, candidate.evaluated.lowered, plan, self.environment)
 
     def _proposed(self, strategy: Strategy, best: Candidate) -> Iterator[Proposal]:
-        """What ``strategy`` proposes, without the kinds of decisions that are left out."""
-        disabled = self.environment.disabled
-
-        def enabled(each: Proposal) -> Proposal:
-            kept = tuple(one for one in each.plan.decisions if one.kind not in disabled)
-            otherwise = each.otherwise and enabled(each.otherwise)
-            return dataclasses.replace(each, plan=each.plan.replace(decisions=kept), otherwise=otherwise)
-
-        proposals = strategy.propose(self.base, best, self.environment)
-        return map(enabled, proposals) if disabled else iter(proposals)
+        return proposed(strategy, self.base, best, self.environment)
 
     def _all_evaluated(self, proposals: Sequence[Sequence[Proposal]]) -> list[list[_Evaluated]]:
         """What became of the ``proposals`` of each of several strategies.

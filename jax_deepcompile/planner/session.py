@@ -27,19 +27,17 @@ from jax_deepcompile.lowering.compile import Options, kernels_once, memory_optio
 from jax_deepcompile.planner.cache import PlanCache
 from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.executables import executables_in
-from jax_deepcompile.planner.layers import keep_gathered
 from jax_deepcompile.planner.limits import MemoryLimit, limit_bytes, require_room
 from jax_deepcompile.planner.plan import Plan, Rows
 from jax_deepcompile.planner.recomputation import find_recomputation
-from jax_deepcompile.planner.search import carried_out, search
+from jax_deepcompile.planner.search import by_first_proposals, carried_out, search
 from jax_deepcompile.planner.selection import Passes, Selection
-from jax_deepcompile.planner.strategies import ONE_DEVICE, STRATEGIES
+from jax_deepcompile.planner.strategies import ON_A_HOST, ONE_DEVICE, STRATEGIES
 from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.planner.version import planner_digest
 from jax_deepcompile.runtime.processes import processes_of
 from jax_deepcompile.summary import Summarized, Summary
 from jax_deepcompile.transforms.decision import Decision
-from jax_deepcompile.transforms.keep_gathered import KeptGathers
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,8 @@ def _planned(program: Program, mesh: Mesh, platform: str, options: PlanOptions) 
     cache = PlanCache(options.cache_dir, selection.kinds) if options.cache_dir is not None else None
     if cache is not None:
         _keep_executables(cache, mesh)
-    if not strategies and options.memory_limit is None and options.plan is None:
-        return _without_search(program, environment, selection)
+    if options.memory_limit is None and options.plan is None and (not strategies or strategies == ON_A_HOST):
+        return _without_search(program, environment, selection, strategies)
     digest = _fingerprint(program, environment, strategies, options.profile)
     task = _Task(program, environment, strategies, selection.kinds, digest, cache)
     return _agreed(task) if options.plan is None else _given(task, options.plan)
@@ -155,23 +153,19 @@ def _given(task: _Task, plan: Plan) -> Planned:
     return Planned(candidate.program, candidate.plan, task.environment.limit_bytes, "given")
 
 
-def _without_search(program: Program, environment: Environment, selection: Selection) -> Planned:
-    """Where no limit must hold and no schedule can be better than another."""
+def _without_search(
+    program: Program, environment: Environment, selection: Selection, strategies: tuple[Strategy, ...]
+) -> Planned:
+    """Where no limit must hold and nothing is compiled to choose: what the cost model alone decides."""
     if selection.strategies is not None:
         return Planned(program, Plan(""), environment.limit_bytes, "nothing was decided: no passes were asked for")
     if environment.mesh.size == 1:
         return Planned(program, Plan(""), environment.limit_bytes, "nothing to decide: there is one device")
-    if environment.platform == "cuda" or KeptGathers.kind in environment.disabled:
+    if not strategies:
         return Planned(program, Plan(""), environment.limit_bytes, "nothing was decided: all passes are left out")
-    held_bytes = int(_HELD_FRACTION * environment.costs.hardware.memory_bytes / environment.mesh.size)
-    plan = Plan("", keep_gathered(program, held_bytes))
-    why = "collectives here do not run beside compute; what loops gather again and again stays, up to"
-    origin = f"nothing to hide: {why} {held_bytes / 2**20:.0f} MiB a device"
-    return Planned(plan.program(program, environment.mesh), plan, None, origin)
-
-
-_HELD_FRACTION = 0.25
-"""Of the memory that virtual devices share with all else on their host: for what stays gathered, together."""
+    plan = by_first_proposals(program, environment, strategies, Plan(""))
+    why = "nothing to hide: collectives here do not run beside compute; the cost model says how many are worth it"
+    return Planned(plan.program(program, environment.mesh), plan, None, why)
 
 
 def _environment(mesh: Mesh, platform: str, options: PlanOptions) -> Environment:
@@ -183,10 +177,10 @@ def _environment(mesh: Mesh, platform: str, options: PlanOptions) -> Environment
 
 
 def _suitable(program: Program, environment: Environment) -> tuple[Strategy, ...]:
+    if environment.mesh.size > 1:
+        return STRATEGIES if environment.platform == "cuda" else ON_A_HOST
     if environment.platform != "cuda":
         return ()
-    if environment.mesh.size > 1:
-        return STRATEGIES
     return ONE_DEVICE if find_recomputation(program, environment.costs) else ()
 
 
