@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -93,7 +95,7 @@ class SmallLSTM(nn.Module):
 
     @nn.compact
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        x = nn.Embed(self.vocab_size, self.width)(tokens_BxT)
+        x: Any = nn.Embed(self.vocab_size, self.width)(tokens_BxT)
         for _ in range(self.n_layers):
             x = nn.RNN(nn.OptimizedLSTMCell(self.width))(x)
         return nn.Dense(self.vocab_size)(x)

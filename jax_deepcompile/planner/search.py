@@ -39,6 +39,9 @@ _WORTH_MEMORY = WORTH_TRYING / 2
 _MISSED = 0.02
 """The share of a step by which schedules usually miss what is attainable."""
 
+_RIVALS = 2
+"""Plans that may be run beside the best one."""
+
 _LESS = 0.95
 """Of what collectives take: what the scheduler is told where all of it finds no room."""
 
@@ -144,7 +147,15 @@ class _Search:
         best = self._scheduled()
         for strategy in closing:
             best = self._closed(strategy, best)
-        return _fitting(best, self.environment, _that_led_to(best.prediction, self.records))
+        found = _fitting(best, self.environment, _that_led_to(best.prediction, self.records))
+        return dataclasses.replace(found, rivals=self._rivals(best))
+
+    def _rivals(self, best: Candidate) -> tuple[Plan, ...]:
+        """The plans that simulate fastest after ``best``, of those that fit."""
+        compiled = [self.accepted[0], *(each.candidate for each in self.evaluated if each.candidate is not None)]
+        others = {each.plan: each for each in compiled if each.plan != best.plan and self.environment.fits(each)}
+        fastest = sorted(others.values(), key=_step_s)[:_RIVALS]
+        return tuple(each.plan.replace(prediction=each.prediction) for each in fastest)
 
     def _open(self, openings: Sequence[Strategy], start: Plan) -> None:
         """Evaluates ``start`` and, beside it, what each of ``openings`` proposes instead."""

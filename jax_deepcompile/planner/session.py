@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from jax_deepcompile.planner.cache import PlanCache
 from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.executables import executables_in
 from jax_deepcompile.planner.limits import MemoryLimit, limit_bytes, require_room
-from jax_deepcompile.planner.plan import Plan, Rows
+from jax_deepcompile.planner.plan import Plan, Record, Rows
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.planner.search import by_first_proposals, carried_out, search
 from jax_deepcompile.planner.selection import Passes, Selection
@@ -50,6 +51,7 @@ class PlanOptions:
       profile: measured times to plan by.
       plan: to carry out as it is.
       cache_dir: where plans and executables are kept between runs.
+      measure: whether the plans that simulate fastest will be run.
     """
 
     memory_limit: MemoryLimit = None
@@ -57,6 +59,7 @@ class PlanOptions:
     profile: Profile | None = None
     plan: Plan | None = None
     cache_dir: Path | None = None
+    measure: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,6 +73,7 @@ class Planned(Summarized):
       origin: where the plan is from, in words.
       profile: what was measured and planned by; None if nothing was.
       measured: this very step, run; None if it was not.
+      rivals: other plans that simulate about as fast, to be measured beside this one.
     """
 
     program: Program
@@ -78,6 +82,7 @@ class Planned(Summarized):
     origin: str
     profile: Profile | None = None
     measured: StepTime | None = None
+    rivals: tuple[Plan, ...] = ()
 
     def rows(self) -> Rows:
         """What is expected or measured."""
@@ -106,6 +111,29 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, options: PlanOp
     foreign = "; the kernels of the profile are another program's, and not used" * (known is not options.profile)
     unknown = f"; there is no table for {kind}, and that of an H100 is used" * (known_hardware(kind) is None)
     return replace(planned, profile=known, origin=planned.origin + foreign + unknown)
+
+
+def fastest_of(each: Sequence[Planned], seconds: Sequence[float], profile: Profile, options: PlanOptions) -> Planned:
+    """The program that ran fastest, with a record of all that ran; its plan is kept where plans are.
+
+    Args:
+      each: the simulated best first, then its rivals.
+      seconds: of a step of each, measured.
+      profile: of the fastest.
+    """
+    best, simulated = min(range(len(each)), key=seconds.__getitem__), each[0].plan
+    before = simulated.prediction
+    assert before is not None, "what has rivals was simulated"
+    ran = [
+        Record("measure", f"number {place + 1} as simulated", before, one.plan.prediction, place == best, said, taken_s)
+        for place, (one, taken_s) in enumerate(zip(each, seconds, strict=True))
+        for said in [f"measured {taken_s:.4g} s"]
+    ]
+    plan = each[best].plan.replace(records=(*simulated.records, *ran))
+    if options.cache_dir is not None:
+        PlanCache(options.cache_dir, Selection.of(options.passes).kinds).store(plan)
+    origin = f"{each[best].origin}, the fastest of {len(each)} that were run"
+    return replace(each[best], plan=plan, origin=origin, profile=profile, rivals=())
 
 
 @dataclass(frozen=True)
@@ -137,9 +165,10 @@ def _planned(program: Program, mesh: Mesh, platform: str, options: PlanOptions) 
     cache = PlanCache(options.cache_dir, selection.kinds) if options.cache_dir is not None else None
     if cache is not None:
         _keep_executables(cache, mesh)
-    if options.memory_limit is None and options.plan is None and (not strategies or strategies == ON_A_HOST):
+    is_searched = bool(strategies) and (options.measure or strategies != ON_A_HOST)
+    if options.memory_limit is None and options.plan is None and not is_searched:
         return _without_search(program, environment, selection, strategies)
-    digest = _fingerprint(program, environment, strategies, options.profile)
+    digest = _fingerprint(program, environment, strategies, options.profile, options.measure)
     task = _Task(program, environment, strategies, selection.kinds, digest, cache)
     return _agreed(task) if options.plan is None else _given(task, options.plan)
 
@@ -210,7 +239,7 @@ def _found_or_made(task: _Task) -> Planned:
     made = make_plan(task.program, task.environment, task.fingerprint, task.strategies)
     if cache is not None:
         cache.store(made.plan)
-    return Planned(made.program, made.plan, limit, "made for this run")
+    return Planned(made.program, made.plan, limit, "made for this run", rivals=made.rivals)
 
 
 def _agreed(task: _Task) -> Planned:
@@ -225,14 +254,20 @@ def _agreed(task: _Task) -> Planned:
         processes.agree(f"plan {task.program.name} (fingerprint {task.fingerprint})")
         if processes.is_first:
             planned = _found_or_made(task)
-            processes.first_says(json.dumps([planned.plan.to_json(), planned.origin]))
+            plans = [each.to_json() for each in (planned.plan, *planned.rivals)]
+            processes.first_says(json.dumps([plans, planned.origin]))
             return planned
-        text, origin = json.loads(processes.first_says(""))
-        return task.by(Plan.from_json(text, "the plan of the first process", task.kinds), origin)
+        texts, origin = json.loads(processes.first_says(""))
+        plan, *rivals = (Plan.from_json(text, "the plan of the first process", task.kinds) for text in texts)
+        return replace(task.by(plan, origin), rivals=tuple(rivals))
 
 
 def _fingerprint(
-    program: Program, environment: Environment, strategies: tuple[Strategy, ...], profile: Profile | None
+    program: Program,
+    environment: Environment,
+    strategies: tuple[Strategy, ...],
+    profile: Profile | None,
+    measure: bool = False,
 ) -> str:
     """The digest of all that a plan depends on."""
     deciding = {
@@ -241,6 +276,7 @@ def _fingerprint(
         "strategies": strategies,
         "disabled": sorted(environment.disabled),
         "planner": planner_digest(),
+        "measure": measure,
         "profile": "" if profile is None else hashlib.sha256(profile.to_json().encode()).hexdigest(),
     }
     return fingerprint(program_text(program), machine_of(environment.mesh), deciding)

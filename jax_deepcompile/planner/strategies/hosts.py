@@ -50,13 +50,15 @@ class JoinCollectives:
     stage: Stage = Stage.MAIN
 
     def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        known = set[int]()
         for factor in self.factors:
             gather_bytes, reduce_bytes = (
                 int(factor * break_even_bytes(kind, base, environment)) for kind in ("all-gather", "reduce-scatter")
             )
             joined = JoinedCollectives(gather_bytes, reduce_bytes)
             saved = joined.saved(best.program)
-            if saved >= self.fewest:
+            if saved >= self.fewest and saved not in known:
+                known.add(saved)
                 plan = best.plan.having(ComputedWhole, [ComputedWhole(reduce_bytes)])
                 decision = f"{saved} collectives of up to {gather_bytes / 2**10:.0f} KiB are parts of others"
                 yield Proposal(plan.having(JoinedCollectives, [joined]), decision)
@@ -67,8 +69,12 @@ def break_even_bytes(kind: str, program: Program, environment: Environment) -> i
     costs, names = environment.costs, list(program.mesh.names)
     devices = program.mesh.size_of(names)
     begins_s = costs.collective_s(kind, 1, devices, ranks_per_node(names, program.mesh, costs))
+
+    def copying_s(size_bytes: float) -> float:
+        return costs.copy_s(size_bytes, Direction.TO_HOST) - costs.copy_s(0, Direction.TO_HOST)
+
     size = 1
-    while size < _MOST_BYTES and costs.copy_s(2 * size * (1 + 1 / devices), Direction.TO_HOST) <= begins_s:
+    while size < _MOST_BYTES and copying_s(2 * size * (1 + 1 / devices)) <= begins_s:
         size *= 2
     return size
 
