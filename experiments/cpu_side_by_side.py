@@ -3,13 +3,15 @@
 On a mesh of 8 virtual CPU devices, for each workload, a whole train step (forward, backward, global-norm clipping,
 AdamW) is compiled as each of:
 
-* ``jit``: ``jax.jit`` with FSDP NamedShardings on state and batch, the same as those of the other two;
+* ``jit``: ``jax.jit`` with FSDP NamedShardings on state and batch, the same as those of ``deepcompile.shard``;
+* ``jit, small leaves whole``: the same, but every device has all of each leaf of up to 4096 elements, as it is often
+  written by hand;
 * ``fully sharded``: ``deepcompile.shard(passes=())``;
-* ``planned``: ``deepcompile.shard``, which on CPU devices has no passes to try: what a loop over microbatches gathers
-  again and again is gathered once, else the two are the same, and what they differ by is noise.
+* ``planned``: ``deepcompile.shard``, which on CPU devices joins small collectives, computes small statistics whole, and
+  gathers once what a loop over microbatches gathers again and again.
 
-With microbatches, ``jit`` runs the step with a loop of accumulation written by hand. The three run one step each, again
-and again, in an order that rotates, on states of their own. Reported are medians; the ratio of a system's step to the
+With microbatches, ``jit`` runs the step with a loop of accumulation written by hand. They run one step each, again and
+again, in an order that rotates, on states of their own. Reported are medians; the ratio of a system's step to the
 ``jit`` step of the same round, with the interval that holds the median of 95 % of bootstrap resamples; and the bytes
 that one device sends in the collectives of a compiled step, each done as a ring.
 
@@ -60,6 +62,8 @@ WARM_UP_ROUNDS = 2
 RESAMPLES = 2000
 INTERVAL_PERCENTILES = (2.5, 97.5)
 MIB = 1 << 20
+SMALL_WHOLE = "jit, small leaves whole"
+SMALL_ELEMENTS = 4096
 
 
 LLAMA = llama.LlamaConfig(
@@ -145,14 +149,30 @@ def placed(mesh: Mesh, made: Training) -> tuple[Any, Any]:
     return state, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows), batch)
 
 
+def with_small_leaves_whole(state: Any, mesh: Mesh) -> Any:
+    """Shapes with shardings, those of small leaves replicated."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = whole if leaf.size <= SMALL_ELEMENTS else leaf.sharding
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, state)
+
+
 def systems(made: Training, mesh: Mesh, state: Any, batch: Any) -> dict[str, Callable]:
     """For each system ``(state, batch) -> (state, loss)``, not yet compiled."""
-    places, whole = jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(mesh, PartitionSpec())
-    rows = jax.tree.map(lambda leaf: leaf.sharding, batch)
+    whole, rows = NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda leaf: leaf.sharding, batch)
     plain = made.step if made.by_hand is None else made.by_hand(mesh.size)
     sharded = functools.partial(deepcompile.shard, made.step, mesh, microbatches=made.microbatches)
+
+    def jit(state: Any) -> Callable:
+        places = jax.tree.map(lambda leaf: leaf.sharding, state)
+        return jax.jit(plain, in_shardings=(places, rows), out_shardings=(places, whole), donate_argnums=0)
+
     return {
-        "jit": jax.jit(plain, in_shardings=(places, rows), out_shardings=(places, whole), donate_argnums=0),
+        "jit": jit(state),
+        SMALL_WHOLE: jit(with_small_leaves_whole(state, mesh)),
         "fully sharded": sharded(passes=()),
         "planned": sharded(),
     }
@@ -175,10 +195,10 @@ def compiled_system(run: Any, mesh: Mesh, state: Any, batch: Any) -> System:
 
 
 def step_seconds(
-    compiled: dict[str, System], state: Any, batch: Any, rounds: int
+    compiled: dict[str, System], states: dict[str, Any], batch: Any, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of every step after warming up, and the last loss, of each system; they take turns."""
-    states = {name: jax.tree.map(jnp.copy, state) for name in compiled}
+    states = {name: jax.tree.map(jnp.copy, each) for name, each in states.items()}
     seconds: dict[str, list[float]] = {name: [] for name in compiled}
     losses: dict[str, float] = {}
     names = list(compiled)
@@ -206,9 +226,14 @@ def measure(workload: str, mesh: Mesh, rounds: int) -> list[dict[str, Any]]:
     made = WORKLOADS[workload]()
     state, batch_shapes = placed(mesh, made)
     runs = systems(made, mesh, state, batch_shapes)
-    compiled = {name: compiled_system(run, mesh, state, batch_shapes) for name, run in runs.items()}
+    shapes = {name: with_small_leaves_whole(state, mesh) if name == SMALL_WHOLE else state for name in runs}
+    compiled = {name: compiled_system(run, mesh, shapes[name], batch_shapes) for name, run in runs.items()}
     batch = jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), made.batch, batch_shapes)
-    seconds, losses = step_seconds(compiled, state, batch, rounds)
+    states = {
+        name: jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), state, each)
+        for name, each in shapes.items()
+    }
+    seconds, losses = step_seconds(compiled, states, batch, rounds)
     rows = []
     for name, system in compiled.items():
         ratio, low, high = ratio_interval(seconds[name], seconds["jit"])
@@ -255,14 +280,27 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def title(command: str, rounds: int) -> str:
-    """What is measured, and how."""
+def geometric_mean(rows: list[dict[str, Any]], reference: str) -> tuple[float, float]:
+    """Of the planned steps' times over those of ``reference``, by medians; and the largest."""
+    medians = {(row["workload"], row["system"]): row["step_ms"] for row in rows}
+    ratios = [step / medians[workload, reference] for (workload, name), step in medians.items() if name == "planned"]
+    return statistics.geometric_mean(ratios), max(ratios)
+
+
+def title(command: str, rounds: int, rows: list[dict[str, Any]]) -> str:
+    """What is measured, and how, and what comes of it."""
+    means = ", ".join(
+        f"{mean:.3f} x `{name}` (largest {largest:.3f})"
+        for name in ("jit", SMALL_WHOLE)
+        for mean, largest in [geometric_mean(rows, name)]
+    )
     return (
         f"`{command}`, jax {jax.__version__}, {jax.device_count()} virtual CPU devices.\n\n"
         f"Medians of {rounds} steps of each system, which take turns. `x jit` of a step is the median ratio to the "
         f"`jit` step of the same round, with its bootstrap interval. `MiB sent` is what one device sends in the "
-        f"collectives of a step, each done as a ring. `planned` tries no passes on CPU devices: it gathers once what a "
-        f"loop over microbatches gathers again and again; else what it differs by from `fully sharded` is noise."
+        f"collectives of a step, each done as a ring. `{SMALL_WHOLE}` has all of each leaf of up to {SMALL_ELEMENTS} "
+        f"elements on every device.\n\n"
+        f"`planned`, geometric mean over {len({row['workload'] for row in rows})} workloads: {means}."
     )
 
 
@@ -283,7 +321,7 @@ def main() -> None:
         if arguments.out is not None:
             head = {"command": command, "jax": jax.__version__, "devices": mesh.size, "rounds": arguments.rounds}
             arguments.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
-            arguments.out.with_suffix(".md").write_text(f"{title(command, arguments.rounds)}\n\n{table(rows)}\n")
+            arguments.out.with_suffix(".md").write_text(f"{title(command, arguments.rounds, rows)}\n\n{table(rows)}\n")
 
 
 if __name__ == "__main__":
