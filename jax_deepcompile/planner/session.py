@@ -113,6 +113,10 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, options: PlanOp
     return replace(planned, profile=known, origin=planned.origin + foreign + unknown)
 
 
+MEASURE = "measure"
+"""The strategy of records of plans that were run."""
+
+
 def fastest_of(each: Sequence[Planned], seconds: Sequence[float], profile: Profile, options: PlanOptions) -> Planned:
     """The program that ran fastest, with a record of all that ran; its plan is kept where plans are.
 
@@ -125,7 +129,7 @@ def fastest_of(each: Sequence[Planned], seconds: Sequence[float], profile: Profi
     before = simulated.prediction
     assert before is not None, "what has rivals was simulated"
     ran = [
-        Record("measure", f"number {place + 1} as simulated", before, one.plan.prediction, place == best, said, taken_s)
+        Record(MEASURE, f"number {place + 1} as simulated", before, one.plan.prediction, place == best, said, taken_s)
         for place, (one, taken_s) in enumerate(zip(each, seconds, strict=True))
         for said in [f"measured {taken_s:.4g} s"]
     ]
