@@ -23,6 +23,7 @@ from jax_deepcompile.frontend.meshes import AxisNames, resolve_mesh
 from jax_deepcompile.frontend.objects import Creation, holds_objects
 from jax_deepcompile.frontend.roles import Roles
 from jax_deepcompile.ir.placement import attached
+from jax_deepcompile.ir.program import Port
 from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.planner.limits import MemoryLimit
@@ -49,6 +50,7 @@ class ShardOptions(TypedDict, total=False):
     data_axes: AxisNames
     microbatches: int
     memory_limit: MemoryLimit
+    host_memory_limit: MemoryLimit
     passes: Passes
     profile: Profile | None
     plan: Plan | None
@@ -77,6 +79,7 @@ def shard(
     data_axes: AxisNames = "data",
     microbatches: int = 1,
     memory_limit: MemoryLimit = None,
+    host_memory_limit: MemoryLimit = None,
     passes: Passes = None,
     profile: Profile | None = None,
     plan: Plan | None = None,
@@ -132,6 +135,8 @@ def shard(
         state once, with the gradients of all of them: a step takes the memory of a smaller batch and computes the same.
       memory_limit: device memory a step may take: bytes, "72GiB", a fraction of the device's memory such as 0.9, or
         None for the device's memory less a reserve.
+      host_memory_limit: likewise, of the host's memory, what a step may take for each device; by default the host's
+        memory over its devices, less a reserve. GPUs only.
       passes: strategies to make the step faster, in the order they are asked; by default all. ``()`` shards and no
         more, ``"-unshard"`` leaves one out by name, as ``DEEPCOMPILE_DISABLE=unshard`` in the environment does.
       profile: measured times to plan by; by default tables for the device.
@@ -270,7 +275,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         creation, mesh, processes = Creation(create_state), self.mesh, self._processes()
         with processes.together():
             program = compile_init(creation, args, kwargs, self._context.use)
-            shardings = [sharding_of(port, program, mesh) for port in program.outputs]
+            shardings = [sharding_of(port, program, mesh) for port in self._placed(program.outputs)]
             if not attached(mesh):
                 return creation.finish(jax.tree.unflatten(program.out_tree, abstract_outputs(program, shardings)))
             run, inputs = jax.jit(emit(program, mesh), out_shardings=shardings), jax.tree.leaves((args, kwargs))
@@ -281,6 +286,16 @@ class ShardedStep(Summarized, Generic[P, R]):
                 run.lower(*inputs).compile()
                 processes.agree(f"run {what}")
             return creation.finish(jax.tree.unflatten(program.out_tree, run(*inputs)))
+
+    def _placed(self, created: Sequence[Port]) -> Sequence[Port]:
+        """``created``, a state's leaves, in the memory where the last step that was planned for such a one has them."""
+        for made in reversed(self._compilations.values()):
+            planned = made.planned_already
+            ports = [port for port in planned.program.inputs if port.role.is_state] if planned else []
+            if [(port.shape, port.dtype) for port in ports] == [(port.shape, port.dtype) for port in created]:
+                pairs = zip(created, ports, strict=True)
+                return [replace(port, memory_kind=there.memory_kind) for port, there in pairs]
+        return created
 
     def trace(self, *args, **kwargs) -> TracedStep:
         """Traces and partitions the step; leaves may be ``jax.ShapeDtypeStruct``s."""
@@ -367,13 +382,13 @@ class ShardedStep(Summarized, Generic[P, R]):
     def _call(self, args: tuple, kwargs: dict, processes: Alone):
         call = self._bind(args, kwargs)
         made = self._compilation(call)
-        shardings, self._last = made.shardings.inputs, made
         is_first = not (made.runs.is_compiled or is_tracing())
         refuse_deleted(call.inputs, made.program.inputs, self._context.name)
         if not processes.is_alone:
             processes.agree(f"{'compile' if is_first else 'run'} {made.title}")
         returned, donated = made.traced.returned_leaves, made.traced.donated_leaves
-        there, is_moved = move(call.inputs, shardings, returned, donated, self.mesh)
+        self._last = made
+        there, is_moved = move(call.inputs, made.placed.inputs, returned, donated, self.mesh)
         if is_first:
             made.measure(there, processes)
             made.compile(there, processes)

@@ -171,12 +171,20 @@ class Compilation:
     @cached_property
     def jitted(self) -> Any:
         """``jax.jit`` of ``(*args, kwargs) -> out``; it raises OtherTypes for arguments of other types."""
-        return jit(self.planned, self.traced, self.shardings, self.call, self.context)
+        return jit(self.planned, self.traced, self.placed, self.call, self.context)
 
     @cached_property
     def shardings(self) -> Shardings:
-        """Where ``jitted`` has its arguments and results."""
+        """How arguments and results are divided."""
         return Shardings.of(self.sharded, self.traced, self.context.use)
+
+    @cached_property
+    def placed(self) -> Shardings:
+        """Where ``jitted`` has its arguments and results: divided so, some of them on the host."""
+        return self._placed(self.planned)
+
+    def _placed(self, planned: Planned) -> Shardings:
+        return Shardings.of(planned.program, self.traced, self.context.use)
 
     @property
     def planned_already(self) -> Planned | None:
@@ -187,6 +195,8 @@ class Compilation:
     def measure(self, args: tuple, processes: Alone) -> None:
         """Where the user wants that, runs the plans that simulate fastest on a copy of ``args``: the fastest is taken.
 
+        Not those that have their state elsewhere.
+
         Raises:
           NoRoomToMeasureError: there is no memory for the copy.
         """
@@ -195,15 +205,15 @@ class Compilation:
             return
         mesh, traced = self.context.use.mesh, self.traced
         assert isinstance(mesh, Mesh), "what is measured is attached"
-        plans = (simulated.plan, *simulated.rivals)
-        each = [replace(simulated, plan=plan, program=plan.program(self.sharded, mesh)) for plan in plans]
-        jitted = [jit(one, traced, self.shardings, self.call, self.context) for one in each]
+        rivals = (replace(simulated, plan=plan, program=plan.program(self.sharded, mesh)) for plan in simulated.rivals)
+        each = [simulated, *(one for one in rivals if self._placed(one) == self.placed)]
+        jitted = [jit(one, traced, self.placed, self.call, self.context) for one in each]
         steps = [one.lower(*args).compile() for one in jitted]
         copied = copy_donated(self.context.name, args, traced.donated_leaves, steps, mesh)
-        processes.agree(f"measure {len(plans)} plans of {self.title}")
+        processes.agree(f"measure {len(each)} plans of {self.title}")
         seconds, copied = measure_in_turns(steps, copied, simulated.program)
         seconds = json.loads(processes.first_says(json.dumps(seconds)))
-        best = min(range(len(plans)), key=seconds.__getitem__)
+        best = min(range(len(each)), key=seconds.__getitem__)
         taken = take_profile(
             steps[best],
             copied,
@@ -213,7 +223,7 @@ class Compilation:
             base=self.sharded,
             known=simulated.profile,
             runs=_PROFILED_RUNS,
-            compiler_options=plans[best].compiler_options(),
+            compiler_options=each[best].plan.compiler_options(),
         )
         self.runs.fastest = fastest_of(each, seconds, taken.profile, self.context.options.planning)
         self.runs.measured = taken.profile.step

@@ -29,6 +29,7 @@ class StepOptions:
     data_axes: str | Sequence[str] = "data"
     microbatches: int = 1
     memory_limit: MemoryLimit = None
+    host_memory_limit: MemoryLimit = None
     passes: Passes = None
     profile: Profile | None = None
     plan: Plan | None = None
@@ -44,6 +45,7 @@ class StepOptions:
         if not _is_count(self.microbatches) or self.microbatches < 1:
             raise errors.MicrobatchCountError(self.microbatches)
         refuse_unknown(self.memory_limit)
+        refuse_unknown(self.host_memory_limit)
         Selection.of(self.passes)
 
     def arguments(self) -> dict[str, Any]:
@@ -55,6 +57,7 @@ class StepOptions:
         """The planner's part."""
         return PlanOptions(
             self.memory_limit,
+            self.host_memory_limit,
             self.passes if self.passes is None or isinstance(self.passes, str) else tuple(self.passes),
             self.profile,
             self.plan,

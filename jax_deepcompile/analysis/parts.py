@@ -22,6 +22,7 @@ from jax_deepcompile.analysis.dataflow import (
 from jax_deepcompile.analysis.equal_work import Numbers
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.work import is_anchor
+from jax_deepcompile.ir.memory import is_fetch, is_offload
 from jax_deepcompile.ir.primitives import CONTROL_FLOW, DEVICE_SUMS, PRODUCTS, Scan
 from jax_deepcompile.ir.rewrite import with_renamed_operands
 
@@ -58,7 +59,8 @@ class SplitBody:
     """A loop body in pieces that can run in different iterations.
 
     Attributes:
-      early: makes what is gathered of the layer's parameters; reads constants and slices only, never the carry.
+      early: makes what is gathered of the layer's parameters, or fetched from the host; reads constants and slices,
+        never the carry.
       main: all the rest of the work; makes the next carry, the stacked outputs that are not late, and what the pieces
         below read.
       gradients: what is reduced, where it is made for nothing else.
@@ -75,6 +77,12 @@ class SplitBody:
     pending: tuple
     late_outputs: tuple[int, ...]
     in_place: tuple[tuple[int, Any], ...]
+
+    @property
+    def gathered(self) -> list:
+        """What ``early`` gathers, of all that it makes."""
+        fetched = {var for eqn in self.early.jaxpr.eqns if is_fetch(eqn) for var in eqn.outvars}
+        return [var for var in self.early.outputs if var not in fetched]
 
 
 def split_body(eqn) -> SplitBody:
@@ -152,24 +160,28 @@ def _early(body: jex.Jaxpr, carried: set) -> tuple[list, list]:
     late = reached_from(plain.eqns, carried)
     gathers = []
     for eqn in plain.eqns:
-        if eqn.primitive.name != "all_gather" or eqn.outvars[0] in late:
+        if not _comes_from_elsewhere(eqn) or eqn.outvars[0] in late:
             continue
         before = needed_for([other for other in plain.eqns if not has_side_effects(other)], eqn.outvars)
         if not any(other.primitive.name in _HEAVY for other in before):
             gathers.append(eqn.outvars[0])
     pure = [eqn for eqn in plain.eqns if not has_side_effects(eqn)]
     inner = {atom for eqn in needed_for(pure, gathers) for atom in variables(eqn.invars)}
-    others = [eqn for eqn in body.eqns if eqn.primitive.name != "all_gather" or eqn.outvars[0] not in gathers]
+    others = [eqn for eqn in body.eqns if not _comes_from_elsewhere(eqn) or eqn.outvars[0] not in gathers]
     used = {atom for eqn in others for atom in variables(eqn.invars)}
     final = [var for var in gathers if var not in inner or var in used]
     return final, needed_for(pure, final)
 
 
+def _comes_from_elsewhere(eqn) -> bool:
+    return eqn.primitive.name == "all_gather" or is_fetch(eqn)
+
+
 def _late(eqns: list, carry_outputs: list) -> list:
-    """The reductions that reach stacked outputs only, and everything that reads them."""
+    """The reductions and copies to the host that reach stacked outputs only, and everything that reads them."""
     live = {id(eqn) for eqn in needed_for(eqns, carry_outputs)}
-    reductions = [eqn for eqn in eqns if eqn.primitive.name in DEVICE_SUMS and id(eqn) not in live]
-    reached = reached_from(eqns, {var for eqn in reductions for var in eqn.outvars if not is_drop_var(var)})
+    sent = [eqn for eqn in eqns if (eqn.primitive.name in DEVICE_SUMS or is_offload(eqn)) and id(eqn) not in live]
+    reached = reached_from(eqns, {var for eqn in sent for var in eqn.outvars if not is_drop_var(var)})
     return [eqn for eqn in eqns if any(var in reached for var in eqn.outvars)]
 
 

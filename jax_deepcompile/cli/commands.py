@@ -73,6 +73,7 @@ class StepRequest:
       step: FILE.py:NAME or package.module:NAME of a function that returns (step, state, batch); shapes will do.
       microbatches: parts of each batch.
       memory_limit: of each device, such as 72GiB or 0.9.
+      host_memory_limit: of the host's memory for each device, such as 100GiB; 0 is none.
       cache_dir: where plans are kept between runs.
       devices: virtual CPU devices where there is no accelerator; 8 where it is not said.
     """
@@ -80,6 +81,7 @@ class StepRequest:
     step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
     microbatches: Positive = 1
     memory_limit: str | None = None
+    host_memory_limit: str | None = None
     cache_dir: Path | None = None
     devices: Annotated[int | None, bounded(int, 1, or_none=True)] = None
 
@@ -190,7 +192,7 @@ def _sharded(request: StepRequest, cluster: Cluster, **options: Any) -> tuple[Sh
     if not isinstance(step, ShardedStep):
         step = shard(step)
     silent = StepRequest(request.step)
-    for name in ("microbatches", "memory_limit", "cache_dir"):
+    for name in ("microbatches", "memory_limit", "host_memory_limit", "cache_dir"):
         if getattr(request, name) != getattr(silent, name):
             options[name] = getattr(request, name)
     return step.reshard(mesh, **options), args

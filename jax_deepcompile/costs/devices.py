@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -81,6 +82,17 @@ def allocator_bytes_of(mesh: Mesh) -> int | None:
             found = (device.memory_stats() or {}).get("bytes_limit")
             return found and found >> 26 << 26
     return None
+
+
+def host_bytes_of(mesh: Mesh) -> int:
+    """The host's memory for each device of ``mesh``: its own where it is here, else as its target is sold; 0 for CPUs,
+    whose memory it is."""
+    devices = mesh.devices.flat
+    if devices[0].platform not in _GPU:
+        return 0
+    if not _is_here(devices[0]):
+        return hardware_of(devices[0].device_kind).host_bytes
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(Counter(map(_node, devices)).values())
 
 
 def is_described(mesh: AnyMesh | None) -> bool:

@@ -29,6 +29,7 @@ class Hardware:
       shortest_kernel_s: what a kernel takes that does almost nothing.
       to_host_bytes_per_s: attained copying from device to pinned host memory.
       from_host_bytes_per_s: attained copying from pinned host to device memory.
+      host_bytes: memory of the host, for each GPU of a node.
       nvlink_bytes_per_s: bus bandwidth that collectives attain within a node, as NCCL's tests count it.
       cudnn_version: of the cuDNN that is assumed where the GPU is only described, as cuDNN counts: 9.10.0 is 91000.
     """
@@ -45,6 +46,7 @@ class Hardware:
     to_host_bytes_per_s: float
     from_host_bytes_per_s: float
     nvlink_bytes_per_s: float
+    host_bytes: int = 0
     cudnn_version: int = 0
 
     def matmul_rate(self, dtype: str) -> float:
@@ -87,6 +89,8 @@ H100_SXM = Hardware(
     # 450 GB/s each way (data sheet), of which NCCL's tests reach 360 to 370 on a DGX H100 without NVLS; with it an
     # all-reduce has 476: https://github.com/NVIDIA/nccl-tests/issues/290
     nvlink_bytes_per_s=360 * GIGA,
+    # A DGX H100 has 2 TB for eight: https://resources.nvidia.com/en-us-dgx-systems/ai-enterprise-dgx
+    host_bytes=250_000_000_000,
     cudnn_version=91000,  # dnn_version_info of lowering/gpus/h100_sxm.txtpb, for which XLA compiles
 )
 
@@ -108,6 +112,7 @@ GH200 = replace(
     memory_fraction=0.85,
     to_host_bytes_per_s=297 * GIGA,
     from_host_bytes_per_s=375 * GIGA,
+    host_bytes=480_000_000_000,  # LPDDR5X, the data sheet
 )
 
 B200_SXM = Hardware(
@@ -137,6 +142,7 @@ B200_SXM = Hardware(
     from_host_bytes_per_s=55 * GIGA,
     # 97 % of the 722 GB/s in NCCL's own model, as an H100 of its 371: https://github.com/NVIDIA/nccl/issues/1807
     nvlink_bytes_per_s=700 * GIGA,
+    host_bytes=250_000_000_000,  # a DGX B200 has at least 2 TB for eight: its data sheet
     cudnn_version=90700,  # dnn_version_info of lowering/gpus/b200_sxm.txtpb
 )
 

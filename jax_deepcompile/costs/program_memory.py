@@ -13,7 +13,7 @@ from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.kernels import kernels_of
 from jax_deepcompile.analysis.work import fuses
 from jax_deepcompile.costs.memory import MemoryUse
-from jax_deepcompile.costs.program_time import is_on_host
+from jax_deepcompile.ir.memory import is_on_host
 from jax_deepcompile.ir.primitives import Scan, While
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.ir.traversal import bodies

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import size_bytes
@@ -17,6 +15,7 @@ from jax_deepcompile.costs.collective_bytes import sent_bytes
 from jax_deepcompile.costs.combining import Thresholds, combined
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.streams import Stream, Timing
+from jax_deepcompile.ir.memory import is_on_host
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.primitives import COLLECTIVES, PRODUCTS, Scan, axis_names
 from jax_deepcompile.ir.traversal import bodies
@@ -106,11 +105,6 @@ def collective_of(eqn: Any, mesh: MeshAxes, costs: CostModel, joined_bytes: int 
         seconds -= costs.collective_s(kind, joined_bytes, group, ranks)
     sent = sent_bytes(kind, size, group)
     return Timing(Stream(kind), seconds, kind, size, sent_bytes=sent, taken=costs.taken_by_collective(sent, seconds))
-
-
-def is_on_host(atom: Any) -> bool:
-    """Whether a value is in the host's memory."""
-    return getattr(atom.aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def ranks_per_node(names: list[str], mesh: MeshAxes, costs: CostModel) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -222,7 +222,15 @@ class Simulation(Summarized):
         Kernels are as fast as alone, but for the least that collectives and copies beside them cost.
         """
         alone_s = self.compute_s - self.totals.slowed_s
-        return max(alone_s + self.totals.delayed_s, self.communication_s, self.in_order_s)
+        return max(alone_s + self.totals.delayed_s, self.communication_s, self.in_order_s, *self._copies_s())
+
+    def _copies_s(self) -> list[float]:
+        """Seconds of copies in each direction."""
+        seconds: defaultdict[Stream, float] = defaultdict(float)
+        for event in self.timeline:
+            if event.stream.is_copy:
+                seconds[event.stream] += event.trips * (event.end_s - event.start_s)
+        return list(seconds.values())
 
     @property
     def attainable_s(self) -> float:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import ArrayImpl
+from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.program import Port
 
 
@@ -78,6 +79,18 @@ def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], ports: Seq
     """``args`` without their values, with the shardings of a call's: that finds what was compiled ahead of time."""
     leaves, tree = jax.tree.flatten(args)
     return jax.tree.unflatten(tree, map(_shape_only, leaves, targets, ports))
+
+
+def on_host(args: tuple, targets: Sequence[NamedSharding | None]) -> tuple:
+    """Shapes as ``shapes_only`` makes them, where ``targets`` has some of them on the host."""
+    leaves, tree = jax.tree.flatten(args)
+
+    def placed(leaf: Any, target: NamedSharding | None) -> Any:
+        if target is None or target.memory_kind != HOST_KIND or not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
+
+    return jax.tree.unflatten(tree, map(placed, leaves, targets))
 
 
 def _is_deleted(leaf: Any) -> bool:

@@ -21,9 +21,10 @@ from jax_deepcompile._jax_compat import (
     open_jaxpr,
     provenance,
 )
+from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.placement import AnyMesh, around
 from jax_deepcompile.ir.primitives import Cond, Scan, ShardMap, While, axis_names
-from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.ir.traversal import equations, inline_calls, inside
 
 Compute = Callable[[Any, list], Sequence]
@@ -69,12 +70,21 @@ def trace_blocks(body: Callable[..., Sequence], program: Program, mesh: AnyMesh)
     loops = [(name, program.mesh.size_of((name,))) for name in program.mesh.virtual]
     jaxpr = open_jaxpr(program.jaxpr)
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.constvars]
+    abstract = mesh.abstract_mesh if isinstance(mesh, jax.sharding.Mesh) else mesh
     blocks = [
-        jax.ShapeDtypeStruct(port.shape, var.aval.dtype) for port, var in zip(program.inputs, jaxpr.invars, strict=True)
+        jax.ShapeDtypeStruct(port.shape, var.aval.dtype, sharding=_on_host(port, program, abstract))
+        for port, var in zip(program.inputs, jaxpr.invars, strict=True)
     ]
     with around(mesh):
         traced = jax.make_jaxpr(mapped, axis_env=loops)(tuple(shapes), *blocks)
     return _close_over(traced, consts)
+
+
+def _on_host(port: Port, program: Program, mesh: jax.sharding.AbstractMesh) -> jax.sharding.NamedSharding | None:
+    """What tells JAX that ``port`` is on the host; None where it is not."""
+    if port.memory_kind != HOST_KIND:
+        return None
+    return jax.sharding.NamedSharding(mesh, port.where.spec(program.mesh), memory_kind=HOST_KIND)
 
 
 def _close_over(traced: jex.ClosedJaxpr, consts: Sequence) -> jex.ClosedJaxpr:

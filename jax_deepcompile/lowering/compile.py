@@ -11,6 +11,7 @@ import jax
 from jax_deepcompile import _jax_compat
 from jax_deepcompile.lowering.xla_options import (
     AUTOTUNE_LEVEL,
+    COPY_LIMIT,
     DOUBLE_BUFFERING,
     GATHER_COMBINER,
     KERNEL_CACHE,
@@ -44,6 +45,12 @@ def peak_bytes(memory: Any) -> int:
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
+def host_bytes(memory: Any) -> int:
+    """Memory of its host that a program takes for each device, by ``memory_analysis()``."""
+    results = memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
+    return memory.host_argument_size_in_bytes + results + memory.host_temp_size_in_bytes
+
+
 def alone_options(platform: str) -> Options:
     """Options for a compilation that one process of several does by itself: it waits for no other's autotuning."""
     return known({SHARD_AUTOTUNING: False}) if platform == "cuda" and jax.process_count() > 1 else {}
@@ -74,6 +81,14 @@ def kernels_once() -> Options:
     With jax 0.11 XLA writes it by a second run of the kernel, a matrix product as any other (openxla/xla 43831).
     """
     return {SLICE_FUSION: False} if _jax_compat.fuses_slices() else {}
+
+
+def copies_at_once() -> Options:
+    """As many copies between device and host may be under way as there are: they follow one another anyway.
+
+    XLA's scheduler has two in flight, and waits for the first before it starts the third.
+    """
+    return {COPY_LIMIT: 16}
 
 
 def two_collectives() -> Options:

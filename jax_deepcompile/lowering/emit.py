@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jax_deepcompile._jax_compat import eval_local, open_jaxpr
+from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.placement import AnyMesh, around
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.lowering.transposed_products import without_transposes
@@ -43,7 +44,12 @@ def shardings_of(tree: Any, leaves: Sequence[NamedSharding | None]) -> Any:
 
 def sharding_of(port: Port, program: Program, mesh: AnyMesh) -> NamedSharding:
     """Where the input or output ``port`` lives as a global array."""
-    return NamedSharding(mesh, port.where.spec(program.mesh))
+    spec = port.where.spec(program.mesh)
+    if port.memory_kind != HOST_KIND:
+        return NamedSharding(mesh, spec)
+    there = NamedSharding(mesh, spec, memory_kind=HOST_KIND)
+    # Of devices that are not here JAX knows no memory kinds, and takes an abstract mesh's word for them.
+    return there if there.memory_kind == HOST_KIND else NamedSharding(mesh.abstract_mesh, spec, memory_kind=HOST_KIND)
 
 
 def abstract_outputs(program: Program, shardings: Sequence[NamedSharding]) -> list[jax.ShapeDtypeStruct]:

@@ -17,6 +17,7 @@ from jax_deepcompile import errors
 
 DOUBLE_BUFFERING = "xla_gpu_enable_while_loop_double_buffering"
 OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+COPY_LIMIT = "xla_gpu_experimental_parallel_async_compute_limit"
 SLICE_FUSION = "xla_gpu_enable_dynamic_slice_fusion"
 MEMORY_SLOP = "xla_gpu_memory_limit_slop_factor"
 GATHER_COMBINER = "xla_gpu_all_gather_combine_threshold_bytes"
@@ -85,6 +86,7 @@ _BYTES = Range(0, 2**63 - 1)
 _OPTIONS = (
     Option(DOUBLE_BUFFERING, bool),
     Option(OVERLAP_LIMIT, Range(1, 16)),
+    Option(COPY_LIMIT, Range(1, 64)),
     Option(SLICE_FUSION, bool),
     Option(MEMORY_SLOP, SLOP_PERCENT),
     Option(GATHER_COMBINER, _BYTES),

@@ -14,7 +14,7 @@ from jax_deepcompile.costs.simulator import Simulation, simulate
 from jax_deepcompile.hlo.reader import Module, read
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering.compile import alone_options, compile_options, kernel_options, peak_bytes
+from jax_deepcompile.lowering.compile import alone_options, compile_options, host_bytes, kernel_options, peak_bytes
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.runtime.parallel import interruptible
@@ -30,6 +30,7 @@ class Environment:
       platform: ``cuda`` or ``cpu``.
       costs: what things take on it.
       limit_bytes: device memory a step may take; None for no limit.
+      host_bytes: of the host's memory, what a step may take for each device; 0 for none.
       kernels: a file for kernels that one candidate compiled and the next one needs too; None to compile them again.
       disabled: kinds of decisions that are left out of every plan.
     """
@@ -38,6 +39,7 @@ class Environment:
     platform: str
     costs: CostModel
     limit_bytes: int | None
+    host_bytes: int = 0
     kernels: Path | None = None
     disabled: frozenset[str] = frozenset()
 
@@ -53,7 +55,9 @@ class Environment:
         return candidate.simulation.attainable_s if schedules else candidate.prediction.step_s
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether its program keeps the memory limit."""
+        """Whether its program keeps the limits of the device's memory and of the host's."""
+        if candidate.prediction.host_bytes > self.host_bytes:
+            return False
         return self.limit_bytes is None or candidate.prediction.peak_bytes <= self.limit_bytes
 
 
@@ -103,13 +107,14 @@ class Candidate:
 
     @property
     def waits(self) -> bool:
-        """Whether enough communication is exposed for another compilation."""
-        return self.prediction.exposed_s >= WORTH_TRYING * self.prediction.step_s
+        """Whether enough communication and copies are exposed for another compilation."""
+        exposed_s = self.prediction.exposed_s + self.simulation.exposed_copy_s
+        return exposed_s >= WORTH_TRYING * self.prediction.step_s
 
     def simulated_by(self, costs: CostModel) -> Candidate:
         """The same by other costs."""
         simulation = simulate(self.evaluated.module, costs)
-        prediction = prediction_of(simulation, self.prediction.peak_bytes)
+        prediction = prediction_of(simulation, self.prediction.peak_bytes, self.prediction.host_bytes)
         evaluation = dataclasses.replace(self.evaluated, simulation=simulation, prediction=prediction)
         return dataclasses.replace(self, evaluation=evaluation)
 
@@ -137,13 +142,13 @@ def compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environm
     memory: Any = compiled.memory_analysis()
     module = read(compiled.as_text() or "")
     simulation = simulate(module, environment.costs)
-    prediction = prediction_of(simulation, peak_bytes(memory))
+    prediction = prediction_of(simulation, peak_bytes(memory), host_bytes(memory))
     evaluation = Evaluation(lowered, module, simulation, prediction, memory.argument_size_in_bytes)
     return Candidate(plan, program, evaluation)
 
 
-def prediction_of(simulation: Simulation, peak: int) -> Prediction:
-    """The figures of ``simulation`` that a plan has, of a program that takes ``peak`` bytes."""
+def prediction_of(simulation: Simulation, peak: int, on_host: int = 0) -> Prediction:
+    """The figures of ``simulation`` that a plan has, of a program that takes ``peak`` bytes, and ``on_host`` others."""
     return Prediction(
         simulation.step_s,
         simulation.compute_s,
@@ -153,4 +158,7 @@ def prediction_of(simulation: Simulation, peak: int) -> Prediction:
         simulation.bound_s,
         tuple(sorted(simulation.launches.items())),
         simulation.rematerialized_s,
+        simulation.copy_s,
+        simulation.exposed_copy_s,
+        on_host,
     )

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from jax_deepcompile.analysis.gathers import Gather, hoistable_gathers, size_bytes
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.parts import split_body
+from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.lowering.compile import copies_at_once
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
 from jax_deepcompile.transforms.compute_once import ComputeOnce
 from jax_deepcompile.transforms.decision import Decision
+from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
-from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops, ReduceBeforeLoops
 
 AROUND_PIPELINED: tuple[Decision, ...] = (
@@ -41,6 +46,33 @@ def pipelined(plan: Plan, program: Program, schedules: Sequence[LoopSchedule]) -
     return plan.having(MicrobatchLoop, [MicrobatchLoop(name) for name in loops_around(program, schedules)])
 
 
+def offloading(
+    plan: Plan,
+    program: Program,
+    mesh: AnyMesh,
+    kept: Sequence[KeptActivations],
+    offloaded: Sequence[OffloadedActivations],
+) -> Plan:
+    """``plan`` with what is ``kept`` for backward, of which some is ``offloaded``: its loops copy it a layer behind and
+    fetch it a layer ahead."""
+    plan = plan.having(KeptActivations, kept).having(OffloadedActivations, offloaded)
+    if not offloaded:
+        return plan
+    copying = {name for each in offloaded for name in (each.forward, each.backward)}
+    program_then = plan.program(program, mesh, until=OffloadedActivations)
+    wanted = {each.loop: each for each in choose_schedules(program_then) if each.loop in copying}
+    schedules = [_deeper(each, wanted.pop(each.loop, each)) for each in plan.of(LoopSchedule)]
+    plan = pipelined(plan, program, [*schedules, *wanted.values()])
+    return plan.replace(options=dict(plan.options) | copies_at_once())
+
+
+def _deeper(one: LoopSchedule, other: LoopSchedule) -> LoopSchedule:
+    """The schedule of a loop that is ahead and behind by as much as the deeper of two."""
+    ahead = max(one.prefetch_layers, other.prefetch_layers)
+    behind = max(one.delay_layers, other.delay_layers)
+    return replace(one, prefetch_layers=ahead, delay_layers=behind, first_layers=behind, last_layers=ahead)
+
+
 def not_pipelined(plan: Plan) -> Plan:
     """``plan`` without ``pipelined``."""
     return plan.without(LoopSchedule, MicrobatchLoop, *map(type, AROUND_PIPELINED))
@@ -55,7 +87,7 @@ def loops_around(program: Program, schedules: Sequence[LoopSchedule]) -> list[st
 
 def gathered_bytes(loop: Loop) -> int:
     """What one iteration gathers."""
-    return sum(map(size_bytes, split_body(loop.eqn).early.outputs))
+    return sum(map(size_bytes, split_body(loop.eqn).gathered))
 
 
 def layer_stacks(program: Program, plan: Plan) -> list[tuple[Loop, Loop]]:

@@ -22,7 +22,7 @@ from jax_deepcompile.summary import Summarized, Summary, Text, cut, size_text
 from jax_deepcompile.transforms import TRANSFORMS, carry_out, in_order
 from jax_deepcompile.transforms.decision import Decision, nearest
 
-FORMAT = 10
+FORMAT = 11
 """Of the JSON; a plan of another format is replanned."""
 
 D = TypeVar("D", bound=Decision)
@@ -42,6 +42,9 @@ class Prediction:
       peak_bytes: XLA's figure: arguments and temporaries.
       bound_s: what no schedule of the same operations beats; see ``Simulation.bound_s``.
       launches: of collectives a step, by their names in HLO.
+      copy_s: seconds that copies between device and host take, hidden or not.
+      exposed_copy_s: seconds spent waiting for them.
+      host_bytes: of the host's memory, for each device.
       rematerialized_s: of ``compute_s``, what XLA's own rematerialisation pass added; see ``Simulation``.
     """
 
@@ -53,12 +56,17 @@ class Prediction:
     bound_s: float = 0.0
     launches: tuple[tuple[str, int], ...] = ()
     rematerialized_s: float = 0.0
+    copy_s: float = 0.0
+    exposed_copy_s: float = 0.0
+    host_bytes: int = 0
 
     def rows(self, limit_bytes: int | None = None) -> Rows:
         """For a summary."""
         limit = "" if limit_bytes is None else f" of {size_text(limit_bytes)}"
         peak = f"{size_text(self.peak_bytes)} a device{limit}"
-        return (("expected step", f"{self.step_s:.4g} s, simulated"), ("peak memory", peak))
+        host = f"{size_text(self.host_bytes)} a device; copies {self.copy_s:.3g} s, {self.exposed_copy_s:.3g} s exposed"
+        on_host = (("host memory", host),) if self.host_bytes else ()
+        return (("expected step", f"{self.step_s:.4g} s, simulated"), ("peak memory", peak), *on_host)
 
 
 @dataclass(frozen=True, repr=False)

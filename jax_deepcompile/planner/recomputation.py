@@ -1,17 +1,18 @@
-"""Where a program computes activations again, and what keeping some of them would save."""
+"""Where a program computes activations again, or keeps them from forward to backward, and what each choice takes."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr
 from jax_deepcompile.analysis.dataflow import renamed, unguarded, variables
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.recomputed import Activation, Place
+from jax_deepcompile.analysis.residuals import Residual, residuals
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.ir.program import Program
@@ -32,6 +33,7 @@ class RecomputeRegion:
       layers: how many of each activation there are; as long as the two loops.
       times: how often all that happens in a step.
       copy_s: what copying each activation takes.
+      residuals: what the first loop keeps for the second as it is.
     """
 
     loops: tuple[str, str]
@@ -42,6 +44,7 @@ class RecomputeRegion:
     layers: int
     times: int
     copy_s: tuple[float, ...]
+    residuals: tuple[Residual, ...] = ()
 
     @property
     def is_of_loops(self) -> bool:
@@ -61,76 +64,39 @@ class RecomputeRegion:
         return self.step_s(self.copy_s[position]) if self.is_of_loops else 0.0
 
 
-@dataclass
 class Demand:
-    """What is still computed of a region as more and more of its activations are given.
+    """Who reads what in a region, barriers left out."""
 
-    Attributes:
-      operands: what each equation reads, barriers left out.
-      makers: for each variable the position of its equation.
-      needless: positions of the equations that nobody needs.
-    """
-
-    region: RecomputeRegion
-    operands: list[list] = field(init=False)
-    uses: Counter = field(init=False, default_factory=Counter)
-    makers: dict[Any, int] = field(init=False, default_factory=dict)
-    given: set = field(init=False, default_factory=set)
-    needless: set[int] = field(init=False, default_factory=set)
-
-    def __post_init__(self) -> None:
-        body = self.region.body
-        guarded = unguarded(body)
-        self.operands = [variables(renamed(atom, guarded) for atom in eqn.invars) for eqn in body.eqns]
-        self.uses.update(variables(renamed(atom, guarded) for atom in body.outvars))
-        for position, eqn in enumerate(body.eqns):
+    def __init__(self, region: RecomputeRegion) -> None:
+        self._eqns = region.body.eqns
+        guarded = unguarded(region.body)
+        self._operands = [variables(renamed(atom, guarded) for atom in eqn.invars) for eqn in self._eqns]
+        self._makers: dict[Any, int] = {}
+        self._readers: dict[Any, list[int | None]] = defaultdict(list)
+        for var in variables(renamed(atom, guarded) for atom in region.body.outvars):
+            self._readers[var].append(None)
+        for position, eqn in enumerate(self._eqns):
             if eqn.primitive.name != "optimization_barrier":
-                self.makers |= dict.fromkeys(eqn.outvars, position)
-                self.uses.update(self.operands[position])
+                self._makers |= dict.fromkeys(eqn.outvars, position)
+                for var in self._operands[position]:
+                    self._readers[var].append(position)
 
-    def saved_s(self, position: int) -> float:
-        """What a step takes less if the activation at ``position`` is given too, its copy aside."""
-        freed, _ = self._freed(self.region.activations[position].again)
-        return self.region.step_s(sum(self.region.seconds[each] for each in freed))
+    def readers(self, var: Any) -> Sequence[int | None]:
+        """Positions of the equations that read ``var``; None where it is a result of the body."""
+        return self._readers.get(var, ())
 
-    def gained_s(self, position: int) -> float:
-        """``saved_s`` without what the copy takes."""
-        return self.saved_s(position) - self.region.copying_s(position)
-
-    def is_worthwhile(self, position: int) -> bool:
-        """Whether computing the activation again takes clearly longer than bringing it from memory.
-
-        Cheap work is not counted as well as all that: most of it XLA does beside other work.
-        """
-        return self.saved_s(position) > 3 * self.region.step_s(self.region.copy_s[position])
-
-    def give(self, position: int) -> None:
-        """Gives the activation at ``position``."""
-        again = self.region.activations[position].again
-        freed, less = self._freed(again)
-        self.uses.subtract(less)
-        self.given.update(again)
-        self.needless.update(freed)
-
-    def reads(self, position: int) -> bool:
-        """Whether the activation at ``position`` is of use beside all that was given."""
-        return any(self.uses[var] > 0 for var in self.region.activations[position].again)
-
-    def _freed(self, variables: Collection) -> tuple[list[int], Counter]:
-        """The equations that nobody needs once ``variables`` are given, and how much less often each one is read."""
-        eqns, freed, less = self.region.body.eqns, list[int](), Counter()
-        given = self.given | set(variables)
-        waiting = [var for var in variables if var not in self.given]
+    def freed(self, given: Collection) -> list[int]:
+        """Positions of the equations that nobody needs where the variables ``given`` are at hand."""
+        at_hand, freed, waiting = set(given), set[int](), list(given)
         while waiting:
-            position = self.makers.get(waiting.pop())
-            if position is None or position in self.needless or position in freed or has_side_effects(eqns[position]):
+            position = self._makers.get(waiting.pop())
+            if position is None or position in freed or has_side_effects(self._eqns[position]):
                 continue
-            if any(self.uses[made] > less[made] for made in eqns[position].outvars if made not in given):
-                continue
-            freed.append(position)
-            less.update(self.operands[position])
-            waiting += [read for read in self.operands[position] if self.uses[read] <= less[read]]
-        return freed, less
+            made = [var for var in self._eqns[position].outvars if var not in at_hand]
+            if all(reader in freed for var in made for reader in self.readers(var)):
+                freed.add(position)
+                waiting += self._operands[position]
+        return sorted(freed)
 
 
 def find_recomputation(program: Program, costs: CostModel) -> list[RecomputeRegion]:
@@ -143,21 +109,28 @@ def find_recomputation(program: Program, costs: CostModel) -> list[RecomputeRegi
     taken: set[str] = set()
 
     def add(
-        loops: tuple[str, str], first: Any, body: Any, activations: tuple[Activation, ...], layers: int, often: int
+        loops: tuple[str, str],
+        first: Any,
+        body: Any,
+        activations: tuple[Activation, ...],
+        layers: int,
+        often: int,
+        residuals: tuple[Residual, ...] = (),
     ) -> None:
-        if activations:
+        if activations or residuals:
             names = activation_names(first, activations, outside_of_loops=not loops[0])
             seconds = tuple(time.compute_s for time in equation_times(body, program.mesh, costs))
             copy_s = tuple(costs.memory_s(2 * activation.size_bytes) for activation in activations)
-            regions.append(RecomputeRegion(loops, body, activations, names, seconds, layers, often, copy_s))
-            taken.update(loops)
+            regions.append(RecomputeRegion(loops, body, activations, names, seconds, layers, often, copy_s, residuals))
+            taken.update(loops if activations else ())
 
     for forward, backward in _in_order(loops):
         if not taken & {forward.name, backward.name}:
             around = forward.path[:-1]
             shared = places[around].shared(forward.eqn, backward.eqn)
             names = forward.name, backward.name
-            add(names, shared.forward, shared.backward, shared.activations, forward.length, times[around])
+            kept = residuals(jaxprs[around], forward, backward)
+            add(names, shared.forward, shared.backward, shared.activations, forward.length, times[around], kept)
     for path, name in [((), ""), *((loop.path, loop.name) for loop in loops)]:
         if name not in taken:
             body = open_jaxpr(jaxprs[path])

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import keep_executables, open_jaxpr
 from jax_deepcompile.analysis.gathers import size_bytes
-from jax_deepcompile.costs.devices import allocator_bytes_of, machine_of
+from jax_deepcompile.costs.devices import allocator_bytes_of, host_bytes_of, machine_of
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.hardware import CPU_HOST, known_hardware
@@ -34,6 +34,7 @@ from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.planner.search import by_first_proposals, carried_out, search
 from jax_deepcompile.planner.selection import Passes, Selection
 from jax_deepcompile.planner.strategies import ON_A_HOST, ONE_DEVICE, STRATEGIES
+from jax_deepcompile.planner.strategies.keep_activations import state_bytes
 from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.planner.version import planner_digest
 from jax_deepcompile.runtime.processes import processes_of
@@ -46,7 +47,8 @@ class PlanOptions:
     """The options of planning.
 
     Attributes:
-      memory_limit: device memory a step may take; see ``planner.limits``.
+      memory_limit, host_memory_limit: device memory, and memory of its host, that a step may take for each device; see
+        ``planner.limits``.
       passes: which strategies propose, and what to leave out by name; see ``planner.selection``.
       profile: measured times to plan by.
       plan: to carry out as it is.
@@ -55,6 +57,7 @@ class PlanOptions:
     """
 
     memory_limit: MemoryLimit = None
+    host_memory_limit: MemoryLimit = None
     passes: Passes = None
     profile: Profile | None = None
     plan: Plan | None = None
@@ -164,7 +167,8 @@ class _Task:
 def _planned(program: Program, mesh: Mesh, platform: str, options: PlanOptions) -> Planned:
     selection = Selection.of(options.passes)
     environment = _environment(mesh, platform, options).replace(disabled=selection.disabled)
-    require_room(program.name, argument_bytes(program), environment.limit_bytes)
+    movable_bytes = min(sum(state_bytes(program).values()), environment.host_bytes)
+    require_room(program.name, argument_bytes(program) - movable_bytes, environment.limit_bytes)
     strategies = selection.among(_suitable(program, environment) if selection.strategies is None else ())
     cache = PlanCache(options.cache_dir, selection.kinds) if options.cache_dir is not None else None
     if cache is not None:
@@ -206,7 +210,9 @@ def _environment(mesh: Mesh, platform: str, options: PlanOptions) -> Environment
     allocator_bytes = allocator_bytes_of(mesh)
     is_known = known_hardware(mesh.devices.flat[0].device_kind) and costs.hardware is not CPU_HOST
     own_bytes = costs.hardware.memory_bytes if is_known else None  # virtual CPU devices share the host's
-    return Environment(mesh, platform, costs, limit_bytes(options.memory_limit, own_bytes, allocator_bytes))
+    device_bytes = limit_bytes(options.memory_limit, own_bytes, allocator_bytes)
+    host_bytes = limit_bytes(options.host_memory_limit, host_bytes_of(mesh)) if platform == "cuda" else 0
+    return Environment(mesh, platform, costs, device_bytes, host_bytes or 0)
 
 
 def _suitable(program: Program, environment: Environment) -> tuple[Strategy, ...]:
@@ -277,6 +283,7 @@ def _fingerprint(
     deciding = {
         "hardware": environment.costs.hardware,
         "limit_bytes": environment.limit_bytes,
+        "host_bytes": environment.host_bytes,
         "strategies": strategies,
         "disabled": sorted(environment.disabled),
         "planner": planner_digest(),

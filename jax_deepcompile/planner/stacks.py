@@ -81,7 +81,7 @@ def saved_stacks(
     if plan.of(SavedGathers):
         return []
     names = {(forward.name, backward.name) for forward, backward in pairs if len(forward.path) == 1}
-    stacked = StackCollectives.apply(program, environment.mesh, plan.of(StackCollectives))
+    stacked = plan.program(program, environment.mesh, until=StackCollectives)
     loops = {loop.name: loop for loop in find_loops(stacked)}
     found = []
     for forward, backward in sorted(names, key=lambda pair: loops[pair[0]].path):

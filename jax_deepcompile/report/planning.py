@@ -96,7 +96,11 @@ def _expected(expected: Prediction, limit_bytes: int | None) -> list[str]:
     peak = f"peak memory: {expected.peak_bytes / _GIB:.2f} GiB a device"
     if limit_bytes is not None:
         peak += f" of {limit_bytes / _GIB:.2f} GiB"
-    return [*lines, peak]
+    lines.append(peak)
+    if expected.host_bytes:
+        copies = f"copies {expected.copy_s:.4g} s, of which {expected.exposed_copy_s:.4g} s exposed"
+        lines.append(f"host memory: {expected.host_bytes / _GIB:.2f} GiB for each device ({copies})")
+    return lines
 
 
 def _further(expected: Prediction, records: Sequence[Record], limit_bytes: int | None) -> Iterator[str]:

@@ -19,18 +19,23 @@ from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
+from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
+from jax_deepcompile.transforms.rematerialize import Rematerialized
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
 from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops, ReduceBeforeLoops
 
 TRANSFORMS: tuple[type[Decision], ...] = (
+    Rematerialized,
     StackCollectives,
     SavedGathers,
     KeptActivations,
+    OffloadedActivations,
     AccumulateInLoops,
     NarrowStacks,
     LoopSchedule,
@@ -45,6 +50,7 @@ TRANSFORMS: tuple[type[Decision], ...] = (
     OrderedReductions,
     ComputedWhole,
     JoinedCollectives,
+    OffloadedState,
 )
 """The list: what layer loops gather, what they keep, how they run, what surrounds them, then code outside of loops."""
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -37,6 +38,7 @@ from jax_deepcompile._jax_compat import eval_local
 from jax_deepcompile.analysis.dataflow import needed_for, reached_from, without_barriers
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
 from jax_deepcompile.analysis.parts import Part, SplitBody, split_body
+from jax_deepcompile.ir.memory import HOST, is_on_host
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
@@ -148,7 +150,7 @@ class _Pipeline:
             slices = dict(zip(loop.slices, stacks, strict=True))
             known = constants_of(eqn) | dict(zip(scan.inputs.consts, consts, strict=True))
             begin = jnp.zeros if divided else lax.empty  # XLA divides zeros, and not what is left undefined
-            outs = [begin(var.aval.shape, var.aval.dtype) for var in scan.results.ys]
+            outs = [_in_memory_of(var, begin(var.aval.shape, var.aval.dtype)) for var in scan.results.ys]
             for output, var in split.in_place:
                 outs[output] = slices.pop(var)
             return cls(loop, schedule, divided, split, known, slices).run(carry, tuple(outs))
@@ -327,6 +329,10 @@ class _Pipeline:
 
     def _run(self, part: Part, read: Callable) -> list:
         return eval_local(part.jaxpr, [read(var) for var in part.inputs])
+
+
+def _in_memory_of(var: Any, value: Any) -> Any:
+    return jax.device_put(value, HOST) if is_on_host(var) else value
 
 
 def _updated(stack, value, layer):

@@ -50,7 +50,7 @@ def layer_bytes(program: Program, schedules: Sequence[LoopSchedule]) -> tuple[in
     """The most bytes that one iteration of a layer loop gathers, and keeps of what it reduces."""
     wanted = {schedule.loop for schedule in schedules}
     splits = [split_body(loop.eqn) for loop in find_loops(program) if loop.name in wanted]
-    gathered = max(sum(map(size_bytes, split.early.outputs)) for split in splits)
+    gathered = max(sum(map(size_bytes, split.gathered)) for split in splits)
     late = [[eqn for eqn in split.late.jaxpr.eqns if eqn.primitive.name == "reduce_scatter"] for split in splits]
     reduced = max(sum(size_bytes(var) for eqn in eqns for var in eqn.outvars) for eqns in late)
     return gathered, reduced

@@ -33,6 +33,7 @@ from jax_deepcompile.transforms.microbatch_loops import (
     overlapped,
 )
 from jax_deepcompile.transforms.prefetch import parameter_gathers
+from jax_deepcompile.transforms.rematerialize import Rematerialized
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 
 
@@ -315,7 +316,8 @@ def _keeping_less(base: Program, plan: Plan, environment: Environment, missing_b
         return plan
     stacked = plan.of(StackCollectives)
     kept = {(choice.loop, name) for choice in stacked for name in choice.gathers}
-    stacks = [stack for stack in repeated_stacks(base, ()) if kept.issuperset(stack.gathers)]
+    program = plan.program(base, environment.mesh, until=Rematerialized)
+    stacks = [stack for stack in repeated_stacks(program, ()) if kept.issuperset(stack.gathers)]
     dropped = budget.enough_bytes([stack for stack in stacks if stack.size_bytes > SMALL_STACK_BYTES], missing_bytes)
     if budget.total_bytes(dropped) < missing_bytes:
         return None

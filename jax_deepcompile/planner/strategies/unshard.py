@@ -24,6 +24,7 @@ from jax_deepcompile.planner.stacks import (
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from jax_deepcompile.transforms.rematerialize import Rematerialized
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 
@@ -63,7 +64,8 @@ def _over_microbatches(base: Program, best: Candidate, environment: Environment,
         plan = best.plan.having(StackCollectives, with_gathers(best.plan.of(StackCollectives), stacks))
         return keep_over_loops(base, plan, environment)
 
-    stacks = repeated_stacks(base, best.plan.of(StackCollectives))
+    program = best.plan.program(base, environment.mesh, until=Rematerialized)
+    stacks = repeated_stacks(program, best.plan.of(StackCollectives))
     for chosen in _most_and_enough(stacks, free_bytes, waiting_bytes):
         yield _or_less(keeping, stacks, chosen)
 
