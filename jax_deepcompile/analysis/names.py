@@ -77,7 +77,7 @@ def parameter_names(program: Program) -> list[str]:
     tree = [argument, *itertools.takewhile("params".__eq__, rest)] if argument else []
     shared = min(len(tree), min(map(len, arrays), default=1) - 1)
     named = [
-        path[shared:] if port.role is Role.PARAM and path[:shared] == arrays[0][:shared] else path
+        path[shared:] if shared and port.role is Role.PARAM and path[:shared] == arrays[0][:shared] else path
         for path, port in zip(paths, program.inputs, strict=True)
     ]
     return ["/".join(path) for path in (named if len(set(map(tuple, named))) == len(named) else paths)]

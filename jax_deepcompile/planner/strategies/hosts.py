@@ -45,7 +45,7 @@ class JoinCollectives:
     """
 
     factors: tuple[float, ...] = (1.0, 4.0, 0.25)
-    fewest: int = 4
+    fewest: int = 8
     name: str = "join_collectives"
     stage: Stage = Stage.MAIN
 
