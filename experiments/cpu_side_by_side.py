@@ -1,4 +1,4 @@
-"""Steps of ``jit`` FSDP and of ``deepcompile.shard``, run in turns: ``python -m experiments.cpu_side_by_side``.
+"""Steps of ``jit`` FSDP and of ``deepcompile.shard``, run in turns: ``deepcompile bench cpu``.
 
 On a mesh of 8 virtual CPU devices, for each workload, a whole train step (forward, backward, global-norm clipping,
 AdamW) is compiled as each of:
@@ -14,28 +14,17 @@ With microbatches, ``jit`` runs the step with a loop of accumulation written by 
 again, in an order that rotates, on states of their own. Reported are medians; the ratio of a system's step to the
 ``jit`` step of the same round, with the interval that holds the median of 95 % of bootstrap resamples; and the bytes
 that one device sends in the collectives of a compiled step, each done as a ring.
-
-Prints a Markdown table; ``--out`` writes the results as JSON and the table beside it.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
-import os
-import shlex
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
@@ -59,12 +48,11 @@ from experiments.trainings import (
 from models import gpt2, llama, mixtral, resnet, vit
 
 WARM_UP_ROUNDS = 2
-RESAMPLES = 2000
-INTERVAL_PERCENTILES = (2.5, 97.5)
-MIB = 1 << 20
+ROUNDS = 20
 SMALL_WHOLE = "jit, small leaves whole"
 SMALL_ELEMENTS = 4096
-
+RESAMPLES = 2000
+INTERVAL_PERCENTILES = (2.5, 97.5)
 
 LLAMA = llama.LlamaConfig(
     vocab_size=1024, d_model=256, n_layers=4, n_heads=8, n_kv_heads=4, d_ff=704, dtype=jnp.float32
@@ -102,7 +90,7 @@ WORKLOADS: dict[str, Callable[[], Training]] = {
     "small ResNet-20, layer by layer, 8 images": lambda: image_training(SmallResNet(), 10, 32, 8),
     "small transformer, layer by layer": lambda: next_token_training(SmallTransformer(256, 64), 256, 64, 16),
     "plain transformer, 128 wide, 16 examples": lambda: next_token_training(PlainTransformer(256, 64), 256, 64, 16),
-    "plain transformer, 128 wide, 64 examples": lambda: next_token_training(PlainTransformer(256, 64), 256, 64, 64),
+    "plain transformer, 128 wide, 32 examples": lambda: next_token_training(PlainTransformer(256, 64), 256, 64, 32),
     "plain transformer, 256 wide, 16 examples": lambda: next_token_training(
         PlainTransformer(512, 64, 256), 512, 64, 16
     ),
@@ -139,6 +127,30 @@ class System:
         for event in self.simulation.timeline:
             count[event.kind] += event.trips * bool(event.sent_bytes)
         return {kind: {"count": times, "sent_bytes": self.sent_bytes(kind)} for kind, times in count.items() if times}
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """One system's step.
+
+    Attributes:
+      step_s, ratio_to_jit: medians, of ``all_step_s`` and of their ratios to the ``jit`` step of the same round.
+      ratio_low, ratio_high: the interval of that.
+      sent_bytes, sent_to_jit: by one device, and their ratio to those of ``jit``.
+      collectives: of each kind how many, and what they send.
+      compile_s: for tracing, lowering and compiling.
+    """
+
+    step_s: float
+    ratio_to_jit: float
+    ratio_low: float
+    ratio_high: float
+    sent_bytes: int
+    sent_to_jit: float
+    collectives: dict[str, dict[str, int]]
+    compile_s: float
+    last_loss: float
+    all_step_s: list[float]
 
 
 def placed(mesh: Mesh, made: Training) -> tuple[Any, Any]:
@@ -195,14 +207,14 @@ def compiled_system(run: Any, mesh: Mesh, state: Any, batch: Any) -> System:
 
 
 def step_seconds(
-    compiled: dict[str, System], states: dict[str, Any], batch: Any, rounds: int
+    compiled: dict[str, System], states: dict[str, Any], batch: Any
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of every step after warming up, and the last loss, of each system; they take turns."""
     states = {name: jax.tree.map(jnp.copy, each) for name, each in states.items()}
     seconds: dict[str, list[float]] = {name: [] for name in compiled}
     losses: dict[str, float] = {}
     names = list(compiled)
-    for number in range(WARM_UP_ROUNDS + rounds):
+    for number in range(WARM_UP_ROUNDS + ROUNDS):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             began_s = time.perf_counter()
@@ -221,8 +233,8 @@ def ratio_interval(seconds: list[float], reference: list[float]) -> tuple[float,
     return float(np.median(ratios)), float(low), float(high)
 
 
-def measure(workload: str, mesh: Mesh, rounds: int) -> list[dict[str, Any]]:
-    """One result a system."""
+def measure(workload: str, mesh: Mesh) -> dict[str, Figures]:
+    """Of each system."""
     made = WORKLOADS[workload]()
     state, batch_shapes = placed(mesh, made)
     runs = systems(made, mesh, state, batch_shapes)
@@ -233,96 +245,17 @@ def measure(workload: str, mesh: Mesh, rounds: int) -> list[dict[str, Any]]:
         name: jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), state, each)
         for name, each in shapes.items()
     }
-    seconds, losses = step_seconds(compiled, states, batch, rounds)
-    rows = []
-    for name, system in compiled.items():
-        ratio, low, high = ratio_interval(seconds[name], seconds["jit"])
-        rows.append(
-            {
-                "workload": workload,
-                "system": name,
-                "step_ms": 1e3 * statistics.median(seconds[name]),
-                "ratio_to_jit": ratio,
-                "ratio_low": low,
-                "ratio_high": high,
-                "sent_bytes": system.simulation.sent_bytes,
-                "collectives": system.collectives(),
-                "compile_s": system.compile_s,
-                "last_loss": losses[name],
-                "all_step_ms": [round(1e3 * second, 3) for second in seconds[name]],
-            }
+    seconds, losses = step_seconds(compiled, states, batch)
+    return {
+        name: Figures(
+            statistics.median(seconds[name]),
+            *ratio_interval(seconds[name], seconds["jit"]),
+            system.simulation.sent_bytes,
+            system.simulation.sent_bytes / compiled["jit"].simulation.sent_bytes,
+            system.collectives(),
+            system.compile_s,
+            losses[name],
+            [round(second, 6) for second in seconds[name]],
         )
-    return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The results as Markdown."""
-    titles = [
-        "workload",
-        "system",
-        "step ms",
-        "x jit",
-        "95 % interval",
-        "collectives",
-        "MiB sent",
-        "x jit",
-        "compile s",
-    ]
-    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
-    sent = {row["workload"]: row["sent_bytes"] for row in rows if row["system"] == "jit"}
-    for row in rows:
-        count = sum(kind["count"] for kind in row["collectives"].values())
-        lines.append(
-            f"| {row['workload']} | {row['system']} | {row['step_ms']:.1f} | {row['ratio_to_jit']:.3f} "
-            f"| {row['ratio_low']:.3f} to {row['ratio_high']:.3f} | {count} | {row['sent_bytes'] / MIB:.2f} "
-            f"| {row['sent_bytes'] / sent[row['workload']]:.3f} | {row['compile_s']:.1f} |"
-        )
-    return "\n".join(lines)
-
-
-def geometric_mean(rows: list[dict[str, Any]], reference: str) -> tuple[float, float]:
-    """Of the planned steps' times over those of ``reference``, by medians; and the largest."""
-    medians = {(row["workload"], row["system"]): row["step_ms"] for row in rows}
-    ratios = [step / medians[workload, reference] for (workload, name), step in medians.items() if name == "planned"]
-    return statistics.geometric_mean(ratios), max(ratios)
-
-
-def title(command: str, rounds: int, rows: list[dict[str, Any]]) -> str:
-    """What is measured, and how, and what comes of it."""
-    means = ", ".join(
-        f"{mean:.3f} x `{name}` (largest {largest:.3f})"
-        for name in ("jit", SMALL_WHOLE)
-        for mean, largest in [geometric_mean(rows, name)]
-    )
-    return (
-        f"`{command}`, jax {jax.__version__}, {jax.device_count()} virtual CPU devices.\n\n"
-        f"Medians of {rounds} steps of each system, which take turns. `x jit` of a step is the median ratio to the "
-        f"`jit` step of the same round, with its bootstrap interval. `MiB sent` is what one device sends in the "
-        f"collectives of a step, each done as a ring. `{SMALL_WHOLE}` has all of each leaf of up to {SMALL_ELEMENTS} "
-        f"elements on every device.\n\n"
-        f"`planned`, geometric mean over {len({row['workload'] for row in rows})} workloads: {means}."
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40, help="steps of each system that are timed")
-    parser.add_argument("--only", nargs="*", default=list(WORKLOADS), choices=list(WORKLOADS), metavar="WORKLOAD")
-    parser.add_argument("--out", type=Path, help="file for the results as JSON; a table is written beside it")
-    arguments = parser.parse_args()
-    mesh = jax.make_mesh((jax.device_count(),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    command = f"JAX_PLATFORMS=cpu python -m experiments.cpu_side_by_side {shlex.join(sys.argv[1:])}".strip()
-    rows: list[dict[str, Any]] = []
-    for workload in arguments.only:
-        new = measure(workload, mesh, arguments.rounds)
-        rows += new
-        print(table(new), flush=True)
-        jax.clear_caches()
-        if arguments.out is not None:
-            head = {"command": command, "jax": jax.__version__, "devices": mesh.size, "rounds": arguments.rounds}
-            arguments.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
-            arguments.out.with_suffix(".md").write_text(f"{title(command, arguments.rounds, rows)}\n\n{table(rows)}\n")
-
-
-if __name__ == "__main__":
-    main()
+        for name, system in compiled.items()
+    }

@@ -28,7 +28,7 @@ import jax
 import jax_deepcompile as deepcompile
 from experiments.bench.configs import BENCHMARKS
 from experiments.bench.steps import MODELS, training_step
-from experiments.bench.systems import tokens
+from experiments.bench.systems import MEMORY_LIMIT, tokens
 from experiments.cpu_side_by_side import WORKLOADS
 
 LOOPS = ("scan", "while")
@@ -91,15 +91,13 @@ def described(traced: Any) -> dict[str, Any]:
 
 def planned(headline: bool = True, cpu: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each row's name and description."""
-    benchmark = BENCHMARKS["headline"]
-    for workload in benchmark.workloads if headline else ():
+    for workload in BENCHMARKS["headline"].workloads if headline else ():
         mesh = workload.cluster.make_mesh()
         gradients, state = MODELS[workload.model](False)
         step = deepcompile.shard(
-            training_step(gradients), mesh, microbatches=workload.microbatches, memory_limit=benchmark.memory_limit
+            training_step(gradients), mesh, microbatches=workload.microbatches, memory_limit=MEMORY_LIMIT
         )
-        name = f"{workload.model}, {workload.sequence}, {workload.batch}, {workload.microbatches}"
-        yield name, described(step.trace(state, tokens(workload, mesh)))
+        yield str(workload), described(step.trace(state, tokens(workload, mesh)))
     for name, make in WORKLOADS.items() if cpu else ():
         made = make()
         step = deepcompile.shard(made.step, {"fsdp": 8}, microbatches=made.microbatches)

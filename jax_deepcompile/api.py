@@ -17,7 +17,7 @@ from jax_deepcompile.compiler import Compilation, Context, OtherTypes, compile_i
 from jax_deepcompile.costs.devices import as_if_here, machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.frontend.arguments import are_plain, join_rows, move, refuse_deleted, shapes_only
+from jax_deepcompile.frontend.arguments import are_plain, free_moved, join_rows, move, refuse_deleted, shapes_only
 from jax_deepcompile.frontend.call import PureCall, bind, function_name
 from jax_deepcompile.frontend.meshes import AxisNames, resolve_mesh
 from jax_deepcompile.frontend.objects import Creation, holds_objects
@@ -136,7 +136,7 @@ def shard(
       memory_limit: device memory a step may take: bytes, "72GiB", a fraction of the device's memory such as 0.9, or
         None for the device's memory less a reserve.
       host_memory_limit: likewise, of the host's memory, what a step may take for each device; by default the host's
-        memory over its devices, less a reserve. GPUs only.
+        memory over its devices, less a reserve, and what XLA pins of it. GPUs only.
       passes: strategies to make the step faster, in the order they are asked; by default all. ``()`` shards and no
         more, ``"-unshard"`` leaves one out by name, as ``DEEPCOMPILE_DISABLE=unshard`` in the environment does.
       profile: measured times to plan by; by default tables for the device.
@@ -290,7 +290,7 @@ class ShardedStep(Summarized, Generic[P, R]):
     def _placed(self, created: Sequence[Port]) -> Sequence[Port]:
         """``created``, a state's leaves, in the memory where the last step that was planned for such a one has them."""
         for made in reversed(self._compilations.values()):
-            planned = made.planned_already
+            planned = made.planned if self._context.options.plan is not None else made.planned_already
             ports = [port for port in planned.program.inputs if port.role.is_state] if planned else []
             if [(port.shape, port.dtype) for port in ports] == [(port.shape, port.dtype) for port in created]:
                 pairs = zip(created, ports, strict=True)
@@ -392,6 +392,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         if is_first:
             made.measure(there, processes)
             made.compile(there, processes)
+        free_moved(call.inputs, made.placed.inputs, donated, there)
         run = made.jitted
         out = run(*there)
         if call.objects:

@@ -335,10 +335,11 @@ class MeshShapeError(DeepCompileError, ValueError):
 
 
 class MemoryLimitError(DeepCompileError, ValueError):
-    def __init__(self, limit: object) -> None:
-        super().__init__(f"""memory_limit={_shortened(limit)} is not understood. Give bytes (a whole number), a size
-        with its unit such as '72GiB', a fraction of the device's memory such as 0.9 (where the device has a memory of
-        its own), or None for the device's memory less a reserve.""")
+    def __init__(self, limit: object, option: str = "memory_limit") -> None:
+        whose = "host" if option.startswith("host") else "device"
+        super().__init__(f"""{option}={_shortened(limit)} is not understood. Give bytes (a whole number), a size with
+        its unit such as '72GiB', a fraction of the {whose}'s memory such as 0.9 (where the device has a memory of its
+        own), or None for the {whose}'s memory less a reserve.""")
 
 
 class MemoryExceededError(DeepCompileError, MemoryError):

@@ -45,7 +45,7 @@ class StepOptions:
         if not _is_count(self.microbatches) or self.microbatches < 1:
             raise errors.MicrobatchCountError(self.microbatches)
         refuse_unknown(self.memory_limit)
-        refuse_unknown(self.host_memory_limit)
+        refuse_unknown(self.host_memory_limit, "host_memory_limit")
         Selection.of(self.passes)
 
     def arguments(self) -> dict[str, Any]:

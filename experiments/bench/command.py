@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from experiments.bench.configs import BENCHMARKS
-from experiments.bench.rows import Results, load, measure
-from experiments.bench.table import table
+from experiments.bench import configs
+from experiments.bench.rows import Benchmark, Results, load, measure
+from experiments.bench.side_by_side import SideBySide
 from experiments.validation import command as validation
 from experiments.validation import confirm as confirmation
 from experiments.validation.runs import RUNS
 from jax_deepcompile.cli.values import bounded, nearest_name
 from jax_deepcompile.runtime.files import write_whole
+
+BENCHMARKS: Mapping[str, Benchmark] = {**configs.BENCHMARKS, "cpu": SideBySide()}
 
 Row = Annotated[int, bounded(int, 0)]
 
@@ -31,7 +33,7 @@ def run(
     resume: bool = False,
     again: tuple[str, ...] = (),
 ) -> int:
-    """Compiles and simulates whole train steps for GPUs that are not here, or measures the GPU that is.
+    """Compiles and simulates whole train steps for GPUs that are not here, or measures on what is.
 
     Args:
       name: of the benchmark, such as headline.
@@ -67,18 +69,18 @@ def run(
     if name not in BENCHMARKS:
         nearest = nearest_name(name, BENCHMARKS)
         return _mistake(f"there is no benchmark {name}" + (f"; the nearest is {nearest}" if nearest else ""))
-    count = len(BENCHMARKS[name].workloads)
+    benchmark = BENCHMARKS[name]
+    count, systems = len(benchmark.workloads), benchmark.system_names
     wrong = [row for row in rows if row >= count]
     if wrong:
         return _mistake(f"{name} has no row {wrong[0]}: its rows are 0 to {count - 1}")
     if (resume or again) and out is None:
         return _mistake("say which results to go on with: --out FILE")
-    systems = [system.name for system in BENCHMARKS[name].systems]
     unknown = [system for system in again if system not in systems]
     if unknown:
         return _mistake(f"{name} has no system {unknown[0]!r}: its systems are {', '.join(systems)}")
     try:
-        done = load(out, name) if out is not None and (resume or again) else None
+        done = load(out, name, benchmark) if out is not None and (resume or again) else None
     except (ValueError, KeyError, TypeError) as error:
         return _mistake(f"{out} holds no results to go on with: {error}")
     _measure(name, out, rows or range(count), done, again)
@@ -89,12 +91,12 @@ def _measure(name: str, out: Path | None, rows: Sequence[int], done: Results | N
     benchmark, results = BENCHMARKS[name], None
     for latest, results in measure(name, benchmark, rows, done, again):
         step = f"{latest.figures.step_s:.3f} s" if latest.figures is not None else "does not fit"
-        print(f"{latest.workload.model} {latest.system}: {step}", file=sys.stderr, flush=True)
+        print(f"{latest.workload}, {latest.system}: {step}", file=sys.stderr, flush=True)
         if out is not None:
             write_whole(out, results.to_json())
-            write_whole(out.with_suffix(".md"), table(results, benchmark))
+            write_whole(out.with_suffix(".md"), benchmark.page(results))
     if results is not None:
-        print(table(results, benchmark), end="")
+        print(benchmark.page(results), end="")
 
 
 def _mistake(line: str) -> int:

@@ -1,11 +1,11 @@
-"""The benchmarks, by name: which workloads, on which systems."""
+"""The simulated benchmarks, by name: which workloads, on which systems."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from experiments.bench.simulated import Published, Simulated
 from experiments.bench.systems import (
     ALL,
     ALL_FOR_400,
@@ -14,46 +14,11 @@ from experiments.bench.systems import (
     JIT_BY_HAND,
     JIT_CONSTRAINED,
     JIT_FLAGS,
+    ON_DEVICE,
     PREFETCH,
     UNSHARD,
-    System,
 )
 from experiments.bench.workload import Cluster, Workload
-
-
-@dataclass(frozen=True)
-class Published:
-    """Tokens a second and GPU that the DeepCompile paper published, on its own software and cluster of 32 H100s.
-
-    Attributes:
-      zero3: DeepSpeed ZeRO-3.
-      fsdp: PyTorch FSDP.
-      deepcompile: the paper's prefetching and selective unsharding.
-    """
-
-    zero3: int | None
-    fsdp: int | None
-    deepcompile: int
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A table.
-
-    Attributes:
-      title: what it shows.
-      workloads: its rows.
-      systems: of every row; the first is what the others are compared with.
-      memory_limit: a GPU's, where planning has one to keep.
-      published: the paper's figures for a workload.
-    """
-
-    title: str
-    workloads: tuple[Workload, ...]
-    systems: tuple[System, ...]
-    memory_limit: str = "72GiB"
-    published: Mapping[Workload, Published] | None = None
-
 
 _EVERY_PASS = (JIT, JIT_FLAGS, JIT_CONSTRAINED, FULLY_SHARDED, PREFETCH, UNSHARD, ALL)
 
@@ -114,17 +79,33 @@ def _grid() -> tuple[Workload, ...]:
 _NODES = (1, 2, 4, 8, 16, 32, 64, 128)
 _GLOBAL_BATCH = 1024
 
-BENCHMARKS: Mapping[str, Benchmark] = {
-    "smoke": Benchmark(
+BENCHMARKS: Mapping[str, Simulated] = {
+    "smoke": Simulated(
         "One row, to see that all works", (Workload("llama3_8b", 512, cluster=Cluster(nodes=1)),), (JIT, ALL)
     ),
-    "headline": Benchmark(
+    "headline": Simulated(
         "Llama-3-70B and Mixtral-8x7B on 32 H100s",
         _HEADLINE,
         (JIT, JIT_FLAGS, JIT_BY_HAND, JIT_CONSTRAINED, FULLY_SHARDED, ALL),
         published=_PUBLISHED,
     ),
-    "sensitivity": Benchmark(
+    "memory": Simulated(
+        "Activations and moments on the host, and what is computed again",
+        (
+            Workload("llama3_70b_cudnn", 8192),
+            Workload("llama3_70b_cudnn", 16384),
+            Workload("llama3_70b_cudnn", 4096),
+            Workload("llama3_70b", 1024, batch=4),
+            Workload("llama3_70b_cudnn", 512),
+            Workload("llama3_70b", 1024, microbatches=16),
+            Workload("llama3_70b_cudnn", 1024, microbatches=16),
+            Workload("llama2_7b_cudnn_saved", 4096, batch=2, cluster=Cluster(nodes=1)),
+            Workload("llama3_70b_cudnn", 2048, microbatches=4, cluster=Cluster(nodes=2)),
+            Workload("llama3_70b_cudnn", 2048, microbatches=8, cluster=Cluster(nodes=1)),
+        ),
+        (JIT, ON_DEVICE, ALL),
+    ),
+    "sensitivity": Simulated(
         "The headline's plans on networks 20 % slower and 25 % faster than they were made for",
         tuple(
             dataclasses.replace(workload, cluster=Cluster(nic_gbps=gbps))
@@ -133,17 +114,17 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
         (JIT, ALL_FOR_400, ALL),
     ),
-    "paper_llama3_70b": Benchmark(
+    "paper_llama3_70b": Simulated(
         "Llama-3-70B in the settings of the DeepCompile paper", _paper("llama3_70b"), _EVERY_PASS, published=_PUBLISHED
     ),
-    "paper_mixtral_8x7b": Benchmark(
+    "paper_mixtral_8x7b": Simulated(
         "Mixtral-8x7B in the settings of the DeepCompile paper",
         _paper("mixtral_8x7b"),
         _EVERY_PASS,
         published=_PUBLISHED,
     ),
-    "grid": Benchmark("Llama-3 by GPUs, sequence and accumulation", _grid(), _EVERY_PASS),
-    "unrolled": Benchmark(
+    "grid": Simulated("Llama-3 by GPUs, sequence and accumulation", _grid(), _EVERY_PASS),
+    "unrolled": Simulated(
         "Eight layers of Llama-3-8B, written one by one and not rematerialised",
         tuple(
             Workload("llama3_8b_8_unrolled", sequence, 1, count, Cluster(nodes=nodes))
@@ -152,12 +133,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
         (JIT, JIT_FLAGS, JIT_CONSTRAINED, FULLY_SHARDED, ALL),
     ),
-    "weak_scaling": Benchmark(
+    "weak_scaling": Simulated(
         "Llama-3-70B, one example of 2048 tokens a GPU",
         tuple(Workload("llama3_70b", 2048, cluster=Cluster(nodes=nodes)) for nodes in _NODES),
         (JIT, JIT_FLAGS, JIT_CONSTRAINED, ALL),
     ),
-    "strong_scaling": Benchmark(
+    "strong_scaling": Simulated(
         f"Llama-3-70B, {_GLOBAL_BATCH} examples of 2048 tokens a step",
         tuple(Workload("llama3_70b", 2048, 1, _GLOBAL_BATCH // (8 * nodes), Cluster(nodes=nodes)) for nodes in _NODES),
         (JIT, JIT_FLAGS, JIT_CONSTRAINED, ALL),

@@ -5,17 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
-import jax_deepcompile as deepcompile
 from experiments.bench.commit import commit
-from experiments.bench.configs import Benchmark
-from experiments.bench.systems import Figures, System
-from experiments.bench.workload import Cluster, Workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +21,14 @@ class Result:
     Attributes:
       workload: the row.
       system: its name.
-      figures: None if it could not be had.
+      figures: of one step, among them its seconds ``step_s``; None if they could not be had.
       problem: why not.
       commit: of the code that it was measured with; empty where nobody knows.
     """
 
-    workload: Workload
+    workload: Any
     system: str
-    figures: Figures | None
+    figures: Any
     problem: str = ""
     commit: str = ""
 
@@ -57,9 +53,32 @@ class Results:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Results:
+    def from_json(cls, text: str, read: Callable[[Mapping[str, Any]], Result]) -> Results:
         found = json.loads(text)
-        return cls(**found | {"results": tuple(map(_result, found["results"]))})
+        return cls(**found | {"results": tuple(map(read, found["results"]))})
+
+
+class Benchmark(Protocol):
+    """A table of ``workloads``, its rows, each on every system; the first is what the others are compared with."""
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def workloads(self) -> Sequence[Any]: ...
+    @property
+    def system_names(self) -> Sequence[str]: ...
+
+    def measure(self, workload: Any, wanted: Sequence[str]) -> Iterator[Result]:
+        """The results of these systems, as they come; others, too, if they cannot be had without."""
+        ...
+
+    def read(self, entry: Mapping[str, Any]) -> Result:
+        """A result from JSON."""
+        ...
+
+    def page(self, results: Results) -> str:
+        """In Markdown."""
+        ...
 
 
 def measure(
@@ -75,38 +94,20 @@ def measure(
       again: but for those of these systems, by name.
     """
     results = {(each.workload, each.system): each for each in (done.results if done is not None else ())}
-    keys = [(workload, system.name) for workload in benchmark.workloads for system in benchmark.systems]
+    keys = [(workload, system) for workload in benchmark.workloads for system in benchmark.system_names]
     keys += [key for key in results if key not in keys]
     measured_with = commit()
-    for index in rows:
-        workload = benchmark.workloads[index]
-        for system in benchmark.systems:
-            key = (workload, system.name)
-            if (key in results and system.name not in again) or not system.trains(workload):
-                continue
-            found = _measured(workload, system, benchmark.memory_limit)
-            results[key] = dataclasses.replace(found, commit=measured_with)
+    for workload in (benchmark.workloads[index] for index in rows):
+        wanted = [name for name in benchmark.system_names if (workload, name) not in results or name in again]
+        for found in benchmark.measure(workload, wanted) if wanted else ():
+            result = results[workload, found.system] = dataclasses.replace(found, commit=measured_with)
             ordered = tuple(results[each] for each in keys if each in results)
-            yield results[key], Results(name, time.strftime("%Y-%m-%d"), jax.__version__, ordered)
+            yield result, Results(name, time.strftime("%Y-%m-%d"), jax.__version__, ordered)
 
 
-def load(path: Path, name: str) -> Results | None:
+def load(path: Path, name: str, benchmark: Benchmark) -> Results | None:
     """Earlier results of the same benchmark with the same jax in ``path``, if it holds any."""
     if not path.exists():
         return None
-    found = Results.from_json(path.read_text())
+    found = Results.from_json(path.read_text(), benchmark.read)
     return found if (found.benchmark, found.jax) == (name, jax.__version__) else None
-
-
-def _measured(workload: Workload, system: System, memory_limit: str) -> Result:
-    try:
-        figures = system.measure(workload, workload.cluster.make_mesh(), memory_limit)
-    except deepcompile.errors.MemoryExceededError as error:
-        return Result(workload, system.name, None, str(error))
-    return Result(workload, system.name, figures)
-
-
-def _result(found: dict[str, Any]) -> Result:
-    workload = Workload(**found["workload"] | {"cluster": Cluster(**found["workload"]["cluster"])})
-    figures = Figures(**found["figures"]) if found["figures"] is not None else None
-    return Result(**found | {"workload": workload, "figures": figures})

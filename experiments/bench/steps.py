@@ -78,11 +78,14 @@ _EIGHT_LAYERS = dataclasses.replace(llama.LLAMA3_8B, n_layers=8, scan_layers=Fal
 
 _CUDNN: dict[str, Any] = {"attention": "cudnn"}
 
+_SAVED_7B = dataclasses.replace(llama.LLAMA2_7B, remat_policy=None, **_CUDNN)
+
 MODELS: Mapping[str, Callable[[bool], tuple[Gradients, Any]]] = {
     "llama3_8b": lambda by_hand: llama_gradients(llama.LLAMA3_8B, by_hand),
     "llama3_8b_8_unrolled": lambda by_hand: llama_gradients(_EIGHT_LAYERS, by_hand),
     "llama3_70b": lambda by_hand: llama_gradients(llama.LLAMA3_70B, by_hand),
     "llama3_70b_cudnn": lambda by_hand: llama_gradients(dataclasses.replace(llama.LLAMA3_70B, **_CUDNN), by_hand),
+    "llama2_7b_cudnn_saved": lambda by_hand: llama_gradients(_SAVED_7B, by_hand),
     "mixtral_8x7b": lambda by_hand: mixtral_gradients(_MIXTRAL_8X7B, by_hand),
     "mixtral_8x7b_cudnn": lambda by_hand: mixtral_gradients(dataclasses.replace(_MIXTRAL_8X7B, **_CUDNN), by_hand),
 }
@@ -109,7 +112,7 @@ def constrained(step: Callable, mesh: Mesh) -> Callable:
     return held
 
 
-LINEN = frozenset({"llama3_8b", "llama3_8b_8_unrolled", "llama3_70b", "llama3_70b_cudnn"})
+LINEN = frozenset({"llama3_8b", "llama3_8b_8_unrolled", "llama3_70b", "llama3_70b_cudnn", "llama2_7b_cudnn_saved"})
 """The models whose modules are Linen's."""
 
 

@@ -34,6 +34,9 @@ NVIDIA_FLAGS: Mapping[str, Any] = {
 
 GIB = 1 << 30
 
+MEMORY_LIMIT = "72GiB"
+"""A GPU's, where planning has one to keep."""
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -50,6 +53,8 @@ class Figures:
       warm_plan_s: the same once the plan is kept from an earlier run.
       mfu: model FLOP utilisation; see ``jax_deepcompile.costs.utilisation``.
       plan: its decisions, in words.
+      host_gib: of the host's memory, for each GPU.
+      exposed_copy_s: seconds that compute waited for copies between device and host.
     """
 
     step_s: float
@@ -65,6 +70,8 @@ class Figures:
     warm_plan_s: float = 0.0
     plan: str = ""
     mfu: float = 0.0
+    host_gib: float = 0.0
+    exposed_copy_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ class Jit:
         """Whether there is such a step of the workload's model."""
         return not self.is_constrained or workload.model in LINEN
 
-    def measure(self, workload: Workload, mesh: Mesh, memory_limit: str) -> Figures:
+    def measure(self, workload: Workload, mesh: Mesh) -> Figures:
         gradients, state = MODELS[workload.model](self.by_hand)
         plain = training_step(accumulated(gradients, workload.microbatches, mesh.size))
         plain = constrained(plain, mesh) if self.is_constrained else plain
@@ -103,18 +110,18 @@ class Ours:
 
     Attributes:
       name: in the table.
-      passes: that planning may use; None for all.
+      passes: that planning may use, or by name what it may not; None for all.
       planned_gbps: of the network cards that the plan is made for, in Gbit/s; None for those that the row has.
     """
 
     name: str
-    passes: tuple[Any, ...] | None
+    passes: tuple[Any, ...] | str | None
     planned_gbps: float | None = None
 
     def trains(self, workload: Workload) -> bool:
         return True
 
-    def measure(self, workload: Workload, mesh: Mesh, memory_limit: str) -> Figures:
+    def measure(self, workload: Workload, mesh: Mesh) -> Figures:
         gradients, state = MODELS[workload.model](False)
         given = state, tokens(workload, mesh)
         planned_for = mesh
@@ -126,7 +133,7 @@ class Ours:
                 training_step(gradients),
                 planned_for,
                 microbatches=workload.microbatches,
-                memory_limit=memory_limit,
+                memory_limit=MEMORY_LIMIT,
                 passes=self.passes,
                 cache_dir=plans,
             )
@@ -162,6 +169,7 @@ PREFETCH = Ours(
     "+ prefetch", (deepcompile.PipelineLoops(), deepcompile.BucketCollectives(), deepcompile.PrefetchGathers())
 )
 UNSHARD = Ours("+ unshard", (deepcompile.Unshard(), deepcompile.UnshardUnrolled()))
+ON_DEVICE = Ours("all but host memory", "-offload_activations, -offload_state, -rematerialize")
 ALL = Ours("all", None)
 ALL_FOR_400 = Ours("all, planned for 400 Gb/s", None, planned_gbps=400.0)
 
@@ -184,6 +192,7 @@ def figures(
     """The figures of a compiled step, whose model is that of a traced one on the same mesh."""
     simulation, memory = deepcompile.simulate(compiled, mesh), compiled.memory_analysis()
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    host_outputs = memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
     return Figures(
         step_s=simulation.step_s,
         compute_s=simulation.compute_s,
@@ -198,4 +207,6 @@ def figures(
         warm_plan_s=warm_plan_s,
         plan=plan,
         mfu=traced.utilisation.mfu(simulation.step_s),
+        host_gib=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes + host_outputs) / GIB,
+        exposed_copy_s=simulation.exposed_copy_s,
     )

@@ -63,6 +63,9 @@ class Workload:
     microbatches: int = 1
     cluster: Cluster = Cluster()
 
+    def __str__(self) -> str:
+        return f"{self.model}, {self.sequence}, {self.batch}, {self.microbatches}"
+
     @property
     def tokens_per_gpu(self) -> int:
         """Trained in a step."""

@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from experiments.gpu_suite.cases import Deadline, Row, attempted, until
+from experiments.gpu_suite.cases import Row
 from experiments.gpu_suite.sizes import Sizes
 from experiments.gpu_suite.timing import seconds_an_operation
 
@@ -21,13 +21,9 @@ _PRODUCTS = {"forward": 2, "forward and backward": 7}
 """Matrix products of tokens by tokens by channels; the backward pass has five, for it computes the scores again."""
 
 
-def parts(sizes: Sizes) -> tuple[str, ...]:
-    return ("",)
-
-
-def rows(sizes: Sizes, part: str, deadline: Deadline) -> Iterator[Row]:
-    """One each: ``model heads kv_heads channels tokens implementation passes``, ``seconds``, ``flops_per_s``."""
-    cases = [
+def cases(sizes: Sizes) -> list[Row]:
+    """``model heads kv_heads channels tokens implementation passes`` of each."""
+    return [
         {
             "model": model,
             "heads": heads,
@@ -42,11 +38,10 @@ def rows(sizes: Sizes, part: str, deadline: Deadline) -> Iterator[Row]:
         for implementation in IMPLEMENTATIONS
         for passes in _PRODUCTS
     ]
-    for case in until(deadline, cases):
-        yield attempted(case, lambda case=case: _measure(case, sizes))
 
 
-def _measure(case: Row, sizes: Sizes) -> Row:
+def rows(case: Row, sizes: Sizes, seconds: float) -> Iterator[Row]:
+    """The case with ``seconds`` and ``flops_per_s``."""
     tokens, channels = case["tokens"], case["channels"]
     keys = jax.random.split(jax.random.key(0), 4)
     q_1xTxHxC, k_1xTxKxC, v_1xTxKxC, cotangent_1xTxHxC = (
@@ -59,8 +54,8 @@ def _measure(case: Row, sizes: Sizes) -> Row:
         function, args = _both_passes(attend), (*args, cotangent_1xTxHxC)
     # The mask leaves half of the scores.
     flops = _PRODUCTS[case["passes"]] * 2 * case["heads"] * tokens * tokens * channels / 2
-    seconds = seconds_an_operation(function, args, flops / sizes.attention.expected_flops_per_s, sizes.effort)
-    return {"seconds": seconds, "flops_per_s": flops / seconds}
+    took_s = seconds_an_operation(function, args, flops / sizes.attention.expected_flops_per_s, sizes.effort)
+    yield case | {"seconds": took_s, "flops_per_s": flops / took_s}
 
 
 def _both_passes(attend: Callable) -> Callable:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
-from experiments.gpu_suite.cases import Deadline, Row, attempted, until
+from experiments.gpu_suite.cases import Row
 from experiments.gpu_suite.sizes import Effort, Sizes
 from experiments.gpu_suite.timing import seconds_a_call
 
@@ -18,22 +18,20 @@ TARGETS = {"to host": jax.memory.Space.Host, "from host": jax.memory.Space.Devic
 """Where a copy goes, by direction."""
 
 
-def parts(sizes: Sizes) -> tuple[str, ...]:
-    return ("",)
-
-
-def rows(sizes: Sizes, part: str, deadline: Deadline) -> Iterator[Row]:
-    """``direction size_bytes how``, and ``seconds bytes_per_s`` of a copy alone or what ``_beside_products`` says."""
-    overlap_bytes = sizes.host_copies.overlap_bytes
-    cases = [
-        {"direction": direction, "size_bytes": size_bytes, "how": "alone"}
-        for size_bytes in sizes.host_copies.sizes_bytes
+def cases(sizes: Sizes) -> list[Row]:
+    """``direction size_bytes how`` of each."""
+    copied = [("beside products", sizes.host_copies.overlap_bytes)]
+    copied += [("alone", size_bytes) for size_bytes in sizes.host_copies.sizes_bytes]
+    return [
+        {"direction": direction, "size_bytes": size_bytes, "how": how}
+        for how, size_bytes in copied
         for direction in TARGETS
     ]
-    beside = [{"direction": name, "size_bytes": overlap_bytes, "how": "beside products"} for name in TARGETS]
-    for case in until(deadline, [*beside, *cases]):
-        measure = _alone if case["how"] == "alone" else _beside_products
-        yield attempted(case, lambda case=case, measure=measure: measure(case, sizes))
+
+
+def rows(case: Row, sizes: Sizes, seconds: float) -> Iterator[Row]:
+    """The case with ``seconds bytes_per_s`` of a copy alone, or what ``_beside_products`` says."""
+    yield case | (_alone if case["how"] == "alone" else _beside_products)(case, sizes)
 
 
 def _alone(case: Row, sizes: Sizes) -> Row:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_deepcompile as deepcompile
-from experiments.gpu_suite.cases import Deadline, Row, error_text, until
+from experiments.gpu_suite.cases import Row
 from experiments.gpu_suite.meshes import one_device_mesh
 from experiments.gpu_suite.sizes import Sizes
 from jax_deepcompile.costs.simulation import Simulation
@@ -18,7 +18,7 @@ from jax_deepcompile.costs.work import work_of
 from jax_deepcompile.hlo import opcodes
 from jax_deepcompile.hlo import reader as hlo
 from jax_deepcompile.profilers import take_profile
-from models.llama import Layer, LlamaConfig
+from models.llama import Layer
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,17 @@ class Kernel:
     predicted_s: float
 
 
-def parts(sizes: Sizes) -> tuple[str, ...]:
-    return ("",)
+def cases(sizes: Sizes) -> list[Row]:
+    return [{"width": layer.d_model} for layer in sizes.llama_block.layers]
 
 
-def rows(sizes: Sizes, part: str, deadline: Deadline) -> Iterator[Row]:
-    """For each width a row of the whole step, one a kind of op, and one for each of the heaviest ops.
+def rows(case: Row, sizes: Sizes, seconds: float) -> Iterator[Row]:
+    """A row of the whole step, one a kind of op, and one for each of the heaviest ops.
 
     They share ``width``, ``what`` and ``measured_s``, ``predicted_s``, ``predicted_over_measured``, of one step.
     """
-    for layer in until(deadline, sizes.llama_block.layers):
-        try:
-            yield from _rows(layer, sizes)
-        except Exception as error:
-            yield {"width": layer.d_model, "error": error_text(error)}
-
-
-def _rows(config: LlamaConfig, sizes: Sizes) -> Iterator[Row]:
     mesh, wanted = one_device_mesh(), sizes.llama_block
+    config = next(layer for layer in wanted.layers if layer.d_model == case["width"])
     x = jnp.ones((1, wanted.sequence, config.d_model), config.dtype)
     layer = Layer(config)
 
@@ -86,9 +79,9 @@ def _rows(config: LlamaConfig, sizes: Sizes) -> Iterator[Row]:
     untimed = len(profile.ops) - len(kernels)
     if profile.step is not None:
         times = _compared(profile.step.seconds, simulated.step_s)
-        yield {"width": config.d_model, "what": "step", "untimed_ops": untimed} | times
+        yield case | {"what": "step", "untimed_ops": untimed} | times
     for row in (*by_kind(kernels), *heaviest(kernels, wanted.heaviest)):
-        yield {"width": config.d_model} | row
+        yield case | row
 
 
 def predictions(simulated: Simulation) -> dict[str, float]:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from experiments.gpu_suite.cases import Deadline, Row, attempted, until
-from experiments.gpu_suite.sizes import MatmulSizes, Sizes
+from experiments.gpu_suite.cases import Row
+from experiments.gpu_suite.sizes import Sizes
 from experiments.gpu_suite.timing import seconds_an_operation
 
 CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
@@ -24,43 +24,37 @@ COMPILERS = {"cublas": {"xla_gpu_enable_triton_gemm": False}, "default": None}
 _DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 
 
-def parts(sizes: Sizes) -> tuple[str, ...]:
-    return ("",)
-
-
-def rows(sizes: Sizes, part: str, deadline: Deadline) -> Iterator[Row]:
-    """One a product and compiler: ``m n k dtype form compiler``, ``seconds``, ``flops_per_s``."""
-    cases = [case | {"compiler": name} for name in COMPILERS for case in _cases(sizes.matmul)]
-    for case in until(deadline, cases):
-        yield attempted(case, lambda case=case: _measure(case, sizes))
-
-
-def _cases(sizes: MatmulSizes) -> list[Row]:
+def cases(sizes: Sizes) -> list[Row]:
+    """``m n k dtype form compiler`` of each."""
     listed = (
-        ("bf16", "nn", sizes.shapes),
-        ("f32", "nn", sizes.float32_shapes),
-        ("bf16", "nt", sizes.transposed_shapes),
-        ("bf16", "tn", sizes.transposed_shapes),
+        ("bf16", "nn", sizes.matmul.shapes),
+        ("f32", "nn", sizes.matmul.float32_shapes),
+        ("bf16", "nt", sizes.matmul.transposed_shapes),
+        ("bf16", "tn", sizes.matmul.transposed_shapes),
     )
     return [
-        {"m": m, "n": n, "k": k, "dtype": dtype, "form": form} for dtype, form, shapes in listed for m, n, k in shapes
+        {"m": m, "n": n, "k": k, "dtype": dtype, "form": form, "compiler": compiler}
+        for compiler in COMPILERS
+        for dtype, form, shapes in listed
+        for m, n, k in shapes
     ]
 
 
-def _measure(case: Row, sizes: Sizes) -> Row:
+def rows(case: Row, sizes: Sizes, seconds: float) -> Iterator[Row]:
+    """The case with ``seconds`` and ``flops_per_s``."""
     m, n, k, form = case["m"], case["n"], case["k"], case["form"]
     left_axis, right_axis = CONTRACTED[form]
     left = _matrix((k, m) if form == "tn" else (m, k), case["dtype"], 0)
     right = _matrix((n, k) if form == "nt" else (k, n), case["dtype"], 1)
     flops = 2 * m * n * k
-    seconds = seconds_an_operation(
+    took_s = seconds_an_operation(
         lambda a, b: lax.dot_general(a, b, (((left_axis,), (right_axis,)), ((), ()))),
         (left, right),
         flops / sizes.matmul.expected_flops_per_s,
         sizes.effort,
         COMPILERS[case["compiler"]],
     )
-    return {"seconds": seconds, "flops_per_s": flops / seconds}
+    yield case | {"seconds": took_s, "flops_per_s": flops / took_s}
 
 
 def _matrix(shape: tuple[int, int], dtype: str, seed: int) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from experiments.gpu_suite.cases import Deadline, Row, attempted, until
+from experiments.gpu_suite.cases import Row
 from experiments.gpu_suite.sizes import Sizes
 from experiments.gpu_suite.timing import seconds_a_call, seconds_an_operation
 from jax_deepcompile.profilers.trace import traced
@@ -28,18 +28,18 @@ GRAPHS = {"by default": None, "without CUDA graphs": {"xla_gpu_enable_command_bu
 """XLA's options by how tiny kernels are launched."""
 
 
-def parts(sizes: Sizes) -> tuple[str, ...]:
-    return ("",)
+def cases(sizes: Sizes) -> list[Row]:
+    """``kind`` of each, how tiny ones are ``launched``, ``operand_bytes size_bytes`` of the others."""
+    return [{"kind": "tiny", "launched": launched} for launched in GRAPHS] + [
+        {"kind": kind, "operand_bytes": operand_bytes, "size_bytes": int(operand_bytes * KERNELS[kind][1])}
+        for operand_bytes in sizes.memory.sizes_bytes
+        for kind in KERNELS
+    ]
 
 
-def rows(sizes: Sizes, part: str, deadline: Deadline) -> Iterator[Row]:
-    """One a kind and size: ``kind size_bytes``, ``seconds``, ``bytes_per_s``; and of tiny kernels as ``_tiny`` says."""
-    for launched in until(deadline, list(GRAPHS)):
-        yield attempted({"kind": "tiny", "launched": launched}, lambda launched=launched: _tiny(launched, sizes))
-    for kind, operand_bytes in until(deadline, [(kind, size) for size in sizes.memory.sizes_bytes for kind in KERNELS]):
-        size_bytes = int(operand_bytes * KERNELS[kind][1])
-        case = {"kind": kind, "operand_bytes": operand_bytes, "size_bytes": size_bytes}
-        yield attempted(case, lambda case=case: _measure(case, sizes))
+def rows(case: Row, sizes: Sizes, seconds: float) -> Iterator[Row]:
+    """The case with ``seconds`` and ``bytes_per_s``; of tiny kernels with what ``_tiny`` says."""
+    yield case | (_tiny(case["launched"], sizes) if case["kind"] == "tiny" else _measure(case, sizes))
 
 
 def _measure(case: Row, sizes: Sizes) -> Row:

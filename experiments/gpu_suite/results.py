@@ -77,7 +77,9 @@ class Results:
         return next((section for section in self.sections if section.name == name), empty)
 
     def with_section(self, section: SectionResult) -> Results:
-        return dataclasses.replace(self, sections=(*self.sections, section))
+        """These with a section, in place of the one of its name."""
+        sections = {each.name: each for each in self.sections} | {section.name: section}
+        return dataclasses.replace(self, sections=tuple(sections.values()))
 
     def to_json(self) -> str:
         data = dataclasses.asdict(self)

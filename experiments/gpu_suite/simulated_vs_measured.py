@@ -1,6 +1,6 @@
 """Whole train steps on one device: measured, simulated, and their memory.
 
-Each workload is a part, run in a process of its own: the allocator keeps one high-water mark a process.
+Each workload is run in a process of its own: the allocator keeps one high-water mark a process.
 """
 
 from __future__ import annotations
@@ -15,26 +15,34 @@ import jax
 from jax.sharding import Mesh
 
 import jax_deepcompile as deepcompile
-from experiments.gpu_suite.cases import Deadline, Row, attempted, until
+from experiments.gpu_suite.cases import Row, error_text
 from experiments.gpu_suite.meshes import one_device_mesh
+from experiments.gpu_suite.processes import rows_of
 from experiments.gpu_suite.sizes import Sizes, StepSizes
 from experiments.gpu_suite.workloads import WORKLOADS
 from experiments.trainings import Training
+from jax_deepcompile.lowering.compile import peak_bytes
 
 
-def parts(sizes: Sizes) -> tuple[str, ...]:
-    return sizes.steps.workloads
+def cases(sizes: Sizes) -> list[Row]:
+    return [{"workload": name} for name in sizes.steps.workloads]
 
 
-def rows(sizes: Sizes, part: str, deadline: Deadline) -> Iterator[Row]:
-    """``workload system``, ``step_s simulated_s simulated_over_measured``, bytes and compile seconds.
+def rows(case: Row, sizes: Sizes, seconds: float) -> Iterator[Row]:
+    return rows_of(both, [(case, sizes.steps)], seconds)
+
+
+def both(case: Row, sizes: StepSizes) -> Iterator[Row]:
+    """``system``, ``step_s simulated_s simulated_over_measured``, bytes and compile seconds.
 
     The sharded step comes first, so that the allocator's high-water mark is its own; the figure of ``jit`` has none.
     """
-    work = WORKLOADS[part]()
-    for system in until(deadline, ("shard", "jit")):
-        run = _sharded if system == "shard" else _jitted
-        yield attempted({"workload": part, "system": system}, lambda run=run: run(work, sizes.steps))
+    work = WORKLOADS[case["workload"]]()
+    for system, run in (("shard", _sharded), ("jit", _jitted)):
+        try:
+            yield case | {"system": system} | run(work, sizes)
+        except Exception as error:
+            yield case | {"system": system, "error": error_text(error)}
 
 
 def _sharded(work: Training, sizes: StepSizes) -> Row:
@@ -86,11 +94,10 @@ def _sample(step: Callable, state: Any, batch: Any, steps: int) -> tuple[Any, fl
 
 def _judged(compiled: Any, mesh: Mesh, step_s: float) -> Row:
     """The simulation's figures and XLA's own for memory."""
-    simulated, memory = deepcompile.simulate(compiled, mesh), compiled.memory_analysis()
-    held_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    simulated = deepcompile.simulate(compiled, mesh)
     return {
         "simulated_s": simulated.step_s,
         "simulated_over_measured": simulated.step_s / step_s,
         "simulated_bytes": simulated.peak_bytes,
-        "xla_bytes": held_bytes + memory.temp_size_in_bytes,
+        "xla_bytes": peak_bytes(compiled.memory_analysis()),
     }

@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import Any
 
 from experiments.gpu_suite.cases import Row
 from experiments.gpu_suite.results import Results, SectionResult
+from experiments.markdown import table
 
 _SHOWN_ERROR = 160
 """Characters of an error in a table."""
 
+_COLUMNS: dict[str, tuple[str, float, str]] = {
+    "seconds": ("us", 1e-6, ".1f"),
+    "flops_per_s": ("TFLOP/s", 1e12, ".0f"),
+    "bytes_per_s": ("GB/s", 1e9, ".1f"),
+    "size_bytes": ("MiB", 1 << 20, ".2f"),
+    "period_s": ("period us", 1e-6, ".1f"),
+    "kernel_s": ("kernel us", 1e-6, ".1f"),
+    "gap_s": ("gap us", 1e-6, ".1f"),
+    "products_s": ("products us", 1e-6, ".1f"),
+    "together_s": ("together us", 1e-6, ".1f"),
+    "hidden": ("hidden", 1.0, ".2f"),
+    "measured_s": ("measured ms", 1e-3, ".2f"),
+    "predicted_s": ("predicted ms", 1e-3, ".2f"),
+    "predicted_over_measured": ("predicted / measured", 1.0, ".2f"),
+    "step_s": ("step ms", 1e-3, ".2f"),
+    "simulated_s": ("simulated ms", 1e-3, ".2f"),
+    "simulated_over_measured": ("simulated / measured", 1.0, ".2f"),
+    "xla_bytes": ("XLA GiB", 1 << 30, ".2f"),
+    "simulated_bytes": ("simulated GiB", 1 << 30, ".2f"),
+    "allocator_peak_bytes": ("allocator's peak GiB", 1 << 30, ".2f"),
+    "first_loss": ("first loss", 1.0, ".4f"),
+    "compile_s": ("compile s", 1.0, ".1f"),
+    "losses": ("losses", 1.0, ".5f"),
+    "compile_and_first_steps_s": ("compile and first steps s", 1.0, ".1f"),
+    "relative_difference": ("largest relative difference of losses", 1.0, ".1e"),
+}
+"""Of figures by name: the head of their column, their unit there, and how they are written."""
 
-@dataclass(frozen=True)
-class Column:
-    """``head`` of a column, and what stands in it for a row; rows that lack it show nothing."""
-
-    head: str
-    key: str
-    show: Callable[[object], str] = str
+_TABLES: dict[str, tuple[str, ...]] = {
+    "matmul": ("m n k dtype form compiler seconds flops_per_s",),
+    "attention": ("model tokens implementation passes seconds flops_per_s",),
+    "memory": ("launched kernels period_s kernel_s gap_s", "kind size_bytes seconds bytes_per_s"),
+    "host_copies": (
+        "direction size_bytes seconds bytes_per_s",
+        "direction size_bytes seconds products_s together_s hidden",
+    ),
+    "llama_block": (
+        "width untimed_ops measured_s predicted_s predicted_over_measured",
+        "width kind ops measured_s predicted_s predicted_over_measured",
+        "width name kind where measured_s predicted_s predicted_over_measured",
+    ),
+    "simulated_vs_measured": (
+        "workload system step_s simulated_s simulated_over_measured xla_bytes simulated_bytes first_loss compile_s",
+        "workload xla_bytes allocator_peak_bytes",
+    ),
+    "two_processes": ("system losses compile_and_first_steps_s", "relative_difference step_s"),
+}
+"""By section, the tables of its rows; a table shows the rows that have all of its columns."""
 
 
 def summary(results: Results) -> str:
@@ -38,19 +79,24 @@ def _section(section: SectionResult) -> str:
     text = ["", f"## {section.name}", "", f"{section.status} after {section.seconds:.0f} s, {len(section.rows)} rows."]
     if section.error:
         text += ["", "```", section.error, "```"]
-    for columns in _TABLES.get(section.name, ()):
-        shown = [row for row in section.measured if all(column.key in row for column in columns)]
+    for keys in map(str.split, _TABLES.get(section.name, ())):
+        shown = [[_shown(key, row[key]) for key in keys] for row in section.measured if row.keys() >= set(keys)]
         if shown:
-            text += ["", *_table(columns, shown)]
+            text += ["", *table([_COLUMNS[key][0] if key in _COLUMNS else key for key in keys], shown)]
     return "\n".join([*text, *_failures(section.rows)])
 
 
-def _table(columns: Sequence[Column], rows: Iterable[Row]) -> list[str]:
-    lines = ["| " + " | ".join(column.head for column in columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        cells = ["" if row[column.key] is None else column.show(row[column.key]) for column in columns]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+def _shown(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(key, each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(_shown(key, each) for each in value)
+    if key not in _COLUMNS or isinstance(value, str):
+        return str(value)
+    _, unit, form = _COLUMNS[key]
+    return f"{value / unit:{form}}"
 
 
 def _failures(rows: Iterable[Row]) -> list[str]:
@@ -62,129 +108,3 @@ def _failures(rows: Iterable[Row]) -> list[str]:
             text = str(row["error"]).replace("\n", " ").replace("|", "/")
             cases.setdefault(text[:_SHOWN_ERROR], []).append(case)
     return ["", *(f"* failed: {'; '.join(found)}: `{error}`" for error, found in cases.items())] if cases else []
-
-
-def _scaled(unit: float, digits: int) -> Callable[[object], str]:
-    return lambda value: f"{value / unit:.{digits}f}" if isinstance(value, (int, float)) else str(value)
-
-
-def _losses(values: object) -> str:
-    return ", ".join(f"{value:.5f}" for value in values) if isinstance(values, list) else str(values)
-
-
-def _by_system(values: object) -> str:
-    if not isinstance(values, dict):
-        return str(values)
-    return ", ".join(f"{name} {_MILLISECONDS(seconds)} ms" for name, seconds in values.items())
-
-
-_MICROSECONDS = _scaled(1e-6, 1)
-_MILLISECONDS = _scaled(1e-3, 2)
-_TFLOPS = _scaled(1e12, 0)
-_GIGABYTES = _scaled(1e9, 1)
-_MIB = _scaled(1 << 20, 2)
-_GIB = _scaled(1 << 30, 2)
-_RATIO = _scaled(1.0, 2)
-
-_COMPARED = (
-    Column("measured ms", "measured_s", _MILLISECONDS),
-    Column("predicted ms", "predicted_s", _MILLISECONDS),
-    Column("predicted / measured", "predicted_over_measured", _RATIO),
-)
-
-_TABLES: dict[str, tuple[tuple[Column, ...], ...]] = {
-    "matmul": (
-        (
-            Column("m", "m"),
-            Column("n", "n"),
-            Column("k", "k"),
-            Column("dtype", "dtype"),
-            Column("form", "form"),
-            Column("compiler", "compiler"),
-            Column("us", "seconds", _MICROSECONDS),
-            Column("TFLOP/s", "flops_per_s", _TFLOPS),
-        ),
-    ),
-    "attention": (
-        (
-            Column("model", "model"),
-            Column("tokens", "tokens"),
-            Column("implementation", "implementation"),
-            Column("passes", "passes"),
-            Column("us", "seconds", _MICROSECONDS),
-            Column("TFLOP/s", "flops_per_s", _TFLOPS),
-        ),
-    ),
-    "memory": (
-        (
-            Column("tiny kernels", "launched"),
-            Column("in a row", "kernels"),
-            Column("period us", "period_s", _MICROSECONDS),
-            Column("kernel us", "kernel_s", _MICROSECONDS),
-            Column("gap us", "gap_s", _MICROSECONDS),
-        ),
-        (
-            Column("kernel", "kind"),
-            Column("MiB read and written", "size_bytes", _MIB),
-            Column("us", "seconds", _MICROSECONDS),
-            Column("GB/s", "bytes_per_s", _GIGABYTES),
-        ),
-    ),
-    "host_copies": (
-        (
-            Column("direction", "direction"),
-            Column("MiB", "size_bytes", _MIB),
-            Column("ms", "seconds", _MILLISECONDS),
-            Column("GB/s", "bytes_per_s", _GIGABYTES),
-        ),
-        (
-            Column("direction", "direction"),
-            Column("MiB", "size_bytes", _MIB),
-            Column("copy ms", "seconds", _MILLISECONDS),
-            Column("products ms", "products_s", _MILLISECONDS),
-            Column("together ms", "together_s", _MILLISECONDS),
-            Column("hidden", "hidden", _RATIO),
-        ),
-    ),
-    "llama_block": (
-        (Column("width", "width"), Column("step; ops not timed", "untimed_ops"), *_COMPARED),
-        (Column("width", "width"), Column("kind", "kind"), Column("ops", "ops"), *_COMPARED),
-        (
-            Column("width", "width"),
-            Column("op", "name"),
-            Column("kind", "kind"),
-            Column("where", "where"),
-            *_COMPARED,
-        ),
-    ),
-    "simulated_vs_measured": (
-        (
-            Column("workload", "workload"),
-            Column("system", "system"),
-            Column("step ms", "step_s", _MILLISECONDS),
-            Column("simulated ms", "simulated_s", _MILLISECONDS),
-            Column("simulated / measured", "simulated_over_measured", _RATIO),
-            Column("XLA GiB", "xla_bytes", _GIB),
-            Column("simulated GiB", "simulated_bytes", _GIB),
-            Column("first loss", "first_loss", _scaled(1.0, 4)),
-            Column("compile s", "compile_s", _scaled(1.0, 1)),
-        ),
-        (
-            Column("workload", "workload"),
-            Column("XLA GiB", "xla_bytes", _GIB),
-            Column("allocator's peak GiB", "allocator_peak_bytes", _GIB),
-        ),
-    ),
-    "two_processes": (
-        (
-            Column("system", "system"),
-            Column("losses", "losses", _losses),
-            Column("compile and first steps s", "compile_and_first_steps_s", _scaled(1.0, 1)),
-        ),
-        (
-            Column("largest relative difference of losses", "relative_difference", "{:.1e}".format),
-            Column("a step", "step_s", _by_system),
-        ),
-    ),
-}
-"""By section, the tables of its rows; a table shows the rows that have all of its columns."""

@@ -11,30 +11,23 @@ import socket
 from collections.abc import Iterator
 
 from experiments.gpu_suite import rank
-from experiments.gpu_suite.cases import Deadline, Row
-from experiments.gpu_suite.processes import run_together
+from experiments.gpu_suite.cases import Row
+from experiments.gpu_suite.processes import rows_of
 from experiments.gpu_suite.sizes import PairSizes, Sizes
 
 
-class WorkersFailedError(Exception):
-    """A worker process failed or was killed."""
+def cases(sizes: Sizes) -> list[Row]:
+    return [{}]
 
 
-def parts(sizes: Sizes) -> tuple[str, ...]:
-    return ("",)
-
-
-def rows(sizes: Sizes, part: str, deadline: Deadline) -> Iterator[Row]:
+def rows(case: Row, sizes: Sizes, seconds: float) -> Iterator[Row]:
     """What ``rank.rows`` yields in process 0, as far as the two got."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     arguments = [(index, port, sizes.pair) for index in range(2)]
     environments = [environment(index, sizes.pair) for index in range(2)]
-    found, problem = run_together(rank.rows, arguments, deadline.left_s, environments, own_session=False)
-    yield from found
-    if problem:
-        raise WorkersFailedError(problem)
+    return rows_of(rank.rows, arguments, seconds, environments)
 
 
 def environment(index: int, sizes: PairSizes) -> dict[str, str]:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import fields
 
+from experiments.markdown import table
 from experiments.validation.compare import GIB, Simulated, fitted, left_out_errors, median_error
 from jax_deepcompile.costs.overlap import GPU
 
@@ -53,9 +54,7 @@ def page(runs: Sequence[Simulated], date: str, jax_version: str, plot: str) -> s
         "",
         f"![Simulated against measured tokens a second and GPU]({plot})",
         "",
-        _line(_COLUMNS),
-        _line(("---",) * len(_COLUMNS)),
-        *(_line(_cells(run, left_out[run.number])) for run in runs),
+        *table(_COLUMNS, (_cells(run, left_out[run.number]) for run in runs)),
         "",
         "Sources:",
         "",
@@ -116,7 +115,3 @@ def _rate(run: Simulated, step_s: float) -> float:
 
 def _numbers(runs: Sequence[Simulated], source: str) -> str:
     return ", ".join(str(run.number) for run in runs if run.run.source == source)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -75,9 +75,9 @@ def parameter_names(program: Program) -> list[str]:
     arrays = [path for path, port in zip(paths, program.inputs, strict=True) if port.role is Role.PARAM and port.shape]
     argument, *rest = _shared(arrays) or [""]
     tree = [argument, *itertools.takewhile("params".__eq__, rest)] if argument else []
-    shared = min(len(tree), min(map(len, arrays), default=1) - 1)
+    shared = tree[: min(map(len, arrays), default=1) - 1]
     named = [
-        path[shared:] if shared and port.role is Role.PARAM and path[:shared] == arrays[0][:shared] else path
+        path[len(shared) :] if port.role is Role.PARAM and path[: len(shared)] == shared else path
         for path, port in zip(paths, program.inputs, strict=True)
     ]
     return ["/".join(path) for path in (named if len(set(map(tuple, named))) == len(named) else paths)]

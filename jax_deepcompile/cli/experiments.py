@@ -11,8 +11,8 @@ import tyro
 
 from jax_deepcompile.runtime.interrupts import Watch
 
-_TRAIN_EXTRA = {"grain", "orbax", "tensorboardX"}
-"""What the extra ``train`` installs, by the names that Python imports."""
+_EXTRAS = {"grain": "train", "orbax": "train", "pytest": "test", "tensorboardX": "train"}
+"""Which extra installs it, by the name that Python imports."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ def run(command: Literal["train", "bench"], words: Sequence[str], watch: Watch) 
         module = importlib.import_module("experiments.command")
         return getattr(module, command)(words, own if own != found else None, watch)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _TRAIN_EXTRA:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
             raise
-        return _mistake(f"{command} needs {error.name}: pip install 'jax-deepcompile[train]'")
+        return _mistake(f"{command} needs {error.name}: pip install 'jax-deepcompile[{extra}]'")
 
 
 def _beside_the_package() -> Path:

@@ -85,14 +85,22 @@ def allocator_bytes_of(mesh: Mesh) -> int | None:
 
 
 def host_bytes_of(mesh: Mesh) -> int:
-    """The host's memory for each device of ``mesh``: its own where it is here, else as its target is sold; 0 for CPUs,
-    whose memory it is."""
-    devices = mesh.devices.flat
+    """What programs may take of the host's memory for each device of ``mesh``: where it is here its own, as far as XLA
+    pins it, in whole GiB, equal in all processes; else as its target is sold; 0 for CPUs, whose memory it is."""
+    devices = list(mesh.devices.flat)
     if devices[0].platform not in _GPU:
         return 0
     if not _is_here(devices[0]):
         return hardware_of(devices[0].device_kind).host_bytes
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(Counter(map(_node, devices)).values())
+    of_node = max(Counter(map(_node, devices)).values())
+    of_process = max(Counter(device.process_index for device in devices).values())
+    own_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // of_node
+    pinned_bytes = int(float(os.environ.get(PINNED_GB, 64)) * 1e9) // of_process
+    return min(own_bytes, pinned_bytes) >> 30 << 30
+
+
+PINNED_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The environment variable by which XLA takes more of the host's memory for all GPUs of a process than 64 GB."""
 
 
 def is_described(mesh: AnyMesh | None) -> bool:

@@ -46,6 +46,26 @@ def move(
     return jax.tree.unflatten(tree, there), is_moved
 
 
+def free_moved(args: tuple, targets: Sequence[NamedSharding | None], donated: Collection[int], there: tuple) -> None:
+    """Frees donated state that ``move`` copied to another memory of the devices that it was on: ``args`` hold it still.
+
+    Args:
+      there: what ``move`` made of ``args``.
+    """
+    leaves = list(zip(jax.tree.leaves(args), jax.tree.leaves(there), targets, strict=True))
+    kept = {id(leaf) for at, (leaf, new, _) in enumerate(leaves) if at not in donated or new is leaf}
+    for leaf, _, target in leaves:
+        if id(leaf) not in kept and _changes_memory(leaf, target):
+            leaf.delete()
+
+
+def _changes_memory(leaf: Any, target: NamedSharding | None) -> bool:
+    kind = target and target.memory_kind
+    if target is None or kind is None or not is_concrete(leaf) or leaf.sharding.memory_kind == kind:
+        return False
+    return leaf.sharding.with_memory_kind(kind).is_equivalent_to(target, leaf.ndim)
+
+
 def are_plain(args: tuple) -> bool:
     """Whether every array in ``args`` is in memory, and there once: XLA crashes on buffers that are gone or used twice.
 

@@ -14,7 +14,7 @@ DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 def is_on_host(atom: Any) -> bool:
     """Whether a value is in the host's memory."""
-    return getattr(atom.aval, "memory_space", None) == HOST
+    return getattr(jax.typeof(atom) if isinstance(atom, jax.Array) else atom.aval, "memory_space", None) == HOST
 
 
 def is_fetch(eqn: Any) -> bool:

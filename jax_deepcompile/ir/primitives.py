@@ -136,9 +136,45 @@ def closed_like(closed: Any, jaxpr: jex.Jaxpr) -> Any:
     return jex.ClosedJaxpr(jaxpr, closed_consts(closed)) if isinstance(closed, jex.ClosedJaxpr) else jaxpr
 
 
-def _param(name: str) -> Any:
+def _param(name: str, *default: Any) -> Any:
     """The attribute of a view that is a parameter of its equation."""
-    return property(lambda view: view.eqn.params[name])
+    return property(lambda view: view.eqn.params.get(name, *default) if default else view.eqn.params[name])
+
+
+@dataclass(frozen=True)
+class Call:
+    """An equation that calls a jaxpr."""
+
+    eqn: Any
+    in_shardings = _param("in_shardings", ())  # that the user gave a ``jit``
+    out_shardings = _param("out_shardings", ())
+
+    @property
+    def guards(self) -> tuple[bool, ...]:
+        """Of which operands a recomputed region waits; the forward pass, and what is computed once, waits of none."""
+        params, operands = self.eqn.params, self.eqn.invars
+        guards = params["prevent_cse"] if params.get("differentiated") else False
+        return (guards,) * len(operands) if isinstance(guards, bool) else guards
+
+
+@dataclass(frozen=True)
+class LinearSolve:
+    """A ``custom_linear_solve`` equation, which is the solver it was given once it is differentiated."""
+
+    eqn: Any
+
+    @property
+    def solver(self) -> Any:
+        return self.eqn.params["jaxprs"].solve
+
+    def arguments(self, operands: Sequence) -> list:
+        """Of the solver."""
+        lengths = self.eqn.params["const_lengths"]
+        before = lengths.matvec + lengths.vecmat
+        return [
+            *operands[before : before + lengths.solve],
+            *operands[before + lengths.solve + lengths.transpose_solve :],
+        ]
 
 
 class ScanInputs(NamedTuple):
@@ -168,6 +204,12 @@ class Scan:
     length = _param("length")
     reverse = _param("reverse")
     closed = _param("jaxpr")  # the body and its constants
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How it runs, as ``lax.scan`` is told."""
+        params = self.eqn.params
+        return {name: params[name] for name in ("reverse", "unroll", "_split_transpose") if name in params}
 
     @cached_property
     def _counts(self) -> tuple[int, int]:
@@ -255,6 +297,13 @@ class While:
     @property
     def operands(self) -> WhileInputs:
         return self.split(self.eqn.invars)
+
+    def having(self, condition: Any, body: Any, operands: WhileInputs) -> Any:
+        """The loop with this condition and body, closed as its own are, of these operands."""
+        params = {"cond_jaxpr": condition, "cond_nconsts": len(operands.cond_consts)}
+        params |= {"body_jaxpr": body, "body_nconsts": len(operands.body_consts)}
+        invars = [*operands.cond_consts, *operands.body_consts, *operands.carry]
+        return self.eqn.replace(invars=invars, params=self.eqn.params | params)
 
 
 @dataclass(frozen=True)

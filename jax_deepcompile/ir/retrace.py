@@ -256,8 +256,8 @@ def rescan(eqn, body: Callable[[list, list], list], carry: list, stacks: list, l
         results = body(list(carry), list(slices))
         return results[:num_carry], results[num_carry:]
 
-    shape = {name: eqn.params[name] for name in ("reverse", "unroll")}
-    carry, stacked = lax.scan(step, carry, stacks, Scan(eqn).length if length is None else length, **shape)
+    scan = Scan(eqn)
+    carry, stacked = lax.scan(step, carry, stacks, scan.length if length is None else length, **scan.options)
     return [*carry, *stacked]
 
 

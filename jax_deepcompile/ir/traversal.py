@@ -12,7 +12,17 @@ from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat
 from jax_deepcompile._jax_compat import closed_consts, new_barrier, new_var, open_jaxpr
-from jax_deepcompile.ir.primitives import CONTROL_FLOW, Cond, Scan, ShardMap, While, axis_names, called
+from jax_deepcompile.ir.primitives import (
+    CONTROL_FLOW,
+    Call,
+    Cond,
+    LinearSolve,
+    Scan,
+    ShardMap,
+    While,
+    axis_names,
+    called,
+)
 from jax_deepcompile.ir.rewrite import renamed, with_regions
 
 _POSITIONAL = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
@@ -138,15 +148,14 @@ class _Inliner:
         body = open_jaxpr(inner)
         if not _jax_compat.has_user_frame(located):
             located = self._near(inner, operands) or located
-        if eqn.primitive.name == "remat2" and eqn.params["differentiated"]:
-            operands = self._barrier(eqn, operands)
-        operands = self._annotated(operands, eqn.params.get("in_shardings", ()), located)
+        call = Call(eqn)
+        operands = self._annotated(self._barrier(call, operands), call.in_shardings, located)
         known = dict(zip(body.invars, operands, strict=True))
         known |= self._constants(body, inner)
         first, scope = len(self.eqns), eqn.source_info.name_stack
         results = self._walk(body, known, located)
         self.eqns[first:] = [_within(scope, each) for each in self.eqns[first:]]
-        return self._annotated(results, eqn.params.get("out_shardings", ()), located)
+        return self._annotated(results, call.out_shardings, located)
 
     def _near(self, inner: jex.ClosedJaxpr, operands: list) -> jex.JaxprEqn | None:
         """Who knows a line for a call that does not: the step itself, or what JAX calls in a recomputed region."""
@@ -190,22 +199,18 @@ class _Inliner:
 
     def _solve(self, eqn: jex.JaxprEqn, operands: list, located: jex.JaxprEqn) -> list:
         """A differentiable linear solve, once differentiated, is the solver it was given."""
-        lengths, solver = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
-        before = lengths.matvec + lengths.vecmat
-        count = before + lengths.solve + lengths.transpose_solve
-        arguments = [*operands[before : before + lengths.solve], *operands[count:]]
+        solver = LinearSolve(eqn).solver
         body = open_jaxpr(solver)
-        known = dict(zip(body.invars, arguments, strict=True))
+        known = dict(zip(body.invars, LinearSolve(eqn).arguments(operands), strict=True))
         known |= self._constants(body, solver)
         return self._walk(body, known, located)
 
-    def _barrier(self, eqn: jex.JaxprEqn, operands: list) -> list:
-        guards = eqn.params["prevent_cse"]
-        guards = (guards,) * len(operands) if isinstance(guards, bool) else guards
-        guarded = [index for index, atom in enumerate(operands) if guards[index] and not isinstance(atom, jex.Literal)]
+    def _barrier(self, call: Call, operands: list) -> list:
+        waits = call.guards
+        guarded = [index for index, atom in enumerate(operands) if waits[index] and not isinstance(atom, jex.Literal)]
         if not guarded:
             return operands
-        self.eqns.append(new_barrier([operands[index] for index in guarded], eqn.source_info))
+        self.eqns.append(new_barrier([operands[index] for index in guarded], call.eqn.source_info))
         held = dict(zip(guarded, self.eqns[-1].outvars, strict=True))
         return [held.get(index, atom) for index, atom in enumerate(operands)]
 

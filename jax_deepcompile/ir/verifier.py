@@ -1,7 +1,8 @@
 """What must hold of every program, whoever rewrote it last.
 
 1. Every variable is defined before it is used, and only once.
-2. The program has one port for each input and output, with its dtype and, through its placement, its shape.
+2. The program has one port for each input and output, with its dtype and, through its placement, its shape, and in the
+   local view its memory kind.
 3. In the global view there is no collective; in the local view collectives run over axes of the mesh.
 4. Every placement splits dimensions that exist and divide evenly.
 5. No output is a partial sum.
@@ -17,6 +18,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
 from jax_deepcompile.errors import InvariantError
+from jax_deepcompile.ir.memory import HOST_KIND, is_on_host
 from jax_deepcompile.ir.primitives import NAMES_AXES, axis_names
 from jax_deepcompile.ir.program import Program, View
 from jax_deepcompile.ir.traversal import bodies, equations, nested_jaxprs, variables
@@ -63,6 +65,9 @@ def _check_ports(program: Program, jaxpr: Any) -> None:
             if (tuple(aval.shape), str(aval.dtype)) != (shape, port.dtype):
                 found = f"{what} {port.path} is {aval.dtype}{list(aval.shape)}, its port says {port.dtype}{list(shape)}"
                 raise InvariantError(2, "ports tell shapes and dtypes", found)
+            if not is_global and isinstance(atom, jex.Var) and is_on_host(atom) != (port.memory_kind == HOST_KIND):
+                found = f"{what} {port.path} is in {aval.memory_space}, its port says {port.memory_kind}"
+                raise InvariantError(2, "ports tell memory kinds", found)
 
 
 def _check_collectives(program: Program) -> None:

@@ -108,7 +108,7 @@ class Candidate:
     @property
     def waits(self) -> bool:
         """Whether enough communication and copies are exposed for another compilation."""
-        exposed_s = self.prediction.exposed_s + self.simulation.exposed_copy_s
+        exposed_s = self.prediction.exposed_s + self.prediction.exposed_copy_s
         return exposed_s >= WORTH_TRYING * self.prediction.step_s
 
     def simulated_by(self, costs: CostModel) -> Candidate:

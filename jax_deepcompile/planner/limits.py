@@ -59,9 +59,12 @@ def limit_bytes(limit: MemoryLimit, device_bytes: int | None, allocator_bytes: i
     return int(device_bytes * limit)
 
 
-def refuse_unknown(limit: MemoryLimit) -> None:
-    """Raises MemoryLimitError if ``limit`` is not understood, whatever the device."""
-    limit_bytes(limit, _ANY_DEVICE_BYTES)
+def refuse_unknown(limit: MemoryLimit, option: str = "memory_limit") -> None:
+    """Raises MemoryLimitError if ``limit``, given as ``option``, is not understood, whatever the device."""
+    try:
+        limit_bytes(limit, _ANY_DEVICE_BYTES)
+    except errors.MemoryLimitError:
+        raise errors.MemoryLimitError(limit, option) from None
 
 
 def require_room(function: str, argument_bytes: int, limit_bytes: int | None) -> None:

@@ -21,6 +21,7 @@ from jax_deepcompile.costs.simulation import Totals
 from jax_deepcompile.planner.candidate import Candidate
 from jax_deepcompile.planner.recomputation import Demand, RecomputeRegion
 from jax_deepcompile.planner.stacks import Stack
+from jax_deepcompile.planner.state_on_host import COPIED_BYTES
 
 Loops = tuple[str, str]
 """The names of a forward and a backward loop; equal where both are one place."""
@@ -64,7 +65,7 @@ class Phases:
             forward.compute_s,
             backward.compute_s or again_s,
             backward.communication_s,
-            max(moved, 1) / max(backward.communication_s, 1e-12),
+            moved / max(backward.communication_s, 1e-12) if moved else math.inf,
             to_host_bytes_per_s=rates[0],
             from_host_bytes_per_s=rates[1],
             both_ways_bytes_per_s=both_ways,
@@ -132,7 +133,7 @@ def choose(
     leaves = {model.variable(size / rate): (name, size) for name, size in (state or {}).items() if host_bytes > 0}
     moved = {var: float(size) for var, (_, size) in leaves.items()}
     spared_s = _sum(each.spared_s for each in loops)
-    before_s = phases.backward_s + sum(_saved_s(region, already) for region in regions if region.is_of_loops)
+    before_s = phases.backward_s + sum(saved_s(region, already) for region in regions if region.is_of_loops)
     forward_s, backward_s = model.variable(1.0, upper=math.inf), model.variable(1.0, upper=math.inf)
     model.at_least({forward_s: 1.0}, phases.forward_s)
     model.at_least({backward_s: 1.0, **spared_s}, before_s)
@@ -151,12 +152,12 @@ def choose(
     now_s = phases.forward_s + max(phases.backward_s, _HIDES * phases.network_s)
     gained_s = now_s - values[forward_s] - values[backward_s]
     gained_s += sum(each.gained_s(values) - _gained_s(each.region, already) for each in found)
-    away = tuple(name for var, (name, _) in leaves.items() if values[var] > 0.5)
+    away = tuple(name for var, (name, _) in leaves.items() if values[var])
     was = already.state if already else ()
     gained_s += (sum((state or {}).get(name, 0) for name in was) - sum((state or {})[name] for name in away)) / rate
     kept = {each.region.loops: positions for each in found if (positions := each.at_hand(values))}
     offloaded = {each.region.loops: names for each in found if (names := each.away(values))}
-    taken = tuple(each for var, each in gathered.items() if values[var] > 0.5)
+    taken = tuple(each for var, each in gathered.items() if values[var])
     device, host = (int(sum(size * values[var] for var, size in each.items())) for each in (on_device, on_host))
     return Choice(Places(kept, offloaded, away), taken, device, host, gained_s)
 
@@ -173,9 +174,6 @@ _WORTH = 3.0
 _LEAST = 1e-3
 """What counts of what is hidden anyway, so that of choices that are equally fast the smaller one is made."""
 
-COPIED_BYTES = 1 << 20
-"""What a layer has less of is not worth a copy."""
-
 _LAYERS_IN_FLIGHT = 3
 """Layers whose values the device holds of what goes to the host: made, copied out, copied back."""
 
@@ -185,7 +183,7 @@ Terms = Mapping[int, float]
 """Variables by number, and what each is multiplied by."""
 
 
-def _saved_s(region: RecomputeRegion, already: Places | None) -> float:
+def saved_s(region: RecomputeRegion, already: Places | None) -> float:
     """What a step computes less by what is ``already`` at hand."""
     positions = already.kept.get(region.loops, ()) if already else ()
     freed = Demand(region).freed([var for position in positions for var in region.activations[position].again])
@@ -199,7 +197,20 @@ def _gained_s(region: RecomputeRegion, already: Places | None) -> float:
     away = already.offloaded.get(region.loops, ())
     here = [each for each in already.kept.get(region.loops, ()) if region.names[each] not in away]
     copied_s = sum(region.copying_s(each) for each in here)
-    return (0.0 if region.is_of_loops else _saved_s(region, already)) - copied_s
+    return (0.0 if region.is_of_loops else saved_s(region, already)) - copied_s
+
+
+def taken_bytes(regions: Sequence[RecomputeRegion], places: Places, state: Mapping[str, int]) -> int:
+    """What ``places`` take on the device more than the program as it was written; ``state`` are the bytes of leaves."""
+    taken = -sum(state.get(name, 0) for name in places.state)
+    for region in regions:
+        away = places.offloaded.get(region.loops, ())
+        for place in places.kept.get(region.loops, ()):
+            layers = _LAYERS_IN_FLIGHT if region.names[place] in away else region.layers
+            taken += layers * region.activations[place].size_bytes
+        moved = sum(each.size_bytes for each in region.residuals if each.name in away)
+        taken += (_LAYERS_IN_FLIGHT - region.layers) * moved
+    return taken
 
 
 class _Region:
@@ -273,17 +284,17 @@ class _Region:
 
     def at_hand(self, values: np.ndarray) -> tuple[int, ...]:
         """Positions of the activations that are kept or sent."""
-        chosen = {place for each in (self.keep, self.send) for place, var in each.items() if values[var] > 0.5}
+        chosen = {place for each in (self.keep, self.send) for place, var in each.items() if values[var]}
         return tuple(sorted(chosen))
 
     def away(self, values: np.ndarray) -> tuple[str, ...]:
         """Names of what is sent or moved."""
-        sent = [self.region.names[place] for place, var in self.send.items() if values[var] > 0.5]
-        return (*(self.region.residuals[place].name for place, var in self.move.items() if values[var] > 0.5), *sent)
+        sent = [self.region.names[place] for place, var in self.send.items() if values[var]]
+        return (*(self.region.residuals[place].name for place, var in self.move.items() if values[var]), *sent)
 
     def gained_s(self, values: np.ndarray) -> float:
         """As ``_gained_s``."""
-        copied_s = sum(self.region.copying_s(place) for place, var in self.keep.items() if values[var] > 0.5)
+        copied_s = sum(self.region.copying_s(place) for place, var in self.keep.items() if values[var])
         spared_s = 0.0 if self.region.is_of_loops else sum(each * values[var] for var, each in self.spared_s.items())
         return spared_s - copied_s
 
@@ -331,7 +342,7 @@ class _Model:
             constraints=LinearConstraint(coo_array((values, (rows, columns)), shape).tocsr(), least),
             options={"time_limit": _SECONDS, "mip_rel_gap": _GAP},
         )
-        return found.x
+        return None if found.x is None else np.where(self._wholes, np.round(found.x), found.x)
 
 
 _SECONDS, _GAP = 20.0, 1e-4

@@ -186,8 +186,9 @@ class _Search:
             known |= {each.plan for each in proposals}
             (evaluated,) = self._all_evaluated([proposals])
             self._accept(strategy.name, evaluated)
-            seconds = self.environment.expected_s
-            if self.accepted[-1] is before or 1 - seconds(self.accepted[-1]) / seconds(before) < _WORTH_ANOTHER:
+            seconds, after = self.environment.expected_s, self.accepted[-1]
+            hardly = self.environment.fits(before) and 1 - seconds(after) / seconds(before) < _WORTH_ANOTHER
+            if after is before or hardly:
                 break
 
     def _accept(self, name: str, evaluated: Sequence[_Evaluated], of: Candidate | None = None) -> None:
@@ -344,7 +345,7 @@ class _Search:
         peak, limit, fits = candidate.prediction.peak_bytes, self.environment.limit_bytes, self.environment.fits
         if not fits(candidate) and (fits(best) or peak >= best.prediction.peak_bytes):
             return f"takes {peak / 2**30:.1f} GiB of {(limit or 0) / 2**30:.1f}"
-        if (fits(candidate) and not fits(best)) or seconds(candidate) <= (1 - least) * seconds(best):
+        if not fits(best) or seconds(candidate) <= (1 - least) * seconds(best):
             return ""
         slower = seconds(candidate) > (1 - _LEAST_GAIN) * seconds(best)
         grounds = "no faster" if slower else f"for {peak / 2**30:.1f} GiB hardly faster"

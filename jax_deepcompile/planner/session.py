@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend import core as jex
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import keep_executables, open_jaxpr
-from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile._jax_compat import keep_executables
 from jax_deepcompile.costs.devices import allocator_bytes_of, host_bytes_of, machine_of
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
@@ -33,8 +31,8 @@ from jax_deepcompile.planner.plan import Plan, Record, Rows
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.planner.search import by_first_proposals, carried_out, search
 from jax_deepcompile.planner.selection import Passes, Selection
+from jax_deepcompile.planner.state_on_host import argument_bytes, state_bytes
 from jax_deepcompile.planner.strategies import ON_A_HOST, ONE_DEVICE, STRATEGIES
-from jax_deepcompile.planner.strategies.keep_activations import state_bytes
 from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.planner.version import planner_digest
 from jax_deepcompile.runtime.processes import processes_of
@@ -305,13 +303,6 @@ def make_plan(
       MemoryExceededError: the program does not fit, whatever the plan.
     """
     return search(program, environment, strategies, Plan(fingerprint).replace(options=_options(program, environment)))
-
-
-def argument_bytes(program: Program) -> int:
-    """What one device holds of the arguments of ``program``; XLA is not given those that nothing reads."""
-    jaxpr = open_jaxpr(program.jaxpr)
-    read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, jex.Var)}
-    return sum(size_bytes(var) for var in jaxpr.invars if var in read)
 
 
 def _options(program: Program, environment: Environment) -> Options:

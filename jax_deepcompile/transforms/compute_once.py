@@ -24,6 +24,7 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import is_drop_var
 from jax_deepcompile.analysis.dataflow import alike, literal_bits, renamed, unguarded, variables
 from jax_deepcompile.analysis.equal_work import is_repeatable, work_key
+from jax_deepcompile.ir.memory import is_fetch, is_offload
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.rewrite import Walk
@@ -45,7 +46,8 @@ def _merged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     makers = {var: eqn for eqn in walk.jaxpr.eqns for var in eqn.outvars}
     made: dict = {}
     for eqn in walk:
-        if (same := _read_back(eqn, makers, guarded)) is not None:
+        same = _fetched_back(eqn, makers) if is_fetch(eqn) else _read_back(eqn, makers, guarded)
+        if same is not None:
             walk.names[eqn.outvars[0]] = renamed(same, walk.names)
             continue
         if eqn.primitive.name == "optimization_barrier" or not is_repeatable(eqn):
@@ -57,6 +59,12 @@ def _merged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         else:
             walk.names.update(zip(eqn.outvars, first.outvars, strict=True))
     return walk.result()
+
+
+def _fetched_back(fetch: Any, makers: dict) -> Any:
+    """The value that ``fetch`` copies back from the host, to which it was just copied; else None."""
+    copied = makers.get(fetch.invars[0])
+    return copied.invars[0] if copied is not None and is_offload(copied) else None
 
 
 def _read_back(eqn: Any, makers: dict, guarded: dict) -> Any:

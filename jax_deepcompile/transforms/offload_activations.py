@@ -18,7 +18,7 @@ Guarantees: values are bitwise the same; each is copied out once and back once; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -30,14 +30,12 @@ from jax_deepcompile.ir.memory import DEVICE, HOST
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Replacement, replace_equations, rescan
-from jax_deepcompile.transforms.decision import Decision, listed, loops_in_turn, positions
+from jax_deepcompile.ir.retrace import rescan
+from jax_deepcompile.transforms.decision import Decision, listed, loops_in_turn, positions, replace_loops
 
 
 @dataclass(frozen=True)
-class OffloadedActivations(
-    Decision, kind="offload_activations", after=("keep_activations",), about=("forward", "backward")
-):
+class OffloadedActivations(Decision, kind="offload_activations", after=("rematerialize", "keep_activations")):
     """What one loop stacks for another one is in the host's memory between them.
 
     Attributes:
@@ -53,16 +51,20 @@ class OffloadedActivations(
     def describe(self) -> str:
         return f"{self.forward}: copies {listed(self.values, self.forward)} to the host for {self.backward}"
 
+    def subjects(self) -> tuple[str, ...]:
+        """Two loops together: one may leave stacks for several, as on the way down a U does for the way up and back."""
+        return (f"{self.forward}, {self.backward}",)
+
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[OffloadedActivations]) -> Program:
-        replacements: dict[int, Replacement] = {}
+        copying: dict[str, _Copying] = {}
         for each in decisions:
             forward, backward, chosen = _chosen(program, each)
             if chosen:
-                read = frozenset(at for found in chosen for at in found.inputs)
-                replacements[id(forward.eqn)] = _Copying(outputs=frozenset(found.output for found in chosen))
-                replacements[id(backward.eqn)] = _Copying(inputs=read)
-        return replace_equations(program, mesh, replacements)
+                made, read = {found.output for found in chosen}, {at for found in chosen for at in found.inputs}
+                copying.setdefault(forward.name, _Copying()).outputs.update(made)
+                copying.setdefault(backward.name, _Copying()).inputs.update(read)
+        return replace_loops(program, mesh, {name: lambda loop, run=run: run for name, run in copying.items()})
 
 
 def offloadable(program: Program, forward: Loop, backward: Loop) -> tuple[Residual, ...]:
@@ -80,12 +82,12 @@ def _chosen(program: Program, choice: OffloadedActivations) -> tuple[Loop, Loop,
     return forward, backward, [known[place] for place in places]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Copying:
     """Runs a loop whose stacked ``outputs`` go to the host, and whose stacked ``inputs`` come from it, by position."""
 
-    outputs: frozenset[int] = frozenset()
-    inputs: frozenset[int] = frozenset()
+    outputs: set[int] = field(default_factory=set)
+    inputs: set[int] = field(default_factory=set)
 
     def __call__(self, eqn: Any, operands: list) -> list:
         scan = Scan(eqn)

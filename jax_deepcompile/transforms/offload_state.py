@@ -9,26 +9,32 @@ After, for one parameter after the other::
     d = to_device(m); e = f(d, g); p' = h(p, e); m' = to_host(e)
 
 Two parameters at a time are on their way: what the next but one needs waits until the results of this one are there. So
-copies run both ways at once, and the device holds a few leaves instead of all.
+copies run both ways at once, and the device holds a few leaves instead of all. Where even those are too large, stacks
+are updated in a loop, a layer at a time::
 
-Guarantees: values are bitwise the same; each leaf is copied in once and out once; the memory that a donated leaf has on
-the host is that of its successor.
+    loop(t): d = to_device(m[t]); e = f(d, g[t]); p[t] = h(p[t], e); m[t] = to_host(e)
+
+Guarantees: values are bitwise the same; each leaf is copied in once and out once, one that does not change not at all;
+the memory that a donated leaf has on the host is that of its successor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import free_variables, variables
+from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.names import parameter_names
-from jax_deepcompile.ir.memory import DEVICE, HOST, HOST_KIND
+from jax_deepcompile.ir.memory import DEVICE, HOST, HOST_KIND, is_on_host
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import ELEMENTWISE
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import compute, read, trace_blocks
 from jax_deepcompile.transforms.decision import Decision, positions
@@ -40,40 +46,49 @@ class OffloadedState(Decision, kind="offload_state"):
 
     Attributes:
       leaves: by path.
+      by_layer: whether stacks are updated a layer at a time, where that is elementwise.
     """
 
     leaves: tuple[str, ...]
+    by_layer: bool = False
 
     def subjects(self) -> tuple[str, ...]:
         return self.leaves
 
     def describe(self) -> str:
-        return f"in the host's memory between steps: {', '.join(self.leaves)}"
+        how = ", updated a layer at a time" * self.by_layer
+        return f"in the host's memory between steps{how}: {', '.join(self.leaves)}"
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[OffloadedState]) -> Program:
         named = [name for each in decisions for name in each.leaves]
         known = movable(program)
         chosen = [list(known)[place] for place in positions(named, list(known.values()), "has on the host")]
-        return _moved(program, mesh, sorted(chosen)) if chosen else program
+        by_layer = any(each.by_layer for each in decisions)
+        return _moved(program, mesh, sorted(chosen), by_layer) if chosen else program
 
 
 def movable(program: Program) -> dict[int, str]:
     """By position the names of the inputs that may be on the host: state whose memory its successor takes."""
-    names = parameter_names(program)
-    return {place: names[place] for place, _ in program.state_outputs if program.inputs[place].shape}
+    names, variables = parameter_names(program), open_jaxpr(program.jaxpr).invars
+    return {place: names[place] for place, _ in program.state_outputs if _is_movable(variables[place].aval)}
 
 
-def _moved(program: Program, mesh: AnyMesh, leaves: list[int]) -> Program:
+def _is_movable(aval: Any) -> bool:
+    """Whether there is something to copy; scalars and random keys stay."""
+    return bool(aval.shape) and aval.size > 0 and isinstance(aval.dtype, np.dtype)
+
+
+def _moved(program: Program, mesh: AnyMesh, leaves: list[int], by_layer: bool) -> Program:
     successors = dict(program.state_outputs)
-    results = {successors[place] for place in leaves}
+    results = {successors[place]: place for place in leaves}
     there = program.replace(
         inputs=tuple(_on_host(port, place in leaves) for place, port in enumerate(program.inputs)),
         outputs=tuple(_on_host(port, place in results) for place, port in enumerate(program.outputs)),
     )
 
     def body(consts, *blocks):
-        return _updated(program, consts, blocks, leaves, results)
+        return _updated(program, consts, blocks, leaves, results, by_layer)
 
     return there.replace(jaxpr=trace_blocks(body, there, mesh))
 
@@ -82,25 +97,50 @@ def _on_host(port: Any, is_there: bool) -> Any:
     return replace(port, memory_kind=HOST_KIND) if is_there else port
 
 
-def _updated(program: Program, consts: Sequence, blocks: Sequence, leaves: Sequence[int], results: set[int]) -> list:
-    """The program's results, of blocks of which the ``leaves`` are on the host."""
+def _updated(
+    program: Program,
+    consts: Sequence,
+    blocks: Sequence,
+    leaves: Sequence[int],
+    results: Mapping[int, int],
+    by_layer: bool,
+) -> list:
+    """The program's results, of blocks of which the ``leaves`` are on the host.
+
+    Args:
+      results: positions of the outputs that succeed leaves, each with that of its leaf.
+    """
     jaxpr = open_jaxpr(program.jaxpr)
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *blocks), strict=True))
     host = {jaxpr.invars[place]: known.pop(jaxpr.invars[place]) for place in leaves}
+    succeeded = {place: jaxpr.invars[leaf] for place, leaf in results.items()}
+    back = {place: host[leaf] for place, leaf in succeeded.items() if jaxpr.outvars[place] is leaf}
+    read_here = {*variables(atom for eqn in jaxpr.eqns for atom in eqn.invars)}
+    read_here |= {*variables(atom for place, atom in enumerate(jaxpr.outvars) if place not in back)}
     groups = _together(jaxpr, list(host))
     later = {id(eqn) for group in groups for eqn in group.eqns}
     known = compute([eqn for eqn in jaxpr.eqns if id(eqn) not in later], known)
-    back: dict[int, Any] = {}
+    early = {place for place in results if place not in back and jaxpr.outvars[place] in known}
+    donors = {result: jaxpr.invars[place] for place, result in program.state_outputs}
     done: list[list] = []
     for group in groups:
         awaited = done[-_IN_FLIGHT] if len(done) >= _IN_FLIGHT else [known[var] for var in group.reads]
-        waiting, _ = lax.optimization_barrier(([host[leaf] for leaf in group.leaves], awaited))
-        here = {leaf: jax.device_put(value, DEVICE) for leaf, value in zip(group.leaves, waiting, strict=True)}
-        known = compute(group.eqns, known | here)
+        fetched = [leaf for leaf in group.leaves if leaf in read_here]
+        waiting, _ = lax.optimization_barrier(([host[leaf] for leaf in fetched], awaited)) if fetched else ([], None)
+        here = dict(zip(fetched, waiting, strict=True))
         made = {*group.leaves, *(var for eqn in group.eqns for var in eqn.outvars)}
-        places = [place for place in results if jaxpr.outvars[place] in made]
-        back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places}
-        done.append([back[place] for place in places])
+        places = [place for place in results if place not in back and jaxpr.outvars[place] in made]
+        layers = _Layers.of(jaxpr, group, places) if by_layer else None
+        if layers is None:
+            known = compute(group.eqns, known | {leaf: jax.device_put(value, DEVICE) for leaf, value in here.items()})
+            places += [place for place in early if succeeded[place] in group.leaves]
+            back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places}
+        else:
+            updated = layers.run(known | here, donors, places)
+            known |= {jaxpr.outvars[place]: value for place, value in updated.items() if place not in places}
+            back |= {place: updated[place] for place in places}
+        if places:
+            done.append([back[place] for place in places])
     return [back[place] if place in back else read(atom, known) for place, atom in enumerate(jaxpr.outvars)]
 
 
@@ -139,3 +179,81 @@ def _together(jaxpr: Any, leaves: Sequence) -> list[_Group]:
             reader[id(eqn)] = found[0]
     groups = dict.fromkeys(group_of.values())
     return [_Group(group, tuple(eqn for eqn in jaxpr.eqns if reader.get(id(eqn)) in group)) for group in groups]
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The elementwise update of stacks of one shape, a layer at a time.
+
+    Attributes:
+      shape: of every stack.
+      eqns: of the update, and cheap ones before it, so that no stack is there that only this reads.
+      made: by position the results that it makes.
+    """
+
+    shape: tuple[int, ...]
+    eqns: tuple
+    made: Mapping[int, Any]
+
+    @classmethod
+    def of(cls, jaxpr: Any, group: _Group, away: Sequence[int]) -> _Layers | None:
+        """None where it cannot be: for what is not elementwise, on stacks of one shape and scalars, each a result once.
+
+        Args:
+          away: positions of the results that go to the host.
+        """
+        shape = group.leaves[0].aval.shape
+        if len(shape) < 2 or size_bytes(group.leaves[0]) < shape[0] * _LAYER_BYTES:
+            return None
+        makers = {var: eqn for eqn in jaxpr.eqns if _is_elementwise(eqn, shape) for var in eqn.outvars}
+        results = {var for eqn in group.eqns for var in eqn.outvars}
+        made = {place: atom for place, atom in enumerate(jaxpr.outvars) if variables([atom]) and atom in results}
+        others = [leaf for leaf in group.leaves if leaf.aval.shape != shape]
+        if others or not set(away) <= made.keys() or len(set(made.values())) != len(made):
+            return None
+        if any(eqn.outvars[0] not in makers or eqn.outvars[0].aval.shape != shape for eqn in group.eqns):
+            return None
+        needed, waiting = set(), list(results)
+        while waiting:
+            eqn = makers.get(waiting.pop())
+            if eqn is not None and id(eqn) not in needed and eqn.outvars[0].aval.shape:
+                needed.add(id(eqn))
+                waiting += variables(eqn.invars)
+        return cls(shape, tuple(eqn for eqn in jaxpr.eqns if id(eqn) in needed), made)
+
+    def run(self, known: Mapping[Any, Any], donors: Mapping[int, Any], away: Sequence[int]) -> dict[int, Any]:
+        """The results by position, in the memory of their donors where they have one."""
+        starts = [
+            known[donors[place]] if place in donors else lax.empty(var.aval.shape, var.aval.dtype)
+            for place, var in self.made.items()
+        ]
+        donated = {donors[place]: number for number, place in enumerate(self.made) if place in donors}
+
+        def layer(t: Any, stacks: list) -> list:
+            def cut(var: Any) -> Any:
+                stack = stacks[donated[var]] if var in donated else known[var]
+                if var.aval.shape != self.shape:
+                    return stack
+                value = lax.dynamic_index_in_dim(stack, t, keepdims=True)
+                return jax.device_put(value, DEVICE) if is_on_host(value) else value
+
+            here = compute(self.eqns, {var: cut(var) for var in free_variables(self.eqns, self.made.values())})
+            pairs = zip(stacks, self.made.items(), strict=True)
+            return [
+                lax.dynamic_update_slice_in_dim(
+                    stack, jax.device_put(here[var], HOST) if place in away else here[var], t, 0
+                )
+                for stack, (place, var) in pairs
+            ]
+
+        return dict(zip(self.made, lax.fori_loop(0, self.shape[0], layer, starts), strict=True))
+
+
+def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
+    name = eqn.primitive.name
+    shapes = {atom.aval.shape for atom in (*eqn.invars, *eqn.outvars)}
+    return name in ELEMENTWISE and name != "reshape" and shapes <= {shape, ()}
+
+
+_LAYER_BYTES = 1 << 20
+"""What is less is not worth a turn of a loop."""

@@ -217,8 +217,10 @@ class _Pipeline:
         left = tuple(self._in_a_row((made | gradients)[var]) for var in split.pending)
         if reduces:
             reduced, pending = self._reduced(pending[0], stacks, t - schedule.delay_layers), pending[1:]
-        if reduces and apart:
-            carry, rest, left, reduced = lax.optimization_barrier((carry, rest, left, reduced))
+        if reduces and apart:  # a copy to the host, and where it goes in a stack there, are one
+            here = {index: value for index, value in reduced.items() if not is_on_host(value)}
+            carry, rest, left, here = lax.optimization_barrier((carry, rest, left, here))
+            reduced |= here
         stacks = self._stored(stacks, t - schedule.delay_layers, reduced)
         early = [index for index in range(len(stacks)) if index not in split.late_outputs]
         stacks = self._stored(stacks, t, dict(zip(early, rest, strict=True)))

@@ -10,7 +10,8 @@ After::
     s = scan(x, t): h = dot(x, w[t]); y = gelu(h) -> y, x
     scan(g, t): x = s[t]; h = dot(x, w[t]); ...
 
-What of it is better kept, on the device or on the host, other decisions say.
+What both loops read of a stack, and what the backward loop computes of it anyway, such as gathered parameters, is there
+once. What of it is better kept, on the device or on the host, other decisions say.
 
 Guarantees: what is computed again is the value that was kept; a layer's input is kept instead, where it was not.
 """
@@ -24,15 +25,15 @@ from typing import Any
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import eval_local, new_jaxpr
-from jax_deepcompile.analysis.dataflow import needed_for, without_barriers
-from jax_deepcompile.analysis.equal_work import is_repeatable
+from jax_deepcompile._jax_compat import bind, new_jaxpr
+from jax_deepcompile.analysis.dataflow import literal_bits, needed_for, without_barriers
+from jax_deepcompile.analysis.equal_work import is_repeatable, work_key
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
 from jax_deepcompile.analysis.residuals import residuals
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Replacement, compute, replace_equations, rerun, rescan
+from jax_deepcompile.ir.retrace import Replacement, read, replace_equations, rerun, rescan
 from jax_deepcompile.transforms.decision import Decision, loops_in_turn, refused
 
 
@@ -90,27 +91,76 @@ class Recomputation:
         body, outputs = scan.body, scan.outputs
         consts, _, stacks = scan.split(operands)
         self.given = constants_of(eqn) | dict(zip(scan.inputs.consts, consts, strict=True))
-        kept = [atom for place, atom in enumerate(outputs.ys) if place not in self.dropped]
-        inner = new_jaxpr([*body.constvars, *body.invars], [*outputs.carry, *kept, *self.carried], body.eqns)
+        kept = [place for place in range(len(outputs.ys)) if place not in self.dropped]
+        places = {outputs.ys[place]: at for at, place in enumerate(kept) if isinstance(outputs.ys[place], jex.Var)}
+        more = [var for var in self.carried if var not in places]
+        places |= {var: len(kept) + at for at, var in enumerate(more)}
+        results = [*outputs.carry, *(outputs.ys[place] for place in kept), *more]
+        inner = new_jaxpr([*body.constvars, *body.invars], results, body.eqns)
         made = scan.split_results(rerun(eqn, inner, operands))
-        self.stacks = [*stacks, *made.ys[len(kept) :]]
+        self.stacks = [*stacks, *(made.ys[places[var]] for var in self.carried)]
         rest = iter(made.ys)
-        nobody = [lax.empty(var.aval.shape, var.aval.dtype) for var in scan.results.ys]
-        ys = [nobody[place] if place in self.dropped else next(rest) for place in range(len(nobody))]
+        ys = [
+            lax.empty(var.aval.shape, var.aval.dtype) if place in self.dropped else next(rest)
+            for place, var in enumerate(scan.results.ys)
+        ]
         return [*made.carry, *ys]
 
     def read(self, eqn: Any, operands: list) -> list:
-        scan, ahead = Scan(eqn), Scan(self.forward)
+        scan, given = Scan(eqn), [*Scan(self.forward).inputs.xs, *self.carried]
         consts, carry, stacks = scan.split(operands)
+        pairs = enumerate(zip(scan.inputs.xs, stacks, strict=True))
+        own = {var: stack for place, (var, stack) in pairs if place not in self.made}
+        read_once = {id(stack): stack for stack in (*own.values(), *self.stacks)}
+        constants = self.given | constants_of(eqn) | dict(zip(scan.inputs.consts, consts, strict=True))
 
         def body(carry: list, slices: list) -> list:
-            own, more = slices[: len(stacks)], slices[len(stacks) :]
-            known = self.given | dict(zip([*ahead.inputs.xs, *self.carried], more, strict=True))
-            known = compute(self.eqns, known)
-            here = [known[self.made[place]] if place in self.made else value for place, value in enumerate(own)]
-            return eval_local(scan.closed, [*consts, *carry, *here])
+            layer = dict(zip(read_once, slices, strict=True))
+            known = constants | dict(zip(scan.inputs.carry, carry, strict=True))
+            known |= {var: layer[id(stack)] for var, stack in own.items()}
+            known |= {var: layer[id(stack)] for var, stack in zip(given, self.stacks, strict=True)}
+            once = _Once()
+            known = once.compute(self.eqns, known)
+            known |= {scan.inputs.xs[place]: known[atom] for place, atom in self.made.items()}
+            known = once.compute(scan.body.eqns, known)
+            return [read(atom, known) for atom in scan.body.outvars]
 
-        return rescan(eqn, body, carry, [*stacks, *self.stacks])
+        return rescan(eqn, body, carry, list(read_once.values()))
+
+
+@dataclass
+class _Once:
+    """Computes equations, traced here and now, but for what it computed of the same values before.
+
+    Attributes:
+      made: results of repeatable equations, by what is done to what.
+      guarded: for results of barriers the values that went into them.
+    """
+
+    made: dict = field(default_factory=dict)
+    guarded: dict[int, Any] = field(default_factory=dict)
+
+    def compute(self, eqns: Sequence, known: Mapping[Any, Any]) -> dict:
+        """``known``, the values of some variables, and with them what ``eqns`` define."""
+        known = dict(known)
+        for eqn in eqns:
+            operands = [read(atom, known) for atom in eqn.invars]
+            before = [
+                literal_bits(atom) or id(self._before(value)) for atom, value in zip(eqn.invars, operands, strict=True)
+            ]
+            key = (work_key(eqn), tuple(before))
+            results = self.made.get(key) or bind(eqn, operands)
+            if eqn.primitive.name == "optimization_barrier":
+                self.guarded |= {
+                    id(result): self._before(value) for result, value in zip(results, operands, strict=True)
+                }
+            elif is_repeatable(eqn):
+                self.made[key] = results
+            known.update(zip(eqn.outvars, results, strict=True))
+        return known
+
+    def _before(self, value: Any) -> Any:
+        return self.guarded.get(id(value), value)
 
 
 def recomputable(program: Program, forward: Loop, backward: Loop) -> Recomputation | None:

@@ -48,13 +48,14 @@ def _alone(eqn) -> Any:
     """``eqn`` with a condition of this device's own, if it is a ``while`` that may have one."""
     if eqn.primitive.name != "while" or has_side_effects(eqn):
         return eqn
-    condition = While(eqn).condition
+    loop = While(eqn)
+    condition = loop.condition
     combined = _maker(condition, condition.outvars[0], "pmax")
     here = combined and _maker(condition, combined.invars[0], "reduce_or")
     if not here or not _keeps_what_is_done(eqn, here.invars[0]):
         return eqn
     alone = condition.replace(eqns=[each for each in condition.eqns if each is not combined], outvars=here.outvars)
-    return eqn.replace(params={**eqn.params, "cond_jaxpr": closed_like(While(eqn).closed_condition, alone)})
+    return loop.having(closed_like(loop.closed_condition, alone), loop.closed_body, loop.operands)
 
 
 def _keeps_what_is_done(eqn, going: Any) -> bool:

@@ -426,9 +426,12 @@ def test_shapes_that_no_mesh_has(shape):
 @pytest.mark.parametrize(
     "limit", [float("nan"), float("inf"), [1], 1.5, 2.0, True, 0, -1, "9" * 401, 2**63, "1.5", "nan", 1 + 1j]
 )
-def test_memory_limits_that_cannot_be_meant(limit):
-    with pytest.raises(errors.MemoryLimitError, match="is not understood"):
-        deepcompile.shard(step, memory_limit=limit)
+@pytest.mark.parametrize(("option", "whose"), [("memory_limit", "device's"), ("host_memory_limit", "host's")])
+def test_memory_limits_that_cannot_be_meant(option, whose, limit):
+    with pytest.raises(
+        errors.MemoryLimitError, match=rf"^{option}=.* is not understood. .* None for the {whose} memory"
+    ):
+        deepcompile.shard(step, **{option: limit})
 
 
 @pytest.mark.parametrize(
@@ -441,6 +444,7 @@ def test_memory_limits_that_cannot_be_meant(limit):
         {"memory_limit": 72e9},
         {"memory_limit": np.int64(1 << 30)},
         {"memory_limit": np.float32(0.5)},
+        {"host_memory_limit": "100GiB"},
     ],
 )
 def test_options_that_can_be_meant(options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from importlib import resources
 from types import SimpleNamespace
@@ -13,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_deepcompile import errors
-from jax_deepcompile.costs import devices
-from jax_deepcompile.costs.devices import allocator_bytes_of, hardware_of, network_of
+from jax_deepcompile.costs import devices, hardware
+from jax_deepcompile.costs.devices import allocator_bytes_of, hardware_of, host_bytes_of, network_of
 from jax_deepcompile.costs.hardware import B200_SXM, CPU_HOST, H100_SXM, H200_SXM, HARDWARE, known_hardware
 from jax_deepcompile.costs.network import CPU_NETWORK, Network, describe_network
 from jax_deepcompile.costs.tables import KernelTable, fitted_hardware
@@ -132,3 +133,34 @@ def with_allocator(limit: int | None, platform: str = "gpu", process: int = 0):
 def test_what_the_allocator_has(device, expected):
     mesh: Any = SimpleNamespace(devices=np.array([device], object))
     assert allocator_bytes_of(mesh) == expected
+
+
+NODES = [gpu(index // 4, client=HERE, platform="gpu", slice_index=index // 4) for index in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "pinned_gb", "expected"),
+    [
+        ([gpu(0, platform="gpu")] * 8, None, H100_SXM.host_bytes),
+        (NODES, None, 14 << 30),
+        (NODES, "2000", 250 << 30),
+        ([gpu(0, "cpu", client=HERE, platform="cpu")], None, 0),
+    ],
+    ids=["described", "a quarter of what XLA pins", "a quarter of the node's", "CPU"],
+)
+def test_the_hosts_memory_is_for_all_its_gpus(monkeypatch, gpus, pinned_gb, expected):
+    """Nodes of one kind differ by a few pages."""
+    pages = {"SC_PAGE_SIZE": 1 << 12, "SC_PHYS_PAGES": (1000 << 18) + 5}
+    monkeypatch.setattr(devices.os, "sysconf", pages.__getitem__)
+    monkeypatch.delenv(devices.PINNED_GB, raising=False)
+    if pinned_gb is not None:
+        monkeypatch.setenv(devices.PINNED_GB, pinned_gb)
+    mesh: Any = SimpleNamespace(devices=np.array(gpus, object))
+    assert host_bytes_of(mesh) == expected
+
+
+def test_the_hosts_of_all_targets_have_a_source():
+    assert all(each.host_bytes > each.memory_bytes for name, each in HARDWARE.items() if name != "cpu")
+    lines = inspect.getsource(hardware).splitlines()
+    given = [place for place, line in enumerate(lines) if line.strip().startswith("host_bytes=")]
+    assert all("#" in lines[place] or "https://" in lines[place - 1] for place in given)

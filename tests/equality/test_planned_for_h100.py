@@ -16,11 +16,12 @@ from flax.training.train_state import TrainState
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.planner.layers import pipelined
+from jax_deepcompile.planner.layers import offloading, pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions, sum_names
 from jax_deepcompile.transforms.keep_activations import KeptActivations
+from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from models import llama
@@ -110,6 +111,22 @@ def test_so_it_does_with_every_sum_reduced_in_the_next_microbatch(create):
     delayed = [DelayedReductions(name, tuple(sums), apart) for name, sums in found.items() if sums]
     assert delayed
     assert_trains_alike(step, state, plan.having(DelayedReductions, delayed), 2)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_on_the_host_meanwhile_activations_are_the_same_bits(microbatches):
+    step, state = training(scanned())
+    h100s = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+    traced = deepcompile.shard(step, h100s, microbatches=microbatches, passes=()).trace(state, TOKENS)
+    turns = [turn for turn in find_recomputation(traced.sharded, CostModel()) if turn.is_of_loops]
+    kept = [KeptActivations(*turn.loops, turn.names) for turn in turns]
+    away = [OffloadedActivations(*turn.loops, (*turn.names, *(each.name for each in turn.residuals))) for turn in turns]
+    plan = offloading(Plan(""), traced.sharded, h100s, kept, away).replace(options={})
+    found = [
+        deepcompile.shard(step, plan=each, microbatches=microbatches)(jax.tree.map(jnp.copy, state), TOKENS)
+        for each in (plan, plan.having(OffloadedActivations, ()))
+    ]
+    assert_close(*found, 0, "state and loss")
 
 
 def assert_trains_alike(step: Callable, state: TrainState, plan: Plan, microbatches: int) -> None:

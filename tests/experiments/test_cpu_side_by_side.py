@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import jax
@@ -10,6 +11,10 @@ import pytest
 
 from experiments import cpu_side_by_side as side
 from experiments import trainings
+from experiments.bench.command import BENCHMARKS
+from experiments.bench.rows import Results
+from experiments.bench.side_by_side import SideBySide
+from experiments.command import bench
 from experiments.small_models import SmallResNet, SmallTransformer
 from models import gpt2, llama, mixtral, resnet, vit
 
@@ -29,6 +34,23 @@ SMALL: dict[str, Callable[[], trainings.Training]] = {
     "small transformer": lambda: trainings.next_token_training(SmallTransformer(64, 16, 32, 2, 2), 64, 16, 16),
     "gpt2 in microbatches": lambda: trainings.gpt2_training(gpt2.GPT2_TINY, 64, 32, microbatches=4),
 }
+
+
+def test_the_benchmark_runs_them_in_turn(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(side.WORKLOADS, "mlp", SMALL["mlp"])
+    monkeypatch.setattr(side, "ROUNDS", 3)
+    benchmark = SideBySide(workloads=("mlp",))
+    monkeypatch.setitem(BENCHMARKS, "cpu", benchmark)
+    out = tmp_path / "cpu.json"
+    assert bench(["cpu", "--out", str(out)]) == 0
+    page = capsys.readouterr().out
+    assert out.with_suffix(".md").read_text() == page
+    assert re.search(r"\| mlp \| jit \| [\d.]+ \| 1.000 \| 1.000 to 1.000 \| \d+ \| [\d.]+ \| 1.000 \|", page)
+    results = Results.from_json(out.read_text(), benchmark.read)
+    assert [each.system for each in results.results] == ["jit", "fully sharded", "planned"]
+    assert all(len(each.figures.all_step_s) == 3 for each in results.results)
+    assert bench(["cpu", "--out", str(out), "--resume"]) == 0
+    assert "mlp" not in capsys.readouterr().err, "nothing is measured again"
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -10,6 +10,7 @@ from jax import lax
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.transforms.keep_activations import KeptActivations
+from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from tests.partition.steps import shapes, training_step
 
 pytestmark = pytest.mark.h100_aot
@@ -17,18 +18,18 @@ pytestmark = pytest.mark.h100_aot
 LAYERS, WIDTH, ROWS = 4, 2048, 8192
 
 
-def traced(checkpointed: bool, rows: int = ROWS):
+def traced(checkpointed: bool, rows: int = ROWS, layers: int = LAYERS, **options):
     def layer(x, w):
         return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None
 
     def loss(params, x):
         return jnp.mean(lax.scan(jax.checkpoint(layer) if checkpointed else layer, x, params)[0] ** 2)
 
-    params = shapes({"up": (LAYERS, WIDTH, 4 * WIDTH), "down": (LAYERS, 4 * WIDTH, WIDTH)})
+    params = shapes({"up": (layers, WIDTH, 4 * WIDTH), "down": (layers, 4 * WIDTH, WIDTH)})
     optimizer = optax.sgd(0.1)
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
     mesh = deepcompile.targets.h100(gpus_per_node=1).make_mesh((1,), ("fsdp",))
-    return deepcompile.shard(training_step(loss, optimizer), mesh).trace(state, shapes((rows, WIDTH)))
+    return deepcompile.shard(training_step(loss, optimizer), mesh, **options).trace(state, shapes((rows, WIDTH)))
 
 
 def test_checkpointed_layers_are_planned():
@@ -38,13 +39,28 @@ def test_checkpointed_layers_are_planned():
 
 
 def test_others_are_left_as_they_are():
-    step = traced(checkpointed=False)
+    assert not traced(checkpointed=False).plan().decisions
+
+
+def test_without_layers_there_is_nothing_to_decide():
+    step = traced(checkpointed=False, layers=0)
     assert not step.plan().decisions
     assert "nothing to decide: there is one device" in step.explain()
 
 
 def test_what_a_gpu_cannot_hold_is_an_error_by_default():
     """A million rows of four layers' activations are 200 GB."""
-    lowered = traced(checkpointed=False, rows=1 << 20).lower()
+    step = traced(checkpointed=False, rows=1 << 20)
     with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"more than the limit of 72\.78 GiB"):
-        lowered.compile()
+        step.plan()
+
+
+def test_but_it_may_hold_those_of_many_layers_on_its_host():
+    """Of which 194 GiB are too much for the GPU, and for a host that may give little."""
+    many = {"checkpointed": False, "rows": 1 << 17, "layers": 16}
+    plan = traced(**many).plan()
+    assert plan.of(OffloadedActivations)
+    assert plan.prediction is not None
+    assert plan.prediction.peak_bytes < 60 << 30
+    with pytest.raises(deepcompile.errors.MemoryExceededError):
+        traced(**many, host_memory_limit="1GiB").plan()

@@ -35,9 +35,12 @@ from jax_deepcompile.transforms.delay_reductions import DelayedReductions
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
+from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
+from jax_deepcompile.transforms.rematerialize import Rematerialized
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
@@ -49,10 +52,12 @@ pytestmark = pytest.mark.pure
 EXPECTED = Prediction(1.25, 1.0, 0.5, 0.25, 10**9)
 AHEAD, BACK = "layers @forward", "layers @backward"
 DECISIONS = (
+    Rematerialized(AHEAD, BACK),
     StackCollectives(AHEAD, ("norm", "bias"), ("bias",)),
     SavedGathers(AHEAD, BACK, ("up", "down")),
     KeptActivations(AHEAD, BACK, ("mlp dot_general", "mlp tanh")),
     KeptActivations("", "", ("head dot_general @forward",)),
+    OffloadedActivations(AHEAD, BACK, ("layers input",)),
     *AROUND_PIPELINED,
     LoopSchedule(AHEAD, 1, 0, 0, 3),
     LoopSchedule(BACK, 1, 1, 2, 1),
@@ -62,6 +67,7 @@ DECISIONS = (
     ReusedGathers(("head @backward",)),
     Prefetch("head @forward", "mlp dot_general #2 @forward"),
     OrderedReductions(128 << 20),
+    OffloadedState(("optimizer/mu/up", "optimizer/nu/up")),
 )
 PLAN = Plan(
     "0123",
@@ -130,11 +136,11 @@ def edited(change: Callable[[Any], None]) -> str:
     return json.dumps(document)
 
 
-def first(**fields: Any) -> Callable[[Any], None]:
-    """Changes fields of the first decision; None takes them away."""
+def stacking(**fields: Any) -> Callable[[Any], None]:
+    """Changes fields of the second decision, ``stack_collectives``; None takes them away."""
 
     def change(document: Any) -> None:
-        decision = document["decisions"][0]
+        decision = document["decisions"][1]
         decision.update(fields)
         for name in [name for name, value in fields.items() if value is None]:
             del decision[name]
@@ -150,21 +156,24 @@ def without_after(document: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (first(kind="stack_collective"), r"decisions\[0\].kind: 'stack_collective' is none; .*: 'stack_collectives'"),
-        (first(kind="__class__"), "'__class__' is none"),
-        (first(kind="\x1b[31m" + "k" * 10**6), r"'\\x1b\[31mk+ is none"),
-        (first(kind=None), "None is none"),
-        (first(kind=7), "7 is none"),
-        (first(kind=["stack_collectives"]), r"\['stack_collectives'\] is none"),
-        (first(kind={"kind": 1}), "{'kind': 1} is none"),
-        (first(loop=None), r"decisions\[0\] \(stack_collectives\): loop: missing"),
-        (first(loop=7), r"decisions\[0\] \(stack_collectives\): loop: .*str.* 7"),
-        (first(loop=True), "loop: .*str.* True"),
-        (first(gathers="up"), "gathers: .*'up'"),
-        (first(gathers=[["up"]]), r"gathers\[0\]: .*str"),
-        (first(gathers=[0]), r"gathers\[0\]: .*str"),
-        (first(follows=[]), r"'?follows'?: an unknown key"),
-        (first(reductions={"0": "up"}), "reductions: "),
+        (
+            stacking(kind="stack_collective"),
+            r"decisions\[1\].kind: 'stack_collective' is none; .*: 'stack_coll",
+        ),
+        (stacking(kind="__class__"), "'__class__' is none"),
+        (stacking(kind="\x1b[31m" + "k" * 10**6), r"'\\x1b\[31mk+ is none"),
+        (stacking(kind=None), "None is none"),
+        (stacking(kind=7), "7 is none"),
+        (stacking(kind=["stack_collectives"]), r"\['stack_collectives'\] is none"),
+        (stacking(kind={"kind": 1}), "{'kind': 1} is none"),
+        (stacking(loop=None), r"decisions\[1\] \(stack_collectives\): loop: missing"),
+        (stacking(loop=7), r"decisions\[1\] \(stack_collectives\): loop: .*str.* 7"),
+        (stacking(loop=True), "loop: .*str.* True"),
+        (stacking(gathers="up"), "gathers: .*'up'"),
+        (stacking(gathers=[["up"]]), r"gathers\[0\]: .*str"),
+        (stacking(gathers=[0]), r"gathers\[0\]: .*str"),
+        (stacking(follows=[]), r"'?follows'?: an unknown key"),
+        (stacking(reductions={"0": "up"}), "reductions: "),
         (without_after, r"\(prefetch\): after: missing"),
         (lambda document: document.pop("decisions"), "decisions: expected a list"),
         (lambda document: document.update(decisions=None), "decisions: expected a list"),
@@ -272,10 +281,12 @@ def test_a_plan_says_what_was_changed():
 def test_a_plan_reads_in_words():
     assert str(START) == "fully sharded, nothing more"
     assert str(PLAN.replace(options=(), latencies=(Latency("fusion", 1.5),))).splitlines() == [
+        "layers @backward: computes again what it reads of layers @forward, of each layer's input",
         "layers @forward: gathers norm, bias and reduces bias for all layers at once, outside of the loop",
         "layers @forward: saves up, down gathered for layers @backward",
         "layers @forward: keeps mlp dot_general, mlp tanh for layers @backward",
         "outside of loops: keeps head dot_general @forward until they are used again",
+        "layers @forward: copies layers input to the host for layers @backward",
         "sums over microbatches are added up in the loops that make them",
         "gradients of layers stay in the type they were reduced in",
         "layers @forward: gathers a layer ahead, runs its last 3 layers apart",
@@ -290,6 +301,7 @@ def test_a_plan_reads_in_words():
         "stay gathered: head @backward",
         "gather of head @forward: starts after mlp dot_general #2 @forward",
         "reductions follow one another, 128 MiB at a time",
+        "in the host's memory between steps: optimizer/mu/up, optimizer/nu/up",
         "schedule by 1 latencies of the cost model",
     ]
 
@@ -310,7 +322,8 @@ NAMED_LATER = {DelayedReductions, ReusedGathers, Prefetch}
     [
         (StackCollectives, NAMED_LATER),
         (SavedGathers, NAMED_LATER),
-        (KeptActivations, NAMED_LATER),
+        (Rematerialized, {KeptActivations, OffloadedActivations}),
+        (KeptActivations, NAMED_LATER | {OffloadedActivations}),
         (LoopSchedule, NAMED_LATER),
         (KeptGathers, NAMED_LATER),
         (DelayedReductions, {ReusedGathers, Prefetch}),

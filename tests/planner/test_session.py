@@ -123,8 +123,8 @@ def test_what_a_plan_is_found_by(monkeypatch):
     larger, _ = sharded(stack_loss, {"stack": stack_shapes(3)})
     passes, profile = (PipelineLoops(),), Profile("p", machine_of(mesh))
 
-    def mark(program=program, limit=1 << 30, passes=passes, profile=None) -> str:
-        environment = Environment(mesh, "cpu", CostModel(), limit)
+    def mark(program=program, limit=1 << 30, passes=passes, profile=None, host_bytes=0) -> str:
+        environment = Environment(mesh, "cpu", CostModel(), limit, host_bytes)
         return session._fingerprint(program, environment, passes, profile)  # pyright: ignore
 
     with monkeypatch.context() as patched:
@@ -138,11 +138,23 @@ def test_what_a_plan_is_found_by(monkeypatch):
         planned_otherwise,
         mark(larger),
         mark(limit=2 << 30),
+        mark(host_bytes=2 << 30),
         mark(passes=(BucketCollectives(),)),
         mark(profile=profile),
     ]
     assert mark() == mark()
     assert len({mark(), *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("platform", "limit", "expected"),
+    [("cuda", None, 92 << 30), ("cuda", 0.5, 50 << 30), ("cuda", "1GiB", 1 << 30), ("cpu", "1GiB", 0)],
+)
+def test_a_step_may_take_of_the_hosts_memory_as_of_the_devices(monkeypatch, platform, limit, expected):
+    _, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
+    monkeypatch.setattr(session, "host_bytes_of", lambda mesh: 100 << 30)
+    options = session.PlanOptions(host_memory_limit=limit)
+    assert session._environment(mesh, platform, options).host_bytes == expected  # pyright: ignore
 
 
 def test_what_is_compiled_is_kept_beside_the_plans_whatever_the_plan_is(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import eval_local, provenance
-from jax_deepcompile.ir.primitives import While
+from jax_deepcompile.ir.primitives import While, WhileInputs
 from jax_deepcompile.ir.rewrite import Walk
 
 
@@ -50,9 +50,8 @@ def _rewritten(eqn: jex.JaxprEqn) -> jex.JaxprEqn:
         return [lax.select_n(lax.broadcast_in_dim(going, new.shape, dims), old, new) for new, old in each]
 
     with provenance(eqn):
-        bodies = {"cond_jaxpr": _traced(condition, [*tested, *carry]), "body_jaxpr": _traced(body, eqn.invars)}
-    params = {**eqn.params, **bodies, "body_nconsts": len(tested) + len(read)}
-    return eqn.replace(invars=[*tested, *eqn.invars], params=params)
+        closed = _traced(condition, [*tested, *carry]), _traced(body, eqn.invars)
+    return loop.having(*closed, WhileInputs(tested, [*tested, *read], carry))
 
 
 def _traced(fun: Any, atoms: Sequence) -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import MeshAxes, Placement
-from jax_deepcompile.ir.primitives import ShardMap
+from jax_deepcompile.ir.primitives import Call, ShardMap
 from jax_deepcompile.ir.retrace import constrain_automatic
 from jax_deepcompile.ir.traversal import located_equations
 from jax_deepcompile.partition.layout import Decision, Layout, Nested, Propagate, RegionRule, Request, Run, Step
@@ -109,8 +109,7 @@ def _asked(eqn: Equation) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
     if name in _CONSTRAINTS:
         return [params[_CONSTRAINTS[name]]]
-    of_jit = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
-    given = params["devices"] if name == "device_put" else of_jit
+    given = params["devices"] if name == "device_put" else (*Call(eqn).in_shardings, *Call(eqn).out_shardings)
     return [each if isinstance(each, jax.sharding.Sharding | jax.Device) else None for each in given]
 
 

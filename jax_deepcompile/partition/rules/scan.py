@@ -84,15 +84,14 @@ class ScanRule(RegionRule):
 
     def emit(self, step: Step, operands, run: Run, mesh: MeshAxes):
         (layout,) = step.layouts
-        scan, params = Scan(step.eqn), step.eqn.params
+        scan = Scan(step.eqn)
         consts, carry, xs = scan.split(operands)
 
         def body(carry, xs):
             carry, ys = scan.split_results(run(layout, [*consts, *carry, *xs], closed_consts(scan.closed)))
             return carry, ys
 
-        options = {name: params[name] for name in ("reverse", "unroll", "_split_transpose") if name in params}
-        carry, ys = lax.scan(body, carry, list(xs), length=self.trip_count(step.eqn), **options)
+        carry, ys = lax.scan(body, carry, list(xs), length=self.trip_count(step.eqn), **scan.options)
         return [*carry, *ys]
 
 

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.names import keeping_loop_names
-from jax_deepcompile.ir.program import Program, Role
+from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
 from jax_deepcompile.planner.layers import keep_over_loops, layer_stacks, not_pipelined, offloading
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
-from jax_deepcompile.planner.residency import COPIED_BYTES, Choice, Phases, Places, choose
+from jax_deepcompile.planner.residency import Choice, Phases, Places, choose, saved_s, taken_bytes
 from jax_deepcompile.planner.stacks import Stack, every_layer, saved_stacks, saving
+from jax_deepcompile.planner.state_on_host import state_bytes, with_state_on_host
 from jax_deepcompile.planner.strategies.layer_loops import PipelineLoops
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
-from jax_deepcompile.transforms.offload_state import OffloadedState, movable
+from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.rematerialize import Rematerialized, recomputable
 from jax_deepcompile.transforms.save_gathered import SavedGathers
@@ -45,24 +44,30 @@ class KeepActivations:
     def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
         if environment.limit_bytes is None or best.plan.of(Prefetch) or best.plan.of(ReusedGathers):
             return
+        most_bytes = 0 if OffloadedActivations.kind in environment.disabled else environment.host_bytes
         for start in _starts(base, best, environment):
-            for host_bytes in dict.fromkeys((0, environment.host_bytes)):
-                proposals = list(self._choices(base, best, environment, start, host_bytes))
-                if proposal := budget.ladder(proposals):
+            proposed = None
+            for host_bytes in dict.fromkeys((0, most_bytes)):
+                proposal = budget.ladder(self._choices(base, best, environment, start, host_bytes))
+                if proposal and proposal != proposed:
                     yield proposal
+                proposed = proposal
 
     def _choices(
         self, base: Program, best: Candidate, environment: Environment, start: _Start, host_bytes: int
     ) -> Iterator[Proposal]:
         """One for each share of the memory that there is."""
-        phases, state = Phases.of(best, start.regions, environment.costs), state_bytes(base)
-        now = taken_bytes(start.regions, start.already) - sum(state.get(name, 0) for name in start.already.state)
+        phases = Phases.of(best, start.regions, environment.costs)
+        state = {} if OffloadedState.kind in environment.disabled else state_bytes(base)
+        now = taken_bytes(start.regions, start.already, state)
         for free_bytes in _budgets(best, environment):
-            taken = now + free_bytes
+            taken = now + start.freed_bytes + free_bytes
             choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, state)
-            if choice is None or (choice.places == start.already and not choice.stacks):
+            if choice is None or choice.places == start.already:
                 continue
-            if environment.fits(best) and choice.gained_s < WORTH_TRYING * best.prediction.step_s:
+            less_s = sum(saved_s(each, choice.places) - saved_s(each, start.already) for each in start.regions)
+            gained_s = less_s if choice.stacks else choice.gained_s  # others find room for stacks alone
+            if environment.fits(best) and gained_s < WORTH_TRYING * best.prediction.step_s:
                 continue
             yield Proposal(self._plan(base, start.plan, choice, start.regions, environment), start.said + _said(choice))
 
@@ -77,7 +82,7 @@ class KeepActivations:
         plan = offloading(plan, base, environment.mesh, *as_planned(choice.places, regions))
         if choice.stacks:
             plan = plan.having(SavedGathers, saving(choice.stacks))
-        plan = plan.having(OffloadedState, [OffloadedState(choice.places.state)] * bool(choice.places.state))
+        plan = with_state_on_host(plan, base, choice.places.state, environment)
         return keep_over_loops(base, plan, environment) if plan.of(KeptGathers) else plan
 
 
@@ -89,6 +94,7 @@ class _Start:
       already: what is where, in the best plan so far.
       stacks: what may stay gathered.
       said: what the plan decides more than that one, in words.
+      freed_bytes: what the plan takes less on the device than that one, beside what ``already`` is at hand.
     """
 
     plan: Plan
@@ -96,6 +102,7 @@ class _Start:
     already: Places
     stacks: Sequence[Stack]
     said: str = ""
+    freed_bytes: int = 0
 
 
 def _starts(base: Program, best: Candidate, environment: Environment) -> Iterator[_Start]:
@@ -105,20 +112,29 @@ def _starts(base: Program, best: Candidate, environment: Environment) -> Iterato
     regions = find_recomputation(gathers, costs)
     stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
     yield _Start(best.plan, regions, places_of(best.plan, regions), stacks)
-    loops = {loop.name: loop for loop in find_loops(gathers)}
+    loops = {loop.name: loop for loop in find_loops(base)}
     pairs = [(loops[ahead], loops[behind]) for ahead, behind in (each.loops for each in regions if each.residuals)]
-    again = {(pair[0].name, pair[1].name): recomputable(gathers, *pair) for pair in pairs}
+    again = {(pair[0].name, pair[1].name): recomputable(base, *pair) for pair in pairs}
     named = {names: each.names for names, each in again.items() if each is not None}
-    if not named or best.plan.of(Rematerialized) or best.plan.of(KeptActivations):
+    is_out = Rematerialized.kind in environment.disabled
+    if not named or is_out or best.plan.of(Rematerialized) or best.plan.of(KeptActivations):
         return
     plan = as_checkpointed(base, best.plan, [Rematerialized(*each) for each in named], environment)
+    held_bytes = _held_bytes(regions)
     regions = find_recomputation(plan.program(base, mesh, until=SavedGathers), costs)
     kept = {
         region.loops: tuple(place for place, name in enumerate(region.names) if name in named.get(region.loops, ()))
         for region in regions
     }
     said = f"{len(named)} backward loops compute again what they read of forward ones; "
-    yield _Start(plan, regions, Places(kept), (), said)
+    already = Places(kept)
+    freed_bytes = held_bytes - _held_bytes(regions) - taken_bytes(regions, already, {})
+    yield _Start(plan, regions, already, (), said, freed_bytes)
+
+
+def _held_bytes(regions: Sequence[RecomputeRegion]) -> int:
+    """What forward loops leave for backward ones."""
+    return sum(region.layers * each.size_bytes for region in regions for each in region.residuals)
 
 
 def as_checkpointed(
@@ -131,13 +147,6 @@ def as_checkpointed(
     for proposal in PipelineLoops().propose(program, Candidate(start, program), environment):
         start = proposal.plan
     return start.having(Rematerialized, rematerialized)
-
-
-def state_bytes(base: Program) -> dict[str, int]:
-    """What a device holds of each leaf of an optimizer's state that may be on the host."""
-    variables, ports = open_jaxpr(base.jaxpr).invars, base.inputs
-    sizes = {name: size_bytes(variables[at]) for at, name in movable(base).items() if ports[at].role is Role.OPTIMIZER}
-    return {name: size for name, size in sizes.items() if size >= COPIED_BYTES}
 
 
 def _budgets(best: Candidate, environment: Environment) -> Iterator[float]:
@@ -153,7 +162,7 @@ _SHARES = (0.6, 0.8, 0.92)
 """Of free memory: the most is proposed first, less if that does not fit. The rest is for schedules that hide more and
 hold more meanwhile."""
 
-_LESS = (0.15, 0.08, 0.03)
+_LESS = (0.15, 0.08, 0.03, 0.0)
 """Of the peak: likewise, what a program that does not fit has to take less than the limit."""
 
 
@@ -190,14 +199,3 @@ def places_of(plan: Plan, regions: Sequence[RecomputeRegion]) -> Places:
     }
     offloaded = {(each.forward, each.backward): each.values for each in plan.of(OffloadedActivations)}
     return Places(positions, offloaded, tuple(name for each in plan.of(OffloadedState) for name in each.leaves))
-
-
-def taken_bytes(regions: Sequence[RecomputeRegion], places: Places) -> int:
-    """What ``places`` take on the device more than the program as it was written."""
-    taken = 0
-    for region in regions:
-        away = places.offloaded.get(region.loops, ())
-        here = [each for each in places.kept.get(region.loops, ()) if region.names[each] not in away]
-        moved = [each.size_bytes for each in region.residuals if each.name in away]
-        taken += region.kept_bytes(here) - region.layers * sum(moved)
-    return taken

@@ -8,13 +8,12 @@ import re
 import pytest
 
 import jax_deepcompile as deepcompile
-from experiments.bench import rows
-from experiments.bench.command import run
+from experiments.bench import configs, rows, simulated
+from experiments.bench.command import BENCHMARKS, run
 from experiments.bench.commit import commit
-from experiments.bench.configs import BENCHMARKS, Benchmark, Published
 from experiments.bench.rows import Result, Results, load, measure
+from experiments.bench.simulated import Published, Simulated
 from experiments.bench.systems import Figures, Ours
-from experiments.bench.table import table
 from experiments.bench.workload import Cluster, Workload
 from experiments.command import bench
 
@@ -30,19 +29,19 @@ def measured(monkeypatch) -> list[tuple[Workload, str]]:
     """What is measured, instead of measuring it; 70B fits no single node."""
     seen = []
 
-    def instead(workload, system, memory_limit):
+    def instead(workload, system):
         seen.append((workload, system.name))
         if workload == LARGE:
             return Result(workload, system.name, None, "needs 100 GiB")
         return Result(workload, system.name, FIGURES)
 
-    monkeypatch.setattr(rows, "_measured", instead)
+    monkeypatch.setattr(simulated, "_measured", instead)
     return seen
 
 
-def two_rows(**options) -> Benchmark:
+def two_rows(**options) -> Simulated:
     systems = (Ours("first", ()), Ours("second", None))
-    return Benchmark("Two rows", (SMALL, LARGE), systems, **options)
+    return Simulated("Two rows", (SMALL, LARGE), systems, **options)
 
 
 def test_every_system_of_every_row_is_measured_once(measured):
@@ -70,7 +69,7 @@ def test_some_systems_are_measured_again_and_stay_in_their_place(measured):
 def test_results_name_their_commit(measured, monkeypatch):
     monkeypatch.setattr(rows, "commit", lambda: "0123abc+")
     *_, (_, results) = measure("two", two_rows(), [0, 1], None)
-    lines = [line for line in table(results, two_rows()).splitlines() if line.startswith("| llama3")]
+    lines = [line for line in two_rows().page(results).splitlines() if line.startswith("| llama3")]
     assert len(lines) == 4
     assert all(line.endswith(" 0123abc+ |") for line in lines)
     assert re.fullmatch(r"[0-9a-f]{7,}\+?|", commit())
@@ -80,16 +79,15 @@ def test_results_survive_json(measured, tmp_path):
     *_, (_, results) = measure("two", two_rows(), [0, 1], None)
     file = tmp_path / "two.json"
     file.write_text(results.to_json())
-    assert Results.from_json(file.read_text()) == results
-    assert load(file, "two") == results
-    assert load(file, "another") is None
-    assert load(tmp_path / "none.json", "two") is None
+    assert load(file, "two", two_rows()) == results
+    assert load(file, "another", two_rows()) is None
+    assert load(tmp_path / "none.json", "two", two_rows()) is None
 
 
 def test_results_of_another_jax_are_measured_anew(tmp_path):
     file = tmp_path / "two.json"
     file.write_text(Results("two", "2026-01-01", "0.0.1", ()).to_json())
-    assert load(file, "two") is None
+    assert load(file, "two", two_rows()) is None
 
 
 def test_the_table_compares_with_the_first_system_and_says_what_it_rests_on(measured):
@@ -98,7 +96,7 @@ def test_the_table_compares_with_the_first_system_and_says_what_it_rests_on(meas
     results = dataclasses.replace(
         results, results=(results.results[0], Result(SMALL, "second", faster), *results.results[2:])
     )
-    page = table(results, two_rows(published={SMALL: Published(10, None, 30)}))
+    page = two_rows(published={SMALL: Published(10, None, 30)}).page(results)
     row = "| llama3_8b | 32 | 8 x 400 Gb/s | 512 | 1 | 1 | second | 1.000 | 2.00 | 512 | 40.0 | 1.000 | 1.500 | 0.500 |"
     assert row in page
     assert "*published: ZeRO-3* |  |  | *10* |" in page
@@ -120,11 +118,11 @@ def test_a_peak_beyond_the_gpus_memory_stands_out(measured, peak_gib, cell):
     """An H100 has 79.1 GiB."""
     *_, (_, results) = measure("two", two_rows(), [0], None)
     over = Result(SMALL, "second", dataclasses.replace(FIGURES, peak_gib=peak_gib))
-    assert cell in table(dataclasses.replace(results, results=(over,)), two_rows())
+    assert cell in two_rows().page(dataclasses.replace(results, results=(over,)))
 
 
 def test_a_step_that_does_not_fit_is_a_result(monkeypatch):
-    def full(self, workload, mesh, memory_limit):
+    def full(self, workload, mesh):
         raise deepcompile.errors.MemoryExceededError("step", 2 << 30, 1 << 30, 0)
 
     monkeypatch.setattr(Ours, "measure", full)
@@ -134,9 +132,9 @@ def test_a_step_that_does_not_fit_is_a_result(monkeypatch):
     assert "GiB" in results.results[0].problem
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", configs.BENCHMARKS)
 def test_published_figures_belong_to_a_workload_of_the_paper(name):
-    benchmark = BENCHMARKS[name]
+    benchmark = configs.BENCHMARKS[name]
     assert len(set(benchmark.workloads)) == len(benchmark.workloads)
     for workload in benchmark.published or {}:
         assert workload.cluster.gpus == 32
@@ -146,7 +144,7 @@ def test_the_command_writes_after_every_system(measured, monkeypatch, tmp_path, 
     monkeypatch.setitem(BENCHMARKS, "two", two_rows())
     file = tmp_path / "made" / "two.json"
     assert run("two", out=file, rows=(0,)) == 0
-    assert len(Results.from_json(file.read_text()).results) == 2
+    assert len(Results.from_json(file.read_text(), two_rows().read).results) == 2
     assert file.with_suffix(".md").read_text() == capsys.readouterr().out
     assert run("two", out=file, resume=True) == 0
     assert len(measured) == 4

@@ -1,8 +1,6 @@
-"""Every section at tiny sizes, through the code that measures GPUs."""
+"""Every section at tiny sizes, measured as on a GPU: by pytest, in processes that it starts."""
 
 from __future__ import annotations
-
-import json
 
 import jax
 import jax.numpy as jnp
@@ -12,34 +10,42 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
-from experiments.gpu_suite import attention, host_copies, llama_block, matmul, memory, simulated_vs_measured
-from experiments.gpu_suite.cases import Deadline, OutOfTimeError, attempted, until
+from experiments.gpu_suite import llama_block, memory, simulated_vs_measured, two_processes
+from experiments.gpu_suite.conftest import section_module
 from experiments.gpu_suite.llama_block import Kernel
 from experiments.gpu_suite.meshes import one_device_mesh
+from experiments.gpu_suite.rank import largest_difference
+from experiments.gpu_suite.results import Results, Status
 from experiments.gpu_suite.sizes import full, layer_shapes, tiny
-from experiments.gpu_suite.suite import section_module
+from experiments.gpu_suite.suite import measure
 from experiments.gpu_suite.workloads import WORKLOADS
 from experiments.trainings import Training
 from models.llama import LLAMA3_70B
 
-pytestmark = pytest.mark.cpu_mesh
-
-TINY = tiny()
+pytestmark = [pytest.mark.cpu_mesh, pytest.mark.xdist_group("gpu_suite")]
 
 
-@pytest.fixture(autouse=True)
-def _quick(quick_compilation):
-    """Nothing here is about speed."""
-
-
-def rows(section, sizes=TINY, part: str = "") -> list[dict]:
-    found = list(section.rows(sizes, part, Deadline.after(60)))
-    json.dumps(found, allow_nan=False)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Results:
+    out = tmp_path_factory.mktemp("suite") / "folder" / "out.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        found = measure(out, "tiny", {"device_kind": "cpu", "versions": {}})
+    assert Results.from_json(out.read_text()) == found
+    assert sorted(path.name for path in out.parent.iterdir()) == ["out.json", "out.md"]
     return found
 
 
-def test_matmul():
-    found = rows(matmul)
+def test_all_sections_are_measured(results):
+    statuses = {section.name: section.status for section in results.sections}
+    assert list(statuses) == [name for name, _ in tiny().budgets.sections_s]
+    assert statuses.pop("attention") is Status.PARTIAL, "cuDNN needs a GPU"
+    assert set(statuses.values()) == {Status.COMPLETE}
+
+
+def test_matmul(results):
+    found = results.section("matmul").rows
     assert len(found) == 2 * 5
     assert all(row["seconds"] > 0 for row in found)
     assert {(row["form"], row["dtype"]) for row in found} == {
@@ -49,15 +55,18 @@ def test_matmul():
     assert row["flops_per_s"] == pytest.approx(2 * row["m"] * row["n"] * row["k"] / row["seconds"])
 
 
-def test_attention():
-    found = {(row["implementation"], row["passes"]): row for row in rows(attention)}
-    assert found["xla", "forward"]["seconds"] > 0
-    assert found["xla", "forward and backward"]["seconds"] > 0
-    assert "cuDNN" in found["cudnn", "forward"]["error"], "cuDNN needs a GPU, and its row says so"
+def test_attention(results):
+    found = results.section("attention")
+    assert {(row["implementation"], row["passes"]) for row in found.measured} == {
+        ("xla", "forward"), ("xla", "forward and backward"),
+    }  # fmt: skip
+    assert all(row["seconds"] > 0 for row in found.measured)
+    failed = {row["case"]: row["error"] for row in found.rows if "error" in row}
+    assert "cuDNN is not detected" in failed["tiny 4 2 8 32 cudnn forward"], "a case that fails says why"
 
 
-def test_memory():
-    found = rows(memory)
+def test_memory(results):
+    found = results.section("memory").rows
     tiny_rows = [row for row in found if row["kind"] == "tiny"]
     assert [row["launched"] for row in tiny_rows] == list(memory.GRAPHS)
     assert all(row["period_s"] > 0 and row["kernels"] == 8 for row in tiny_rows)
@@ -66,22 +75,47 @@ def test_memory():
     assert all(row["bytes_per_s"] == pytest.approx(row["size_bytes"] / row["seconds"]) for row in others)
 
 
-def test_host_copies():
-    found = rows(host_copies)
+def test_host_copies(results):
+    found = results.section("host_copies").rows
     assert {(row["direction"], row["how"]) for row in found} == {
         (direction, how) for direction in ("to host", "from host") for how in ("alone", "beside products")
     }
-    assert not [row for row in found if "error" in row]
     assert all(row["together_s"] > 0 for row in found if row["how"] == "beside products")
 
 
-def test_llama_block():
-    found = rows(llama_block)
+def test_llama_block(results):
+    found = results.section("llama_block").rows
     by_what = {what: [row for row in found if row["what"] == what] for what in ("step", "kind", "op")}
     assert by_what["step"][0]["measured_s"] > 0
     assert "matmul" in {row["kind"] for row in by_what["kind"]}
     assert sum(row["ops"] for row in by_what["kind"]) >= len(by_what["op"]) > 0
     assert all(row["width"] == 16 for row in found)
+
+
+def test_two_processes(results):
+    """Of one CPU device each, which talk by gloo where GPUs have NCCL."""
+    *found, last = results.section("two_processes").rows
+    losses = {row["system"]: row["losses"] for row in found if row["what"] == "losses"}
+    assert list(losses) == ["jit", "shard", "planned"]
+    assert all(values == pytest.approx(losses["jit"], rel=1e-5) for values in losses.values())
+    assert losses["jit"][1] < losses["jit"][0]
+    assert last["relative_difference"] < 1e-5
+    assert set(last["step_s"]) == set(losses)
+
+
+def test_each_process_takes_itself_for_a_host_of_its_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_some_flag")
+    first, second = (two_processes.environment(index, tiny().pair) for index in range(2))
+    assert first["NCCL_HOSTID"] != second["NCCL_HOSTID"]
+    assert first["CUDA_VISIBLE_DEVICES"] == "3"
+    assert first["XLA_FLAGS"] == "--xla_some_flag --xla_gpu_shard_autotuning=false"
+    assert first["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+
+
+def test_differences_of_losses():
+    assert largest_difference([[4.0, 2.0], [4.0, 2.5], [4.0, 2.0]]) == 0.2
+    assert largest_difference([[4.0]]) == 0.0
 
 
 def test_kernels_are_summed_by_kind_and_the_heaviest_listed():
@@ -98,7 +132,7 @@ def test_kernels_are_summed_by_kind_and_the_heaviest_listed():
 
 def test_simulated_vs_measured(monkeypatch):
     monkeypatch.setattr(simulated_vs_measured, "WORKLOADS", {"smallest": smallest_training})
-    sharded, jitted = rows(simulated_vs_measured, part="smallest")
+    sharded, jitted = simulated_vs_measured.both({"workload": "smallest"}, tiny().steps)
     assert (sharded["system"], jitted["system"]) == ("shard", "jit")
     assert sharded["first_loss"] == pytest.approx(jitted["first_loss"], rel=1e-5)
     assert sharded["simulated_over_measured"] == pytest.approx(sharded["simulated_s"] / sharded["step_s"])
@@ -140,22 +174,11 @@ def test_on_one_device_they_can_be_sharded_in_microbatches(name: str):
 
 def test_full_sizes():
     sizes = full()
-    assert sum(seconds for _, seconds in sizes.budgets.sections_s) <= sizes.budgets.total_s
-    assert sizes.budgets.total_s + sizes.budgets.grace_s < 8 * 60
+    names = [name for name, _ in sizes.budgets.sections_s]
+    assert sizes.budgets.until_s(names[-1]) + sizes.budgets.grace_s < 8 * 60
+    assert sizes.budgets.until_s(names[1]) == sum(seconds for _, seconds in sizes.budgets.sections_s[:2])
     assert len(set(sizes.matmul.shapes)) == len(sizes.matmul.shapes)
     assert (4096, 28_672, 8192) in layer_shapes(LLAMA3_70B, 4096)
     assert set(layer_shapes(LLAMA3_70B, 4096)) <= set(sizes.matmul.shapes)
-    assert all(callable(section_module(name).rows) for name, _ in sizes.budgets.sections_s)
-
-
-def test_a_section_stops_when_its_time_is_over():
-    assert list(until(Deadline.after(60), [1, 2])) == [1, 2]
-    cases = until(Deadline.after(-1), [1, 2])
-    with pytest.raises(OutOfTimeError, match="2 of 2 cases were not reached"):
-        next(cases)
-
-
-def test_a_case_that_fails_says_why():
-    assert attempted({"m": 1}, lambda: {"seconds": 2.0}) == {"m": 1, "seconds": 2.0}
-    failed = attempted({"m": 1}, lambda: {"seconds": 1 / 0})
-    assert failed == {"m": 1, "error": "ZeroDivisionError: division by zero"}
+    cases = [(name, *case.values()) for name in names for case in section_module(name).cases(sizes)]
+    assert len(set(cases)) == len(cases) > 100

@@ -1,16 +1,17 @@
-"""The suite as a whole: budgets, failures, files; its sections are stand-ins here but where a test says so."""
+"""The suite as a whole: failures, files; its cases are stand-ins here."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from experiments.gpu_suite import suite
-from experiments.gpu_suite.cases import Deadline, Row
 from experiments.gpu_suite.results import Results, SectionResult, Status
-from experiments.gpu_suite.sizes import Budgets, Sizes, full, tiny
+from experiments.gpu_suite.sizes import full, tiny
 from experiments.gpu_suite.summary import summary
 from experiments.gpu_suite.table_file import file_stem, kernel_table, write_table
 from jax_deepcompile.costs.entries import CopyDirection
@@ -23,13 +24,24 @@ FACTS = {"platform": "gpu", "device_kind": "NVIDIA H100 80GB HBM3", "versions": 
 MATMUL = {"m": 64, "n": 64, "k": 64, "dtype": "bf16", "form": "nn"}
 
 
-def written(section: str, part: str, sizes: Sizes, seconds: float) -> tuple[list[Row], str]:
-    """A section of one row."""
-    return [{"section": section, "part": part, "seconds": seconds}], ""
+CONFTEST = "from experiments.gpu_suite.conftest import left_s, pytest_addoption, sizes"
 
+CASES = """
+import json, os, signal, time
+import pytest
 
-def run(out: Path, run_part=written, total_s: float = 1000.0) -> Results:
-    return suite.run_sizes(out, tiny(), Deadline.after(total_s), FACTS, run_part)
+CASES = [("matmul", "hang"), ("memory", "well"), ("memory", "crash"), ("matmul", "late"), ("memory", "error")]
+
+@pytest.mark.parametrize(("section", "case"), CASES, ids=[": ".join(each) for each in CASES])
+def test_case(section, case, left_s, record_property):
+    record_property("row", json.dumps({"case": case, "loss": float("nan")}))
+    if case == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if case == "hang":
+        time.sleep(60)
+    if case == "error":
+        raise ValueError("no more")
+"""
 
 
 def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path: Path, capsys):
@@ -47,7 +59,7 @@ def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path: Path, capsys):
 def test_exit_codes_with_a_gpu(rows, code, tmp_path, monkeypatch):
     results = Results("2026-11-21", "a GPU", {}, "full", (SectionResult("matmul", rows, "", 1.0),))
     monkeypatch.setattr(suite, "find_facts", lambda: (FACTS, ""))
-    monkeypatch.setattr(suite, "run_sizes", lambda *args: results)
+    monkeypatch.setattr(suite, "measure", lambda *args: results)
     assert suite.run(tmp_path / "out.json") == code
 
 
@@ -57,66 +69,25 @@ def test_a_broken_installation_is_named(tmp_path, monkeypatch, capsys):
     assert "Unable to initialize backend 'cuda'" in capsys.readouterr().err
 
 
-def test_every_section_is_run_and_written(tmp_path: Path, capsys):
-    results = run(tmp_path / "folder" / "out.json")
-    names = [name for name, _ in tiny().budgets.sections_s]
-    assert [section.name for section in results.sections] == names
-    assert {section.status for section in results.sections} == {Status.COMPLETE}
-    assert sorted(path.name for path in (tmp_path / "folder").iterdir()) == ["out.json", "out.md"]
-    assert Results.from_json((tmp_path / "folder" / "out.json").read_text()) == results
-    assert "llama_block: complete" in capsys.readouterr().out
-
-
-def test_a_section_that_fails_does_not_lose_the_others(tmp_path: Path):
-    def breaking(section, part, sizes, seconds) -> tuple[list[Row], str]:
-        if section == "attention":
-            raise RuntimeError("no more memory")
-        if section == "memory":
-            return [{"kind": "tiny"}], "exit status -11: ...Segmentation fault"
-        return written(section, part, sizes, seconds)
-
-    results = run(tmp_path / "out.json", breaking)
-    statuses = {section.name: section.status for section in results.sections}
-    assert statuses.pop("attention") is Status.FAILED
-    assert statuses.pop("memory") is Status.PARTIAL
-    assert set(statuses.values()) == {Status.COMPLETE}
-    assert results.section("attention").error == "RuntimeError: no more memory"
-    assert results.section("memory").error == "memory: exit status -11: ...Segmentation fault"
-    assert "Segmentation fault" in (tmp_path / "out.md").read_text()
-
-
-def test_the_file_is_there_after_each_section(tmp_path: Path):
-    seen: list[int] = []
-
-    def watching(section, part, sizes, seconds) -> tuple[list[Row], str]:
-        path = tmp_path / "out.json"
-        seen.append(len(Results.from_json(path.read_text()).sections) if path.exists() else 0)
-        return written(section, part, sizes, seconds)
-
-    run(tmp_path / "out.json", watching)
-    assert seen == list(range(7))
-
-
-def test_when_time_is_over_the_rest_is_not_run(tmp_path: Path):
-    results = run(tmp_path / "out.json", total_s=-1.0)
-    assert {section.status for section in results.sections} == {Status.FAILED}
-    assert all("out of time: 1 of 1 cases were not reached" in section.error for section in results.sections)
-
-
-def test_sections_get_what_those_after_them_do_not_need():
-    budgets = Budgets(100.0, (("a", 50.0), ("b", 30.0), ("c", 20.0)))
-    assert suite.section_seconds(budgets, 0, 100.0) == 50.0
-    assert suite.section_seconds(budgets, 1, 90.0) == 70.0, "what a section saves is the next one's"
-    assert suite.section_seconds(budgets, 1, 25.0) == pytest.approx(15.0), "too little is shared"
-    assert suite.section_seconds(budgets, 2, 7.0) == 7.0
-    assert suite.section_seconds(budgets, 2, 0.0) == 0.0
-
-
-def test_a_section_in_a_process_of_its_own():
-    """The real one, as it runs on GPUs."""
-    section = suite.run_section("host_copies", tiny(), 60.0, suite.in_own_process)
-    assert section.error == ""
-    assert len(section.measured) == 6
+def test_cases_that_fail_do_not_lose_the_others(tmp_path: Path, monkeypatch):
+    """The time of the first section is over 10 s after they begin, and that of the second later."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_cases.py").write_text(CASES)
+    begun_s = time.monotonic() + 10 - tiny().budgets.until_s("matmul")
+    monkeypatch.setattr(suite, "time", SimpleNamespace(monotonic=lambda: begun_s))
+    results = suite.measure(tmp_path / "out.json", "tiny", FACTS, tmp_path)
+    products, kernels = results.sections
+    (hung,) = products.rows
+    (crashed,) = (row for row in kernels.rows if row["case"] == "crash")
+    assert hung["case"] == "hang"
+    assert all("crashed while running" in row["error"] for row in (hung, crashed))
+    assert products.error == "out of time: 1 cases were not reached"
+    others = [row for row in kernels.rows if row is not crashed]
+    assert {row["case"]: row.get("loss") for row in others if "error" not in row} == {"well": "NaN", "error": "NaN"}
+    assert [row for row in others if "error" in row] == [{"case": "error", "error": "ValueError: no more"}]
+    assert (products.status, kernels.status) == (Status.FAILED, Status.PARTIAL)
+    assert Results.from_json((tmp_path / "out.json").read_text()) == results
+    assert "ValueError: no more" in (tmp_path / "out.md").read_text()
 
 
 def test_results_of_another_format_are_refused():
@@ -187,7 +158,7 @@ def test_summary():
     assert "partial after 1 s, 3 rows.\n\n```\nout of time\n```" in text
     assert "| b | 8 | 2.5 |  |  |" in text
     assert "| jit | 5.50000, 5.25000 | 3.0 |" in text
-    assert "| 1.0e-06 | jit 500.00 ms, shard 250.00 ms |" in text
+    assert "| 1.0e-06 | jit 500.00, shard 250.00 |" in text
     assert "mean nothing" in summary(dataclasses.replace(RESULTS, sizes="tiny"))
 
 

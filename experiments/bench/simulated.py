@@ -1,13 +1,17 @@
-"""A benchmark's results as Markdown, with all they rest on."""
+"""A benchmark of steps that are compiled for GPUs that are not here, and simulated: a page with all it rests on."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax_deepcompile as deepcompile
-from experiments.bench.configs import Benchmark
 from experiments.bench.rows import Result, Results
-from experiments.bench.workload import Workload
+from experiments.bench.systems import MEMORY_LIMIT, Figures, System
+from experiments.bench.workload import Cluster, Workload
+from experiments.markdown import table
 
 _COLUMNS = (
     "model",
@@ -26,6 +30,8 @@ _COLUMNS = (
     "exposed s",
     "bound s",
     "peak GiB",
+    "host GiB",
+    "copies exposed s",
     "compile s",
     "plan s",
     "warm s",
@@ -33,20 +39,73 @@ _COLUMNS = (
 )
 
 
-def table(results: Results, benchmark: Benchmark) -> str:
-    """The whole page: title, command, what is simulated by which constants, and the rows."""
-    lines = [f"# {benchmark.title}: simulated, {results.date}", "", *_statement(results, benchmark), ""]
-    lines += [_line(_COLUMNS), _line(("---",) * len(_COLUMNS))]
-    first = {each.workload: each for each in reversed(results.results)}
-    for result in results.results:
-        lines.append(_line(_cells(result, first[result.workload])))
-        if result.system == benchmark.systems[-1].name:
-            lines += _published(result.workload, benchmark)
-    problems = [each for each in results.results if each.figures is None]
-    return "\n".join([*lines, *_notes(problems)]) + "\n"
+@dataclass(frozen=True)
+class Published:
+    """Tokens a second and GPU that the DeepCompile paper published, on its own software and cluster of 32 H100s.
+
+    Attributes:
+      zero3: DeepSpeed ZeRO-3.
+      fsdp: PyTorch FSDP.
+      deepcompile: the paper's prefetching and selective unsharding.
+    """
+
+    zero3: int | None
+    fsdp: int | None
+    deepcompile: int
 
 
-def _statement(results: Results, benchmark: Benchmark) -> list[str]:
+@dataclass(frozen=True)
+class Simulated:
+    """A ``Benchmark``.
+
+    Attributes:
+      title: what it shows.
+      workloads: its rows.
+      systems: of every row; the first is what the others are compared with.
+      published: the paper's figures for a workload.
+    """
+
+    title: str
+    workloads: tuple[Workload, ...]
+    systems: tuple[System, ...]
+    published: Mapping[Workload, Published] | None = None
+
+    @property
+    def system_names(self) -> tuple[str, ...]:
+        return tuple(system.name for system in self.systems)
+
+    def measure(self, workload: Workload, wanted: Sequence[str]) -> Iterator[Result]:
+        for system in self.systems:
+            if system.name in wanted and system.trains(workload):
+                yield _measured(workload, system)
+
+    def read(self, entry: Mapping[str, Any]) -> Result:
+        cluster = Cluster(**entry["workload"]["cluster"])
+        figures = Figures(**entry["figures"]) if entry["figures"] is not None else None
+        workload = Workload(**{**entry["workload"], "cluster": cluster})
+        return Result(**{**entry, "workload": workload, "figures": figures})
+
+    def page(self, results: Results) -> str:
+        """The whole page: title, command, what is simulated by which constants, and the rows."""
+        lines = [f"# {self.title}: simulated, {results.date}", "", *_statement(results), ""]
+        first, rows = {each.workload: each for each in reversed(results.results)}, []
+        for result in results.results:
+            rows.append(_cells(result, first[result.workload]))
+            if result.system == self.systems[-1].name:
+                rows += _published_rows(result.workload, self.published or {})
+        problems = [each for each in results.results if each.figures is None]
+        return "\n".join([*lines, *table(_COLUMNS, rows), *_notes(problems)]) + "\n"
+
+
+def _measured(workload: Workload, system: System) -> Result:
+    try:
+        figures = system.measure(workload, workload.cluster.make_mesh())
+    except deepcompile.errors.MemoryExceededError as error:
+        return Result(workload, system.name, None, str(error))
+    return Result(workload, system.name, figures)
+
+
+def _statement(results: Results) -> list[str]:
     """What is simulated, with every constant."""
     made = {each.workload.cluster.gpu for each in results.results}
     lines = [
@@ -58,7 +117,7 @@ def _statement(results: Results, benchmark: Benchmark) -> list[str]:
         "bold if a GPU has less: such a step would not run), `warm` planning with the plan kept from an earlier run,",
         "`commit` the code that was measured, where the results say so. MFU counts matrix products as written, without",
         "recomputation, and of cuDNN's attention what its mask shows, over the data sheet's bfloat16 peak.",
-        f"Planned steps keep to {benchmark.memory_limit} a GPU.",
+        f"Planned steps keep to {MEMORY_LIMIT} a GPU.",
         "",
     ]
     for gpu in sorted(made):
@@ -104,6 +163,8 @@ def _cells(result: Result, first: Result) -> tuple[str, ...]:
         f"{found.exposed_s:.3f}",
         f"{found.bound_s:.3f}",
         _peak(found.peak_gib, load.cluster.gpu),
+        f"{found.host_gib:.1f}" if found.host_gib else "",
+        f"{found.exposed_copy_s:.3f}" if found.host_gib else "",
         f"{found.compile_s:.0f}",
         f"{found.plan_s:.0f}",
         f"{found.warm_plan_s:.1f}",
@@ -116,16 +177,16 @@ def _peak(peak_gib: float, gpu: str) -> str:
     return f"**{peak_gib:.1f}**" if over else f"{peak_gib:.1f}"
 
 
-def _published(workload: Workload, benchmark: Benchmark) -> list[str]:
+def _published_rows(workload: Workload, published: Mapping[Workload, Published]) -> list[tuple[str, ...]]:
     """The paper's own figures beside the row they belong to."""
-    found = (benchmark.published or {}).get(dataclasses.replace(workload, cluster=type(workload.cluster)()))
+    found = published.get(dataclasses.replace(workload, cluster=Cluster()))
     if found is None:
         return []
     names = {"ZeRO-3": found.zero3, "FSDP": found.fsdp, "DeepCompile": found.deepcompile}
     load = workload
     row = (load.model, "32", "", str(load.sequence), str(load.batch), str(load.microbatches))
     return [
-        _line((*row, f"*published: {name}*", "", "", f"*{tokens}*", *("",) * 10))
+        (*row, f"*published: {name}*", "", "", f"*{tokens}*", *("",) * 12)
         for name, tokens in names.items()
         if tokens is not None
     ]
@@ -135,7 +196,3 @@ def _notes(problems: list[Result]) -> list[str]:
     if not problems:
         return []
     return ["", "Does not fit:", "", *(f"* {each.system}: {each.problem}" for each in problems)]
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"
