@@ -3,13 +3,15 @@
 On a mesh of 8 virtual CPU devices, for each workload, a whole train step (forward, backward, global-norm clipping,
 AdamW) is compiled as each of:
 
-* ``jit``: ``jax.jit`` with FSDP NamedShardings on state and batch, the same as those of the other two;
+* ``jit``: ``jax.jit`` with FSDP NamedShardings on state and batch, the same as those of ``deepcompile.shard``;
+* ``jit, small leaves whole``: the same, but every device has all of each leaf of up to 4096 elements, as it is often
+  written by hand;
 * ``fully sharded``: ``deepcompile.shard(passes=())``;
-* ``planned``: ``deepcompile.shard``, which on CPU devices has no passes to try: what a loop over microbatches gathers
-  again and again is gathered once, else the two are the same, and what they differ by is noise.
+* ``planned``: ``deepcompile.shard``, which on CPU devices joins small collectives, computes small statistics whole, and
+  gathers once what a loop over microbatches gathers again and again.
 
-With microbatches, ``jit`` runs the step with a loop of accumulation written by hand. The three run one step each, again
-and again, in an order that rotates, on states of their own. Reported are medians; the ratio of a system's step to the
+With microbatches, ``jit`` runs the step with a loop of accumulation written by hand. They run one step each, again and
+again, in an order that rotates, on states of their own. Reported are medians; the ratio of a system's step to the
 ``jit`` step of the same round, with the interval that holds the median of 95 % of bootstrap resamples; and the bytes
 that one device sends in the collectives of a compiled step, each done as a ring.
 """
@@ -30,22 +32,25 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
-from experiments.small_models import SmallResNet, SmallTransformer
+from experiments.small_models import PlainTransformer, SmallLSTM, SmallMoE, SmallResNet, SmallTransformer
 from experiments.trainings import (
     Training,
     gpt2_training,
     image_training,
     llama_training,
+    mixer_training,
     mixtral_training,
     mlp_training,
+    next_token_training,
     resnet_training,
-    transformer_training,
     vit_training,
 )
 from models import gpt2, llama, mixtral, resnet, vit
 
 WARM_UP_ROUNDS = 2
 ROUNDS = 20
+SMALL_WHOLE = "jit, small leaves whole"
+SMALL_ELEMENTS = 4096
 RESAMPLES = 2000
 INTERVAL_PERCENTILES = (2.5, 97.5)
 
@@ -83,7 +88,15 @@ WORKLOADS: dict[str, Callable[[], Training]] = {
     "ResNet-50, images of 32 pixels": lambda: resnet_training(resnet.RESNET50, 32, 16),
     "small ResNet-20, layer by layer, 64 images": lambda: image_training(SmallResNet(), 10, 32, 64),
     "small ResNet-20, layer by layer, 8 images": lambda: image_training(SmallResNet(), 10, 32, 8),
-    "small transformer, layer by layer": lambda: transformer_training(SmallTransformer(256, 64), 64, 16),
+    "small transformer, layer by layer": lambda: next_token_training(SmallTransformer(256, 64), 256, 64, 16),
+    "plain transformer, 128 wide, 16 examples": lambda: next_token_training(PlainTransformer(256, 64), 256, 64, 16),
+    "plain transformer, 128 wide, 32 examples": lambda: next_token_training(PlainTransformer(256, 64), 256, 64, 32),
+    "plain transformer, 256 wide, 16 examples": lambda: next_token_training(
+        PlainTransformer(512, 64, 256), 512, 64, 16
+    ),
+    "small LSTM": lambda: next_token_training(SmallLSTM(256), 256, 32, 32),
+    "small MoE": lambda: next_token_training(SmallMoE(256), 256, 64, 16),
+    "small NNX mixer": lambda: mixer_training(16, 128, 4, 16, 64),
     "Llama, scanned, remat, 4 microbatches": lambda: llama_training(LLAMA, 32, 32, microbatches=4),
     "GPT-2, 4 microbatches": lambda: gpt2_training(GPT2, 32, 32, microbatches=4),
     "Mixtral, capped, 4 microbatches": lambda: mixtral_training(MIXTRAL_CAPPED, 32, 32, microbatches=4),
@@ -148,14 +161,30 @@ def placed(mesh: Mesh, made: Training) -> tuple[Any, Any]:
     return state, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows), batch)
 
 
+def with_small_leaves_whole(state: Any, mesh: Mesh) -> Any:
+    """Shapes with shardings, those of small leaves replicated."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = whole if leaf.size <= SMALL_ELEMENTS else leaf.sharding
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, state)
+
+
 def systems(made: Training, mesh: Mesh, state: Any, batch: Any) -> dict[str, Callable]:
     """For each system ``(state, batch) -> (state, loss)``, not yet compiled."""
-    places, whole = jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(mesh, PartitionSpec())
-    rows = jax.tree.map(lambda leaf: leaf.sharding, batch)
+    whole, rows = NamedSharding(mesh, PartitionSpec()), jax.tree.map(lambda leaf: leaf.sharding, batch)
     plain = made.step if made.by_hand is None else made.by_hand(mesh.size)
     sharded = functools.partial(deepcompile.shard, made.step, mesh, microbatches=made.microbatches)
+
+    def jit(state: Any) -> Callable:
+        places = jax.tree.map(lambda leaf: leaf.sharding, state)
+        return jax.jit(plain, in_shardings=(places, rows), out_shardings=(places, whole), donate_argnums=0)
+
     return {
-        "jit": jax.jit(plain, in_shardings=(places, rows), out_shardings=(places, whole), donate_argnums=0),
+        "jit": jit(state),
+        SMALL_WHOLE: jit(with_small_leaves_whole(state, mesh)),
         "fully sharded": sharded(passes=()),
         "planned": sharded(),
     }
@@ -178,10 +207,10 @@ def compiled_system(run: Any, mesh: Mesh, state: Any, batch: Any) -> System:
 
 
 def step_seconds(
-    compiled: dict[str, System], state: Any, batch: Any
+    compiled: dict[str, System], states: dict[str, Any], batch: Any
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of every step after warming up, and the last loss, of each system; they take turns."""
-    states = {name: jax.tree.map(jnp.copy, state) for name in compiled}
+    states = {name: jax.tree.map(jnp.copy, each) for name, each in states.items()}
     seconds: dict[str, list[float]] = {name: [] for name in compiled}
     losses: dict[str, float] = {}
     names = list(compiled)
@@ -209,9 +238,14 @@ def measure(workload: str, mesh: Mesh) -> dict[str, Figures]:
     made = WORKLOADS[workload]()
     state, batch_shapes = placed(mesh, made)
     runs = systems(made, mesh, state, batch_shapes)
-    compiled = {name: compiled_system(run, mesh, state, batch_shapes) for name, run in runs.items()}
+    shapes = {name: with_small_leaves_whole(state, mesh) if name == SMALL_WHOLE else state for name in runs}
+    compiled = {name: compiled_system(run, mesh, shapes[name], batch_shapes) for name, run in runs.items()}
     batch = jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), made.batch, batch_shapes)
-    seconds, losses = step_seconds(compiled, state, batch)
+    states = {
+        name: jax.tree.map(lambda leaf, shape: jax.device_put(leaf, shape.sharding), state, each)
+        for name, each in shapes.items()
+    }
+    seconds, losses = step_seconds(compiled, states, batch)
     return {
         name: Figures(
             statistics.median(seconds[name]),

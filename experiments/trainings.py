@@ -17,7 +17,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from experiments.bench.steps import OPTIMIZER, accumulated, training_step
-from experiments.small_models import SmallTransformer
+from experiments.small_models import SmallMixer
 from models import gpt2, llama, mixtral, resnet, vit
 
 
@@ -142,7 +142,9 @@ class StatisticsTrainState(TrainState):
     statistics: Any = None
 
 
-def transformer_training(model: SmallTransformer, length: int, examples: int) -> Training:
+def next_token_training(model: nn.Module, vocab_size: int, length: int, examples: int) -> Training:
+    """A Linen model of ``tokens -> logits``."""
+
     def create_params() -> Any:
         return model.init(jax.random.key(0), jnp.zeros((1, length), jnp.int32))["params"]
 
@@ -150,7 +152,19 @@ def transformer_training(model: SmallTransformer, length: int, examples: int) ->
         logits: Any = model.apply({"params": params}, batch[:, :-1])
         return gpt2.next_token_loss(logits, batch[:, 1:])
 
-    return training(create_params, loss_of, tokens(examples, length, model.vocab_size))
+    return training(create_params, loss_of, tokens(examples, length, vocab_size))
+
+
+def mixer_training(patches: int, width: int, layers: int, n_classes: int, examples: int) -> Training:
+    def loss_of(model: SmallMixer, batch: dict[str, jax.Array]) -> jax.Array:
+        return vit.classification_loss(model(batch["x"]), batch["label"])
+
+    random = np.random.default_rng(0)
+    batch = {
+        "x": random.standard_normal((examples, patches, width), np.float32),
+        "label": random.integers(0, n_classes, examples, np.int32),
+    }
+    return nnx_training(lambda: SmallMixer(patches, width, layers, n_classes, rngs=nnx.Rngs(0)), loss_of, batch)
 
 
 def resnet_training(config: resnet.ResNetConfig, pixels: int, examples: int) -> Training:

@@ -56,6 +56,7 @@ class ShardOptions(TypedDict, total=False):
     plan: Plan | None
     cache_dir: str | os.PathLike | None
     donate: bool
+    measure: bool
 
 
 @overload
@@ -84,6 +85,7 @@ def shard(
     plan: Plan | None = None,
     cache_dir: str | os.PathLike | None = None,
     donate: bool = True,
+    measure: bool = False,
 ) -> Any:
     """Trains an ordinary single-device step fully sharded.
 
@@ -143,13 +145,16 @@ def shard(
       donate: reuse the memory of the state passed in for the one returned. Gradients look like new parameters; without
         an optax optimizer's state it is done for what ``state_argnums`` names, and for what has leaves that no gradient
         has, such as counts, or moments and averages kept by hand. ``explain()`` says what is donated, and why.
+      measure: run the plans that simulate fastest before the first step, on a copy of its state, and go on with the one
+        that is fastest. ``step.profile(...)`` then has what was measured.
 
     Returns:
       A ``ShardedStep``, or a decorator that makes one.
 
     Raises:
       ArgnumsError, AxisUseError, MemoryLimitError, MeshAxisError, MeshShapeError, MeshTooLargeError,
-        MicrobatchCountError, OptionTypeError, PmappedStepError, UnknownPassError: see ``jax_deepcompile.errors``.
+        MicrobatchCountError, NothingToMeasureOnError, OptionTypeError, PmappedStepError, UnknownPassError: see
+        ``jax_deepcompile.errors``.
     """
     given: dict[str, Any] = {name: value for name, value in locals().items() if name != "fun"}
     if isinstance(fun, (Mesh, AbstractMesh, Mapping)):
@@ -181,6 +186,8 @@ def _make_step(fun: Callable, options: StepOptions) -> ShardedStep:
     if _is_pmapped(fun):
         raise errors.PmappedStepError(function_name(fun))
     use = resolve_mesh(options.mesh, options.fsdp_axes, options.data_axes)
+    if options.measure and not attached(use.mesh):
+        raise errors.NothingToMeasureOnError(*_devices(use.mesh))
     roles = Roles.of(options.state_argnums, options.batch_argnums)
     return ShardedStep(fun, Context(function_name(fun), use, roles, options))
 
@@ -190,6 +197,11 @@ def _is_pmapped(fun: Callable) -> bool:
     wrapper = getattr(type(fun), "__name__", "") == "PmapFunction"
     code = getattr(getattr(fun, "lower", None), "__module__", "") or ""
     return wrapper or "pmap" in code.rsplit(".", 1)[-1] or "pmap" in getattr(fun, "__qualname__", "").split(".")[0]
+
+
+def _devices(mesh: Mesh | AbstractMesh) -> tuple[str, int]:
+    """What JAX calls their kind, and how many there are."""
+    return "abstract mesh" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind, mesh.size
 
 
 class ShardedStep(Summarized, Generic[P, R]):
@@ -230,7 +242,8 @@ class ShardedStep(Summarized, Generic[P, R]):
 
         Raises:
           BatchNotDivisibleError, NoBatchError, MicrobatchNotDivisibleError, AmbiguousRowsError, StateDonatedError,
-          DevicesNotAttachedError, and what tracing finds wrong with the step: see ``jax_deepcompile.errors``.
+          NoRoomToMeasureError, DevicesNotAttachedError, and what tracing finds wrong with the step: see
+          ``jax_deepcompile.errors``.
           ProcessStoppedError, ProcessMismatchError: another process cannot run it, or would run another.
         """
         if self._fast is not None and not kwargs and are_plain(args):
@@ -350,7 +363,7 @@ class ShardedStep(Summarized, Generic[P, R]):
                 self.mesh,
                 base=traced.sharded,
                 runs=runs,
-                known=known,
+                known=known or traced.compilation.runs.profile,
                 compiler_options=traced.plan().compiler_options(),
             )
         traced.compilation.runs.measured = taken.profile.step
@@ -369,7 +382,7 @@ class ShardedStep(Summarized, Generic[P, R]):
     def _call(self, args: tuple, kwargs: dict, processes: Alone):
         call = self._bind(args, kwargs)
         made = self._compilation(call)
-        run, is_first = made.jitted, not (made.runs.is_compiled or is_tracing())
+        is_first = not (made.runs.is_compiled or is_tracing())
         refuse_deleted(call.inputs, made.program.inputs, self._context.name)
         if not processes.is_alone:
             processes.agree(f"{'compile' if is_first else 'run'} {made.title}")
@@ -377,8 +390,10 @@ class ShardedStep(Summarized, Generic[P, R]):
         self._last = made
         there, is_moved = move(call.inputs, made.placed.inputs, returned, donated, self.mesh)
         if is_first:
+            made.measure(there, processes)
             made.compile(there, processes)
         free_moved(call.inputs, made.placed.inputs, donated, there)
+        run = made.jitted
         out = run(*there)
         if call.objects:
             return call.finish(*out)
@@ -417,8 +432,7 @@ class ShardedStep(Summarized, Generic[P, R]):
 
     def _require_devices(self) -> None:
         if not attached(self.mesh):
-            kind = "abstract mesh" if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0].device_kind
-            raise errors.DevicesNotAttachedError(kind, self.mesh.size)
+            raise errors.DevicesNotAttachedError(*_devices(self.mesh))
 
 
 class BoundStep(Summarized):

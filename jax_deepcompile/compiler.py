@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from jax_deepcompile.costs.devices import as_if_here, is_described, latency_byte
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.measured import costs_of
+from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.frontend.call import PureCall, leaf_type
 from jax_deepcompile.frontend.canonicalize import canonicalize
 from jax_deepcompile.frontend.meshes import MeshUse
@@ -29,6 +31,7 @@ from jax_deepcompile.frontend.signature import Signature
 from jax_deepcompile.frontend.trace import Function, Traced, trace_function, trace_init, trace_step
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.hlo.trip_counts import launches
+from jax_deepcompile.ir.placement import attached
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.ir.traversal import located_equations
 from jax_deepcompile.ir.verifier import verify
@@ -36,7 +39,10 @@ from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.planner.limits import require_fit
-from jax_deepcompile.planner.session import Planned, plan_program
+from jax_deepcompile.planner.session import Planned, fastest_of, plan_program
+from jax_deepcompile.profilers.hosts import host_profile
+from jax_deepcompile.profilers.rivals import copy_donated, measure_in_turns
+from jax_deepcompile.profilers.take import take_profile
 from jax_deepcompile.report import dump
 from jax_deepcompile.report.dump import Rewritten
 from jax_deepcompile.runtime.processes import Alone
@@ -66,6 +72,13 @@ class Runs:
     """All processes have compiled it, and it keeps the memory limit."""
     measured: StepTime | None = None
     compiled: jax.stages.Compiled | None = None
+    fastest: Planned | None = None
+    """Of the plans that were run to choose one."""
+
+    @property
+    def profile(self) -> Profile | None:
+        """Of what runs, if that was chosen by running it."""
+        return self.fastest and self.fastest.profile
 
     @cached_property
     def _launches(self) -> Mapping[str, int]:
@@ -121,9 +134,14 @@ class Compilation:
         named = self._stage("name loops", with_loop_names, accumulated)
         return self._stage("donate", donate, named, self.traced)
 
-    @cached_property
+    @property
     def planned(self) -> Planned:
         """The same rewritten by a plan's decisions."""
+        return self.runs.fastest or self._simulated
+
+    @cached_property
+    def _simulated(self) -> Planned:
+        """By the plan that simulates fastest."""
         planned = self._stage("plan", plan, self.sharded, self.context)
         if folder := os.environ.get(dump.VARIABLE):
             dump.write(dump.own_folder(Path(folder), self.context.name), self._seen(planned), self._costs)
@@ -163,13 +181,53 @@ class Compilation:
     @cached_property
     def placed(self) -> Shardings:
         """Where ``jitted`` has its arguments and results: divided so, some of them on the host."""
-        return Shardings.of(self.planned.program, self.traced, self.context.use)
+        return self._placed(self.planned)
+
+    def _placed(self, planned: Planned) -> Shardings:
+        return Shardings.of(planned.program, self.traced, self.context.use)
 
     @property
     def planned_already(self) -> Planned | None:
         """``planned``, if anybody asked for it before, with what was measured since."""
-        planned = vars(self).get("planned")
+        planned = self.runs.fastest or vars(self).get("_simulated")
         return planned and replace(planned, measured=self.runs.measured)
+
+    def measure(self, args: tuple, processes: Alone) -> None:
+        """Where the user wants that, runs the plans that simulate fastest on a copy of ``args``: the fastest is taken.
+
+        Not those that have their state elsewhere.
+
+        Raises:
+          NoRoomToMeasureError: there is no memory for the copy.
+        """
+        simulated = self._simulated
+        if self.runs.fastest is not None or not simulated.rivals or not self.context.options.measure:
+            return
+        mesh, traced = self.context.use.mesh, self.traced
+        assert isinstance(mesh, Mesh), "what is measured is attached"
+        rivals = (replace(simulated, plan=plan, program=plan.program(self.sharded, mesh)) for plan in simulated.rivals)
+        each = [simulated, *(one for one in rivals if self._placed(one) == self.placed)]
+        jitted = [jit(one, traced, self.placed, self.call, self.context) for one in each]
+        steps = [one.lower(*args).compile() for one in jitted]
+        copied = copy_donated(self.context.name, args, traced.donated_leaves, steps, mesh)
+        processes.agree(f"measure {len(each)} plans of {self.title}")
+        seconds, copied = measure_in_turns(steps, copied, simulated.program)
+        seconds = json.loads(processes.first_says(json.dumps(seconds)))
+        best = min(range(len(each)), key=seconds.__getitem__)
+        taken = take_profile(
+            steps[best],
+            copied,
+            steps[best],
+            each[best].program,
+            mesh,
+            base=self.sharded,
+            known=simulated.profile,
+            runs=_PROFILED_RUNS,
+            compiler_options=each[best].plan.compiler_options(),
+        )
+        self.runs.fastest = fastest_of(each, seconds, taken.profile, self.context.options.planning)
+        self.runs.measured = taken.profile.step
+        vars(self).pop("jitted", None)
 
     def compile(self, args: tuple, processes: Alone) -> None:
         """Compiles what runs for ``args`` before its first run, where it may not fit or not run in all processes.
@@ -242,7 +300,12 @@ def donate(program: Program, traced: Traced) -> Program:
 
 
 def plan(program: Program, context: Context) -> Planned:
-    return plan_program(program, context.use.mesh, context.use.platform, context.options.planning)
+    mesh, options = context.use.mesh, context.options.planning
+    is_shared = context.use.platform == "cpu" and mesh.size > 1 and attached(mesh)
+    if is_shared and isinstance(mesh, Mesh) and options.profile is None and (options.cache_dir or options.measure):
+        folder = options.cache_dir and options.cache_dir / "hosts"
+        options = replace(options, profile=host_profile(mesh, folder))
+    return plan_program(program, mesh, context.use.platform, options)
 
 
 @dataclass(frozen=True)
@@ -318,6 +381,8 @@ def _function(context: Context, call: PureCall, signature: Signature) -> Functio
                 raise errors.KernelNeedsGpuError(context.name, eqn.primitive.name, user_line(located))
     return function
 
+
+_PROFILED_RUNS = 3
 
 _SHOWN = 4
 """Arguments whose shapes an error shows."""

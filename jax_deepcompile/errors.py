@@ -127,6 +127,19 @@ class DevicesNotAttachedError(DeepCompileError, RuntimeError):
         jax.devices().""")
 
 
+class NothingToMeasureOnError(DeepCompileError, ValueError):
+    def __init__(self, kind: str, count: int) -> None:
+        super().__init__(f"""measure=True runs plans on the devices of the mesh, and these {count} ({kind}) are not
+        attached to this process. Leave it out: the plan is then the one that simulates fastest.""")
+
+
+class NoRoomToMeasureError(DeepCompileError, MemoryError):
+    def __init__(self, function: str, needed_bytes: int, copy_bytes: int, free_bytes: int) -> None:
+        super().__init__(f"""measure=True runs {function} on a copy of its state, for which there is no room: it takes
+        {_size(needed_bytes)} more a device, {_size(copy_bytes)} of them the copy, and {_size(free_bytes)} are free,
+        {_size(needed_bytes - free_bytes)} too few. Leave measure=True out, or measure on more devices.""")
+
+
 class StepSpecError(DeepCompileError, ValueError):
     def __init__(self, spec: str, problem: str) -> None:
         super().__init__(f"""{spec} is no step: {problem}. Name a function without arguments that returns (step, state,

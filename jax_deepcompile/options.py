@@ -35,6 +35,7 @@ class StepOptions:
     plan: Plan | None = None
     cache_dir: str | os.PathLike | None = None
     donate: bool = True
+    measure: bool = False
 
     def __post_init__(self) -> None:
         """Raises the errors of ``shard`` for what cannot be meant; those of the mesh come later."""
@@ -61,6 +62,7 @@ class StepOptions:
             self.profile,
             self.plan,
             None if self.cache_dir is None else Path(self.cache_dir),
+            self.measure,
         )
 
 
@@ -124,4 +126,5 @@ _OPTIONS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "cache_dir": ("the path of a folder, or None", _is_path),
     "donate": ("True or False", lambda value: isinstance(value, bool)),
+    "measure": ("True or False", lambda value: isinstance(value, bool)),
 }

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"ir", "analysis", "transforms", "partition", "costs", "planner"},
     "options": {"costs", "planner"},
     "compiler": {"ir", "analysis", "frontend", "partition", "transforms", "costs", "planner", "lowering", "runtime"}
-    | {"hlo", "options", "report"},
+    | {"hlo", "options", "profilers", "report"},
     "stages": {"ir", "costs", "partition", "planner", "lowering", "report", "compiler"},
     "api": {"ir", "frontend", "costs", "planner", "lowering", "profilers", "report", "runtime"}
     | {"compiler", "options", "stages"},

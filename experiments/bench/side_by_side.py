@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType
 
 from experiments.bench.rows import Result, Results
-from experiments.cpu_side_by_side import ROUNDS, WORKLOADS, Figures, measure
+from experiments.cpu_side_by_side import ROUNDS, SMALL_ELEMENTS, SMALL_WHOLE, WORKLOADS, Figures, measure
 from experiments.markdown import table
 from jax_deepcompile.cli.commands import use_virtual_devices
 
@@ -38,7 +40,7 @@ class SideBySide:
 
     title: str = f"Small models on {DEVICES} virtual CPU devices, measured"
     workloads: tuple[str, ...] = tuple(WORKLOADS)
-    system_names: tuple[str, ...] = ("jit", "fully sharded", "planned")
+    system_names: tuple[str, ...] = ("jit", SMALL_WHOLE, "fully sharded", "planned")
 
     def measure(self, workload: str, wanted: Sequence[str]) -> Iterator[Result]:
         """All systems, which take turns."""
@@ -59,12 +61,26 @@ class SideBySide:
             f"`deepcompile bench {results.benchmark} --out FILE`, jax {results.jax}. Medians of {ROUNDS} steps of each",
             "system, which take turns. `x jit` of a step is the median ratio to the `jit` step of the same round, with",
             "its bootstrap interval. `MiB sent` is what one device sends in the collectives of a step, each done as a",
-            "ring. `planned` tries no passes on CPU devices: it gathers once what a loop over microbatches gathers",
-            "again and again; else what it differs by from `fully sharded` is noise.",
+            f"ring. `{SMALL_WHOLE}` has all of each leaf of up to {SMALL_ELEMENTS} elements on every device.",
+            "",
+            *(_compared(results.results, name) for name in ("jit", SMALL_WHOLE)),
             "",
             *table(_COLUMNS, map(_cells, results.results)),
         ]
         return "\n".join(lines) + "\n"
+
+
+def _compared(results: Sequence[Result], reference: str) -> str:
+    """The planned steps beside those of ``reference``: the median ratio in the same round, over all workloads."""
+    taken = {(result.workload, result.system): np.array(result.figures.all_step_s) for result in results}
+    pairs = [
+        (steps, taken.get((workload, reference))) for (workload, name), steps in taken.items() if name == "planned"
+    ]
+    ratios = [float(np.median(steps / others)) for steps, others in pairs if others is not None]
+    if not ratios:
+        return f"`planned` beside `{reference}`: not measured."
+    mean, largest = statistics.geometric_mean(ratios), max(ratios)
+    return f"`planned` beside `{reference}`: {mean:.3f} x by geometric mean of {len(ratios)}, {largest:.3f} x at most."
 
 
 def _cells(result: Result) -> tuple[str, ...]:

@@ -157,11 +157,12 @@ CPU_HOST = Hardware(
     memory_fraction=0.7,
     kernel_launch_s=1 * MICRO,
     shortest_kernel_s=1 * MICRO,
-    to_host_bytes_per_s=10 * GIGA,
-    from_host_bytes_per_s=10 * GIGA,
-    nvlink_bytes_per_s=5 * GIGA,
+    # Of each of 8 devices on 2 cores, all at once: copies within the memory that they share, and collectives of 512 KiB
+    to_host_bytes_per_s=1.1 * GIGA,
+    from_host_bytes_per_s=1.1 * GIGA,
+    nvlink_bytes_per_s=1.6 * GIGA,
 )
-"""The machine that tests run on: its simulated seconds only rank programs, nothing was fitted to them."""
+"""The machine that tests run on: its simulated seconds only rank programs."""
 
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {"cpu": CPU_HOST, "h100": H100_SXM, "h200": H200_SXM, "gh200": GH200, "b200": B200_SXM}

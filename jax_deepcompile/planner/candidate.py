@@ -84,11 +84,13 @@ class Candidate:
       plan: the decisions.
       program: the base program rewritten by them.
       evaluation: None as long as it is not compiled.
+      rivals: of what a search found best, the other plans that simulate fastest, with their predictions.
     """
 
     plan: Plan
     program: Program
     evaluation: Evaluation | None = None
+    rivals: tuple[Plan, ...] = ()
 
     @property
     def evaluated(self) -> Evaluation:

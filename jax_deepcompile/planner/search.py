@@ -39,6 +39,9 @@ _WORTH_MEMORY = WORTH_TRYING / 2
 _MISSED = 0.02
 """The share of a step by which schedules usually miss what is attainable."""
 
+_RIVALS = 2
+"""Plans that may be run beside the best one."""
+
 _LESS = 0.95
 """Of what collectives take: what the scheduler is told where all of it finds no room."""
 
@@ -53,6 +56,28 @@ def search(base: Program, environment: Environment, strategies: Sequence[Strateg
     kernels = tempfile.TemporaryDirectory(prefix="deepcompile_kernels_", ignore_cleanup_errors=True)
     with kernels as folder, Progress(f"planning {base.name}") as progress:
         return _Search(base, environment.replace(kernels=Path(folder) / "kernels"), progress).run(strategies, start)
+
+
+def by_first_proposals(base: Program, environment: Environment, strategies: Sequence[Strategy], start: Plan) -> Plan:
+    """``start`` with what each strategy proposes first, which nobody compiles or compares."""
+    plan = start
+    for strategy in strategies:
+        best = Candidate(plan, plan.program(base, environment.mesh))
+        plan = next((each.plan for each in proposed(strategy, base, best, environment)), plan)
+    return plan
+
+
+def proposed(strategy: Strategy, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+    """What ``strategy`` proposes, without the kinds of decisions that are left out."""
+    disabled = environment.disabled
+
+    def enabled(each: Proposal) -> Proposal:
+        kept = tuple(one for one in each.plan.decisions if one.kind not in disabled)
+        otherwise = each.otherwise and enabled(each.otherwise)
+        return dataclasses.replace(each, plan=each.plan.replace(decisions=kept), otherwise=otherwise)
+
+    proposals = strategy.propose(base, best, environment)
+    return map(enabled, proposals) if disabled else iter(proposals)
 
 
 def carried_out(base: Program, plan: Plan, environment: Environment) -> Candidate:
@@ -122,7 +147,15 @@ class _Search:
         best = self._scheduled()
         for strategy in closing:
             best = self._closed(strategy, best)
-        return _fitting(best, self.environment, _that_led_to(best.prediction, self.records))
+        found = _fitting(best, self.environment, _that_led_to(best.prediction, self.records))
+        return dataclasses.replace(found, rivals=self._rivals(best))
+
+    def _rivals(self, best: Candidate) -> tuple[Plan, ...]:
+        """The plans that simulate fastest after ``best``, of those that fit."""
+        compiled = [self.accepted[0], *(each.candidate for each in self.evaluated if each.candidate is not None)]
+        others = {each.plan: each for each in compiled if each.plan != best.plan and self.environment.fits(each)}
+        fastest = sorted(others.values(), key=_step_s)[:_RIVALS]
+        return tuple(each.plan.replace(prediction=each.prediction) for each in fastest)
 
     def _open(self, openings: Sequence[Strategy], start: Plan) -> None:
         """Evaluates ``start`` and, beside it, what each of ``openings`` proposes instead."""
@@ -241,16 +274,7 @@ class _Search:
         return compiled(candidate.program, candidate.evaluated.lowered, plan, self.environment)
 
     def _proposed(self, strategy: Strategy, best: Candidate) -> Iterator[Proposal]:
-        """What ``strategy`` proposes, without the kinds of decisions that are left out."""
-        disabled = self.environment.disabled
-
-        def enabled(each: Proposal) -> Proposal:
-            kept = tuple(one for one in each.plan.decisions if one.kind not in disabled)
-            otherwise = each.otherwise and enabled(each.otherwise)
-            return dataclasses.replace(each, plan=each.plan.replace(decisions=kept), otherwise=otherwise)
-
-        proposals = strategy.propose(self.base, best, self.environment)
-        return map(enabled, proposals) if disabled else iter(proposals)
+        return proposed(strategy, self.base, best, self.environment)
 
     def _all_evaluated(self, proposals: Sequence[Sequence[Proposal]]) -> list[list[_Evaluated]]:
         """What became of the ``proposals`` of each of several strategies.

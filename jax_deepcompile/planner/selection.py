@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax_deepcompile import errors
-from jax_deepcompile.planner.strategies import STRATEGIES
+from jax_deepcompile.planner.strategies import ON_A_HOST, STRATEGIES
 from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.transforms import TRANSFORMS
 from jax_deepcompile.transforms.decision import Decision, nearest
@@ -57,7 +57,7 @@ class Selection:
 
 
 def _known(name: str, where: str, strategies: Sequence[Strategy] | None) -> str:
-    names = [each.name for each in (*STRATEGIES, *(strategies or ()))] + [kind.kind for kind in TRANSFORMS]
+    names = [each.name for each in (*STRATEGIES, *ON_A_HOST, *(strategies or ()))] + [kind.kind for kind in TRANSFORMS]
     if name and name not in names:
         raise errors.UnknownPassError(where, name, nearest(name, dict.fromkeys(names)))
     return name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,20 +26,18 @@ from jax_deepcompile.lowering.compile import Options, kernels_once, memory_optio
 from jax_deepcompile.planner.cache import PlanCache
 from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.executables import executables_in
-from jax_deepcompile.planner.layers import keep_gathered
 from jax_deepcompile.planner.limits import MemoryLimit, limit_bytes, require_room
-from jax_deepcompile.planner.plan import Plan, Rows
+from jax_deepcompile.planner.plan import Plan, Record, Rows
 from jax_deepcompile.planner.recomputation import find_recomputation
-from jax_deepcompile.planner.search import carried_out, search
+from jax_deepcompile.planner.search import by_first_proposals, carried_out, search
 from jax_deepcompile.planner.selection import Passes, Selection
 from jax_deepcompile.planner.state_on_host import argument_bytes, state_bytes
-from jax_deepcompile.planner.strategies import ONE_DEVICE, STRATEGIES
+from jax_deepcompile.planner.strategies import ON_A_HOST, ONE_DEVICE, STRATEGIES
 from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.planner.version import planner_digest
 from jax_deepcompile.runtime.processes import processes_of
 from jax_deepcompile.summary import Summarized, Summary
 from jax_deepcompile.transforms.decision import Decision
-from jax_deepcompile.transforms.keep_gathered import KeptGathers
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ class PlanOptions:
       profile: measured times to plan by.
       plan: to carry out as it is.
       cache_dir: where plans and executables are kept between runs.
+      measure: whether the plans that simulate fastest will be run.
     """
 
     memory_limit: MemoryLimit = None
@@ -60,6 +60,7 @@ class PlanOptions:
     profile: Profile | None = None
     plan: Plan | None = None
     cache_dir: Path | None = None
+    measure: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,6 +74,7 @@ class Planned(Summarized):
       origin: where the plan is from, in words.
       profile: what was measured and planned by; None if nothing was.
       measured: this very step, run; None if it was not.
+      rivals: other plans that simulate about as fast, to be measured beside this one.
     """
 
     program: Program
@@ -81,6 +83,7 @@ class Planned(Summarized):
     origin: str
     profile: Profile | None = None
     measured: StepTime | None = None
+    rivals: tuple[Plan, ...] = ()
 
     def rows(self) -> Rows:
         """What is expected or measured."""
@@ -109,6 +112,33 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, options: PlanOp
     foreign = "; the kernels of the profile are another program's, and not used" * (known is not options.profile)
     unknown = f"; there is no table for {kind}, and that of an H100 is used" * (known_hardware(kind) is None)
     return replace(planned, profile=known, origin=planned.origin + foreign + unknown)
+
+
+MEASURE = "measure"
+"""The strategy of records of plans that were run."""
+
+
+def fastest_of(each: Sequence[Planned], seconds: Sequence[float], profile: Profile, options: PlanOptions) -> Planned:
+    """The program that ran fastest, with a record of all that ran; its plan is kept where plans are.
+
+    Args:
+      each: the simulated best first, then its rivals.
+      seconds: of a step of each, measured.
+      profile: of the fastest.
+    """
+    best, simulated = min(range(len(each)), key=seconds.__getitem__), each[0].plan
+    before = simulated.prediction
+    assert before is not None, "what has rivals was simulated"
+    ran = [
+        Record(MEASURE, f"number {place + 1} as simulated", before, one.plan.prediction, place == best, said, taken_s)
+        for place, (one, taken_s) in enumerate(zip(each, seconds, strict=True))
+        for said in [f"measured {taken_s:.4g} s"]
+    ]
+    plan = each[best].plan.replace(records=(*simulated.records, *ran))
+    if options.cache_dir is not None:
+        PlanCache(options.cache_dir, Selection.of(options.passes).kinds).store(plan)
+    origin = f"{each[best].origin}, the fastest of {len(each)} that were run"
+    return replace(each[best], plan=plan, origin=origin, profile=profile, rivals=())
 
 
 @dataclass(frozen=True)
@@ -141,9 +171,10 @@ def _planned(program: Program, mesh: Mesh, platform: str, options: PlanOptions) 
     cache = PlanCache(options.cache_dir, selection.kinds) if options.cache_dir is not None else None
     if cache is not None:
         _keep_executables(cache, mesh)
-    if not strategies and options.memory_limit is None and options.plan is None:
-        return _without_search(program, environment, selection)
-    digest = _fingerprint(program, environment, strategies, options.profile)
+    is_searched = bool(strategies) and (options.measure or strategies != ON_A_HOST)
+    if options.memory_limit is None and options.plan is None and not is_searched:
+        return _without_search(program, environment, selection, strategies)
+    digest = _fingerprint(program, environment, strategies, options.profile, options.measure)
     task = _Task(program, environment, strategies, selection.kinds, digest, cache)
     return _agreed(task) if options.plan is None else _given(task, options.plan)
 
@@ -157,23 +188,19 @@ def _given(task: _Task, plan: Plan) -> Planned:
     return Planned(candidate.program, candidate.plan, task.environment.limit_bytes, "given")
 
 
-def _without_search(program: Program, environment: Environment, selection: Selection) -> Planned:
-    """Where no limit must hold and no schedule can be better than another."""
+def _without_search(
+    program: Program, environment: Environment, selection: Selection, strategies: tuple[Strategy, ...]
+) -> Planned:
+    """Where no limit must hold and nothing is compiled to choose: what the cost model alone decides."""
     if selection.strategies is not None:
         return Planned(program, Plan(""), environment.limit_bytes, "nothing was decided: no passes were asked for")
     if environment.mesh.size == 1:
         return Planned(program, Plan(""), environment.limit_bytes, "nothing to decide: there is one device")
-    if environment.platform == "cuda" or KeptGathers.kind in environment.disabled:
+    if not strategies:
         return Planned(program, Plan(""), environment.limit_bytes, "nothing was decided: all passes are left out")
-    held_bytes = int(_HELD_FRACTION * environment.costs.hardware.memory_bytes / environment.mesh.size)
-    plan = Plan("", keep_gathered(program, held_bytes))
-    why = "collectives here do not run beside compute; what loops gather again and again stays, up to"
-    origin = f"nothing to hide: {why} {held_bytes / 2**20:.0f} MiB a device"
-    return Planned(plan.program(program, environment.mesh), plan, None, origin)
-
-
-_HELD_FRACTION = 0.25
-"""Of the memory that virtual devices share with all else on their host: for what stays gathered, together."""
+    plan = by_first_proposals(program, environment, strategies, Plan(""))
+    why = "nothing to hide: collectives here do not run beside compute; the cost model says how many are worth it"
+    return Planned(plan.program(program, environment.mesh), plan, None, why)
 
 
 def _environment(mesh: Mesh, platform: str, options: PlanOptions) -> Environment:
@@ -187,10 +214,10 @@ def _environment(mesh: Mesh, platform: str, options: PlanOptions) -> Environment
 
 
 def _suitable(program: Program, environment: Environment) -> tuple[Strategy, ...]:
+    if environment.mesh.size > 1:
+        return STRATEGIES if environment.platform == "cuda" else ON_A_HOST
     if environment.platform != "cuda":
         return ()
-    if environment.mesh.size > 1:
-        return STRATEGIES
     return ONE_DEVICE if find_recomputation(program, environment.costs) else ()
 
 
@@ -220,7 +247,7 @@ def _found_or_made(task: _Task) -> Planned:
     made = make_plan(task.program, task.environment, task.fingerprint, task.strategies)
     if cache is not None:
         cache.store(made.plan)
-    return Planned(made.program, made.plan, limit, "made for this run")
+    return Planned(made.program, made.plan, limit, "made for this run", rivals=made.rivals)
 
 
 def _agreed(task: _Task) -> Planned:
@@ -235,14 +262,20 @@ def _agreed(task: _Task) -> Planned:
         processes.agree(f"plan {task.program.name} (fingerprint {task.fingerprint})")
         if processes.is_first:
             planned = _found_or_made(task)
-            processes.first_says(json.dumps([planned.plan.to_json(), planned.origin]))
+            plans = [each.to_json() for each in (planned.plan, *planned.rivals)]
+            processes.first_says(json.dumps([plans, planned.origin]))
             return planned
-        text, origin = json.loads(processes.first_says(""))
-        return task.by(Plan.from_json(text, "the plan of the first process", task.kinds), origin)
+        texts, origin = json.loads(processes.first_says(""))
+        plan, *rivals = (Plan.from_json(text, "the plan of the first process", task.kinds) for text in texts)
+        return replace(task.by(plan, origin), rivals=tuple(rivals))
 
 
 def _fingerprint(
-    program: Program, environment: Environment, strategies: tuple[Strategy, ...], profile: Profile | None
+    program: Program,
+    environment: Environment,
+    strategies: tuple[Strategy, ...],
+    profile: Profile | None,
+    measure: bool = False,
 ) -> str:
     """The digest of all that a plan depends on."""
     deciding = {
@@ -252,6 +285,7 @@ def _fingerprint(
         "strategies": strategies,
         "disabled": sorted(environment.disabled),
         "planner": planner_digest(),
+        "measure": measure,
         "profile": "" if profile is None else hashlib.sha256(profile.to_json().encode()).hexdigest(),
     }
     return fingerprint(program_text(program), machine_of(environment.mesh), deciding)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.planner.plan import Plan, Prediction, Record
-from jax_deepcompile.planner.session import Planned
+from jax_deepcompile.planner.session import MEASURE, Planned
 from jax_deepcompile.transforms.prefetch import Prefetch
 
 _GIB = 1 << 30
@@ -57,8 +57,9 @@ def _how_it_came(plan: Plan) -> list[str]:
     lines += [f"  {each.strategy} [rejected]: {each.decision}: {each.reason}" for each in rejected[:_REJECTED]]
     if len(rejected) > _REJECTED:
         lines.append(f"  {len(rejected) - _REJECTED} more were rejected; plan.records has them")
-    spent_s = sum(record.wall_s for record in plan.records)
-    candidates = f"{len(plan.records)} candidate" + "s" * (len(plan.records) > 1)
+    compiled = [record for record in plan.records if record.strategy != MEASURE]
+    spent_s = sum(record.wall_s for record in compiled)
+    candidates = f"{len(compiled)} candidate" + "s" * (len(compiled) > 1)
     return [*lines, f"planning: {candidates} compiled and simulated, some side by side, in {spent_s:.1f} s in sum"]
 
 

@@ -11,8 +11,10 @@ from jax_deepcompile.ir.program import Program, View
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
 from jax_deepcompile.transforms.compute_once import ComputeOnce
+from jax_deepcompile.transforms.compute_whole import ComputedWhole
 from jax_deepcompile.transforms.decision import Decision, refused
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
+from jax_deepcompile.transforms.join_collectives import JoinedCollectives
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
@@ -46,6 +48,8 @@ TRANSFORMS: tuple[type[Decision], ...] = (
     ReusedGathers,
     Prefetch,
     OrderedReductions,
+    ComputedWhole,
+    JoinedCollectives,
     OffloadedState,
 )
 """The list: what layer loops gather, what they keep, how they run, what surrounds them, then code outside of loops."""

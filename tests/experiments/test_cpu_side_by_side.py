@@ -31,7 +31,7 @@ SMALL: dict[str, Callable[[], trainings.Training]] = {
     "vit": lambda: trainings.vit_training(vit.VIT_TINY, 16),
     "resnet": lambda: trainings.resnet_training(resnet.RESNET_TINY, 32, 16),
     "small resnet": lambda: trainings.image_training(SmallResNet(blocks=1), 10, 16, 16),
-    "small transformer": lambda: trainings.transformer_training(SmallTransformer(64, 16, 32, 2, 2), 16, 16),
+    "small transformer": lambda: trainings.next_token_training(SmallTransformer(64, 16, 32, 2, 2), 64, 16, 16),
     "gpt2 in microbatches": lambda: trainings.gpt2_training(gpt2.GPT2_TINY, 64, 32, microbatches=4),
 }
 

@@ -118,8 +118,21 @@ def of_adam(loss=stack_loss, params=STACK):
     return program, mesh, [name for name in movable(program).values() if {"mu", "nu"} & set(name.split("/"))]
 
 
-def away(program: Program, mesh, names) -> Program:
-    return carry_out(program, mesh, [OffloadedState(tuple(names))])
+def away(program: Program, mesh, names, by_layer: bool = False) -> Program:
+    return carry_out(program, mesh, [OffloadedState(tuple(names), by_layer)])
+
+
+def loops(program: Program) -> int:
+    """How many loops of the program itself run a stack's update."""
+    return sum(
+        eqn.primitive.name == "scan" and any(map(is_on_host, eqn.invars)) for eqn in open_jaxpr(program.jaxpr).eqns
+    )
+
+
+@pytest.fixture
+def small_layers(monkeypatch):
+    """Layers are as small as tests want them, and worth a turn of a loop all the same."""
+    monkeypatch.setattr("jax_deepcompile.transforms.offload_state._LAYER_BYTES", 1)
 
 
 def copies(program: Program) -> tuple[int, int]:
@@ -153,6 +166,21 @@ def test_values_stay_the_same(name, by_layer, monkeypatch):
     step, leaves = STEPS[name]
     program, mesh = stepped(step)
     assert_same_values(carry_out(program, mesh, [OffloadedState(leaves, by_layer)]), program, mesh)
+
+
+@pytest.mark.cpu_mesh
+def test_stacks_are_updated_a_layer_at_a_time(small_layers):
+    program, mesh, moments = of_adam()
+    there = away(program, mesh, moments, by_layer=True)
+    assert loops(there) == len(STACK["stack"])
+    verify(there)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("step", [normed, read_twice, unread])
+def test_what_is_not_elementwise_or_not_read_is_updated_at_once(step, small_layers):
+    program, mesh = stepped(step)
+    assert not loops(away(program, mesh, STEPS["norm" if step is normed else "unread"][1], by_layer=True))
 
 
 @pytest.mark.cpu_mesh

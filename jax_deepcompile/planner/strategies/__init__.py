@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax_deepcompile.planner.strategies.hosts import JoinCollectives, KeepGathered
 from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
 from jax_deepcompile.planner.strategies.layer_loops import DeepenLoops, PipelineLoops
 from jax_deepcompile.planner.strategies.microbatches import DelayReductions, OverlapMicrobatches, UnshardMicrobatches
@@ -33,3 +34,6 @@ communicating less."""
 
 ONE_DEVICE: tuple[Strategy, ...] = (KeepActivations(),)
 """Where there is nothing to communicate."""
+
+ON_A_HOST: tuple[Strategy, ...] = (KeepGathered(), JoinCollectives())
+"""Where devices share their host, and no collective runs beside compute."""
