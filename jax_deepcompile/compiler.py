@@ -23,6 +23,7 @@ from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.frontend.arguments import on_host
 from jax_deepcompile.frontend.call import PureCall, leaf_type
 from jax_deepcompile.frontend.canonicalize import canonicalize
 from jax_deepcompile.frontend.meshes import MeshUse
@@ -185,6 +186,10 @@ class Compilation:
 
     def _placed(self, planned: Planned) -> Shardings:
         return Shardings.of(planned.program, self.traced, self.context.use)
+
+    def placed_shapes(self, shapes: tuple) -> tuple:
+        """``shapes``, of the arguments of a call, on the host where ``jitted`` has them there."""
+        return on_host(shapes, self.placed.inputs)
 
     @property
     def planned_already(self) -> Planned | None:

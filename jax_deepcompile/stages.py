@@ -11,7 +11,6 @@ import jax
 
 from jax_deepcompile.compiler import Compilation, Runs
 from jax_deepcompile.costs.utilisation import Utilisation, utilisation_of
-from jax_deepcompile.frontend.arguments import on_host
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.partition.partition import Partitioned
@@ -78,7 +77,7 @@ class TracedStep(Summarized):
     def lower(self) -> LoweredStep:
         """Plans, and lowers to StableHLO for the platform of the mesh."""
         made, platform = self.compilation, self.compilation.context.use.platform
-        shapes = on_host(self._shapes, made.placed.inputs)
+        shapes = made.placed_shapes(self._shapes)
         lowered = made.jitted.trace(*shapes).lower(lowering_platforms=(platform,))
         return LoweredStep(lowered, platform, made.planned, made.runs)
 
