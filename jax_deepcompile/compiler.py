@@ -187,8 +187,8 @@ class Compilation:
     def _placed(self, planned: Planned) -> Shardings:
         return Shardings.of(planned.program, self.traced, self.context.use)
 
-    def there(self, shapes: tuple) -> tuple:
-        """``shapes`` of arguments, some of them on the host as ``jitted`` has them."""
+    def placed_shapes(self, shapes: tuple) -> tuple:
+        """``shapes``, of the arguments of a call, on the host where ``jitted`` has them there."""
         return on_host(shapes, self.placed.inputs)
 
     @property

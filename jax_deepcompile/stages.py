@@ -77,7 +77,8 @@ class TracedStep(Summarized):
     def lower(self) -> LoweredStep:
         """Plans, and lowers to StableHLO for the platform of the mesh."""
         made, platform = self.compilation, self.compilation.context.use.platform
-        lowered = made.jitted.trace(*made.there(self._shapes)).lower(lowering_platforms=(platform,))
+        shapes = made.placed_shapes(self._shapes)
+        lowered = made.jitted.trace(*shapes).lower(lowering_platforms=(platform,))
         return LoweredStep(lowered, platform, made.planned, made.runs)
 
 
