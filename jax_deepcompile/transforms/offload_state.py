@@ -130,10 +130,12 @@ def _updated(
         here = dict(zip(fetched, waiting, strict=True))
         made = {*group.leaves, *(var for eqn in group.eqns for var in eqn.outvars)}
         places = [place for place in results if place not in back and jaxpr.outvars[place] in made]
-        layers = _Layers.of(jaxpr, group, places) if by_layer else None
+        ready = [place for place in early if succeeded[place] in group.leaves]
+        in_place = not ready and all(succeeded[place] in here for place in places)
+        layers = _Layers.of(jaxpr, group, places) if by_layer and in_place else None
         if layers is None:
             known = compute(group.eqns, known | {leaf: jax.device_put(value, DEVICE) for leaf, value in here.items()})
-            places += [place for place in early if succeeded[place] in group.leaves]
+            places += ready
             back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places}
         else:
             updated = layers.run(known | here, donors, places)

@@ -176,6 +176,20 @@ def test_what_is_left_undefined_is_never_the_same():
     assert names(step, X, W) == ["dot_general"]
 
 
+@pytest.mark.parametrize(("rows", "known"), [(0, ["dot_general", "concatenate", "dot_general"]), (1, ["dot_general"])])
+def test_arrays_without_elements_are_equal_wherever_they_are_from(rows, known):
+    """Kernels are given them for what they need not have."""
+
+    def layer(x, w, more):
+        return lax.concatenate([x @ w, more], 0)[:WIDTH] @ w
+
+    def step(x, w, first, second):
+        y, starts = lax.scan(lambda x, w: (layer(x, w, first), x), x, w)
+        return lax.scan(lambda g, slices: (g * layer(*slices, second), None), y, (starts, w))
+
+    assert names(step, X, W, jnp.zeros((rows, WIDTH)), jnp.ones((rows, WIDTH))) == known
+
+
 def repeated(function: Callable, *operands) -> list[str]:
     """The primitives of what ``function`` computes twice."""
     jaxpr = open_jaxpr(jax.make_jaxpr(function)(*operands))

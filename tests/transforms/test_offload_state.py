@@ -15,7 +15,7 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.memory import HOST_KIND, is_fetch, is_offload, is_on_host
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
-from jax_deepcompile.transforms import carry_out
+from jax_deepcompile.transforms import carry_out, offload_state
 from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 from tests.partition.steps import lines, trace
 from tests.transforms.programs import MATRICES, STACK, assert_same_values, matrices_loss, sharded, stack_loss
@@ -70,6 +70,18 @@ def read_twice(s, x):
     return {"p": s["p"] - 0.1 * jnp.sin(s["m"]) * m, "m": m}, loss
 
 
+def returned_twice(s, x):
+    g, loss = descended(s, x)
+    m = 0.9 * s["m"] + g
+    return {"p": s["p"] - 0.1 * m, "m": m}, (loss, m)
+
+
+def crossed(s, x):
+    """Each leaf is made of the other."""
+    g, loss = descended(s, x)
+    return {"p": s["p"] - 0.1 * g, "m": s["v"] + g, "v": 0.9 * s["m"]}, loss
+
+
 def read_in_a_loop(s, x):
     g, loss = descended(s, x)
     total, m = lax.scan(lambda total, m: (total + m, 0.9 * m), jnp.zeros(16), s["m"])
@@ -85,6 +97,8 @@ STEPS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "unread": (unread, ("m",)),
     "read and kept": (read_and_kept, ("m",)),
     "swapped": (swapped, ("m", "v")),
+    "crossed": (crossed, ("m", "v")),
+    "returned twice": (returned_twice, ("m",)),
     "read twice": (read_twice, ("m",)),
     "read in a loop": (read_in_a_loop, ("m",)),
 }
@@ -92,7 +106,7 @@ STEPS: dict[str, tuple[Callable, tuple[str, ...]]] = {
 
 def stepped(step: Callable, **more):
     """The fully sharded program of a step with three leaves of state, and its mesh."""
-    state = dict.fromkeys("mpv", W) if step in (normed, swapped) else dict.fromkeys("mp", W)
+    state = dict.fromkeys("mpv", W) if step in (normed, swapped, crossed) else dict.fromkeys("mp", W)
     traced = trace(step, state | more, W, state_argnums=0)
     return traced.sharded, traced.compilation.context.use.mesh
 
@@ -104,8 +118,21 @@ def of_adam(loss=stack_loss, params=STACK):
     return program, mesh, [name for name in movable(program).values() if {"mu", "nu"} & set(name.split("/"))]
 
 
-def away(program: Program, mesh, names) -> Program:
-    return carry_out(program, mesh, [OffloadedState(tuple(names))])
+def away(program: Program, mesh, names, by_layer: bool = False) -> Program:
+    return carry_out(program, mesh, [OffloadedState(tuple(names), by_layer)])
+
+
+def loops(program: Program) -> int:
+    """How many loops of the program itself run a stack's update."""
+    return sum(
+        eqn.primitive.name == "scan" and any(map(is_on_host, eqn.invars)) for eqn in open_jaxpr(program.jaxpr).eqns
+    )
+
+
+@pytest.fixture
+def small_layers(monkeypatch):
+    """Layers are as small as tests want them, and worth a turn of a loop all the same."""
+    monkeypatch.setattr("jax_deepcompile.transforms.offload_state._LAYER_BYTES", 1)
 
 
 def copies(program: Program) -> tuple[int, int]:
@@ -132,11 +159,28 @@ def test_before_and_after():
 
 
 @pytest.mark.cpu_mesh
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
 @pytest.mark.parametrize("name", STEPS)
-def test_values_stay_the_same(name):
+def test_values_stay_the_same(name, by_layer, monkeypatch):
+    monkeypatch.setattr(offload_state, "_LAYER_BYTES", 1)
     step, leaves = STEPS[name]
     program, mesh = stepped(step)
-    assert_same_values(away(program, mesh, leaves), program, mesh)
+    assert_same_values(carry_out(program, mesh, [OffloadedState(leaves, by_layer)]), program, mesh)
+
+
+@pytest.mark.cpu_mesh
+def test_stacks_are_updated_a_layer_at_a_time(small_layers):
+    program, mesh, moments = of_adam()
+    there = away(program, mesh, moments, by_layer=True)
+    assert loops(there) == len(STACK["stack"])
+    verify(there)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("step", [normed, read_twice, unread])
+def test_what_is_not_elementwise_or_not_read_is_updated_at_once(step, small_layers):
+    program, mesh = stepped(step)
+    assert not loops(away(program, mesh, STEPS["norm" if step is normed else "unread"][1], by_layer=True))
 
 
 @pytest.mark.cpu_mesh

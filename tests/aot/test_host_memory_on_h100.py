@@ -1,0 +1,119 @@
+"""State on the host, and layers computed again, compiled for H100s: what a device and its host hold."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile import errors
+from jax_deepcompile.costs.simulator import Simulation
+from jax_deepcompile.lowering.compile import host_bytes, peak_bytes
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.transforms.offload_state import OffloadedState, movable
+from jax_deepcompile.transforms.rematerialize import Rematerialized
+from tests.partition.steps import shapes, training_step
+from tests.transforms.programs import h100s
+
+pytestmark = pytest.mark.h100_aot
+
+GPUS, MATRICES, WIDTH = 8, 16, 4096
+LEAF_BYTES = 4 * WIDTH * WIDTH // GPUS
+MOMENT_BYTES = 2 * MATRICES * LEAF_BYTES
+
+
+def adamw(loss, sizes: Any, **options: Any) -> tuple[deepcompile.ShardedStep, Any]:
+    """A step for H100s, and shapes of its state."""
+    optimizer, params = optax.adamw(1e-3), shapes(sizes)
+    step = deepcompile.shard(training_step(loss, optimizer), h100s(), **options)
+    return step, {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+
+
+class Compiled(NamedTuple):
+    memory: Any
+    simulation: Simulation
+
+
+@pytest.fixture(scope="module")
+def here_and_away() -> tuple[Compiled, Compiled]:
+    """A step with few rows and large matrices: all state on the device, and all moments on the host."""
+
+    def loss(params, x):
+        for index in range(MATRICES):
+            x = jnp.tanh(x @ params[f"w{index}"])
+        return jnp.mean(x**2)
+
+    sizes = {f"w{index}": (WIDTH, WIDTH) for index in range(MATRICES)}
+    step, state = adamw(loss, sizes, passes=())
+    known = movable(step.trace(state, shapes((64, WIDTH))).sharded).values()
+    leaves = tuple(name for name in known if "opt_state" in name)
+    assert len(leaves) == 2 * MATRICES
+
+    def compiled(step: deepcompile.ShardedStep) -> Compiled:
+        found = step.trace(state, shapes((64, WIDTH))).lower().compile()
+        return Compiled(found.memory_analysis(), deepcompile.simulate(found, step.mesh))
+
+    return compiled(step), compiled(step.reshard(plan=Plan("", (OffloadedState(leaves),))))
+
+
+def test_the_host_has_the_moments_and_updates_them_in_place(here_and_away):
+    here, away = (each.memory for each in here_and_away)
+    assert here.host_argument_size_in_bytes == 0
+    assert away.host_argument_size_in_bytes == MOMENT_BYTES
+    assert away.host_alias_size_in_bytes == away.host_output_size_in_bytes == MOMENT_BYTES
+    assert away.host_temp_size_in_bytes == 0
+    assert here.argument_size_in_bytes - away.argument_size_in_bytes == MOMENT_BYTES
+
+
+def test_the_device_has_a_few_of_them_at_a_time(here_and_away):
+    here, away = (peak_bytes(each.memory) for each in here_and_away)
+    assert away - (here - MOMENT_BYTES) <= 10 * LEAF_BYTES
+
+
+def test_copies_run_both_ways_at_once(here_and_away):
+    """While they run there is little to compute: what is not waited for is hidden by copies the other way."""
+    simulation = here_and_away[1].simulation
+    assert simulation.exposed_copy_s + simulation.compute_s < simulation.copy_s
+
+
+LAYERS, FEATURES, ROWS = 8, 2048, 8192
+LIMIT = 1900 << 20
+
+
+def plain_layers(params, x):
+    """Written without checkpoint, it takes 6 GiB."""
+    return jnp.mean(lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), x, params)[0] ** 2)
+
+
+def planned(passes) -> tuple[deepcompile.ShardedStep, Any, Any]:
+    sizes = {"up": (LAYERS, FEATURES, 4 * FEATURES), "down": (LAYERS, 4 * FEATURES, FEATURES)}
+    step, state = adamw(plain_layers, sizes, passes=passes, memory_limit=LIMIT)
+    return step, state, shapes((GPUS * ROWS, FEATURES))
+
+
+PASSES = (deepcompile.PipelineLoops(), deepcompile.KeepActivations())
+
+
+def test_what_does_not_fit_as_it_is_written_is_computed_again_and_is_as_predicted():
+    step, state, batch = planned(PASSES)
+    traced = step.trace(state, batch)
+    plan = traced.plan()
+    memory = traced.lower().compile().memory_analysis()
+    assert plan.of(Rematerialized)
+    assert plan.prediction is not None
+    assert peak_bytes(memory) <= LIMIT
+    assert peak_bytes(memory) == pytest.approx(plan.prediction.peak_bytes, rel=0.03)
+    assert plan.prediction.host_bytes > 0
+    assert host_bytes(memory) == pytest.approx(plan.prediction.host_bytes, rel=0.03)
+    assert f"of {LIMIT / 2**30:.2f} GiB" in traced.explain()
+
+
+def test_without_that_it_is_refused():
+    step, state, batch = planned("-rematerialize")
+    with pytest.raises(errors.MemoryExceededError):
+        step.trace(state, batch).plan()
