@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "options": {"costs", "planner"},
     "compiler": {"ir", "analysis", "frontend", "partition", "transforms", "costs", "planner", "lowering", "runtime"}
     | {"hlo", "options", "profilers", "report"},
-    "stages": {"ir", "costs", "partition", "planner", "lowering", "report", "compiler"},
+    "stages": {"ir", "frontend", "costs", "partition", "planner", "lowering", "report", "compiler"},
     "api": {"ir", "frontend", "costs", "planner", "lowering", "profilers", "report", "runtime"}
     | {"compiler", "options", "stages"},
     "__init__": {"public"},

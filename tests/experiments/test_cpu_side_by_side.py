@@ -47,7 +47,7 @@ def test_the_benchmark_runs_them_in_turn(tmp_path, monkeypatch, capsys):
     assert out.with_suffix(".md").read_text() == page
     assert re.search(r"\| mlp \| jit \| [\d.]+ \| 1.000 \| 1.000 to 1.000 \| \d+ \| [\d.]+ \| 1.000 \|", page)
     results = Results.from_json(out.read_text(), benchmark.read)
-    assert [each.system for each in results.results] == ["jit", "fully sharded", "planned"]
+    assert [each.system for each in results.results] == ["jit", "jit, small leaves whole", "fully sharded", "planned"]
     assert all(len(each.figures.all_step_s) == 3 for each in results.results)
     assert bench(["cpu", "--out", str(out), "--resume"]) == 0
     assert "mlp" not in capsys.readouterr().err, "nothing is measured again"
