@@ -31,7 +31,9 @@ from jax_deepcompile.planner.layers import AROUND_PIPELINED
 from jax_deepcompile.planner.plan import FORMAT, Plan, Prediction, Record
 from jax_deepcompile.transforms import TRANSFORMS
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
+from jax_deepcompile.transforms.compute_whole import ComputedWhole
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
+from jax_deepcompile.transforms.join_collectives import JoinedCollectives
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
@@ -67,6 +69,8 @@ DECISIONS = (
     ReusedGathers(("head @backward",)),
     Prefetch("head @forward", "mlp dot_general #2 @forward"),
     OrderedReductions(128 << 20),
+    ComputedWhole(1 << 16),
+    JoinedCollectives(1 << 17, 1 << 16),
     OffloadedState(("optimizer/mu/up", "optimizer/nu/up")),
 )
 PLAN = Plan(
@@ -301,6 +305,8 @@ def test_a_plan_reads_in_words():
         "stay gathered: head @backward",
         "gather of head @forward: starts after mlp dot_general #2 @forward",
         "reductions follow one another, 128 MiB at a time",
+        "values of up to 64 KiB that are reduced to be gathered are computed whole",
+        "gathers of up to 128 KiB go together, and reductions of up to 64 KiB",
         "in the host's memory between steps: optimizer/mu/up, optimizer/nu/up",
         "schedule by 1 latencies of the cost model",
     ]
