@@ -151,7 +151,7 @@ def test_a_step_is_simulated_by_measured_collectives():
     fits = tuple(CollectiveFit(kind, ("fsdp",), FIT, MEASURED) for kind in CollectiveKind)
     compiled = lower(program, mesh, "cpu").compile()
     by_profile = deepcompile.simulate(compiled, mesh, Profile("0", machine_of(mesh), collectives=fits))
-    assert by_profile.communication_s > 20 * deepcompile.simulate(compiled, mesh).communication_s
+    assert by_profile.communication_s > 5 * deepcompile.simulate(compiled, mesh).communication_s
     with pytest.raises(errors.ProfileMismatchError, match="the profile is of another device kind"):
         deepcompile.simulate(compiled, mesh, PROFILE)
 

@@ -220,7 +220,7 @@ def test_a_cache_of_the_users_own_is_left_alone(tmp_path, no_cache_of_executable
     finally:
         jax.config.update("jax_compilation_cache_dir", None)
     assert (tmp_path / "own").exists()
-    assert not (tmp_path / "ours").exists()
+    assert not (tmp_path / "ours" / "executables").exists()
 
 
 @pytest.mark.h100_aot

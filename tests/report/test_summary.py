@@ -224,7 +224,7 @@ def test_collectives_are_counted_as_compiled():
 @pytest.mark.parametrize("passes", [None, ()])
 @pytest.mark.parametrize("is_run", [True, False])
 def test_once_compiled_what_runs_is_counted(passes, is_run):
-    """XLA joins the reductions of all biases, here and on any platform, unless the plan has joined them."""
+    """XLA joins the reductions of all biases, here and on any platform; of so few on CPUs no plan foretells that."""
 
     def step(params, batch):
         def loss(params):
@@ -245,8 +245,7 @@ def test_once_compiled_what_runs_is_counted(passes, is_run):
     told = {kind: int(count) for count, kind in (each.split() for each in line.partition(": ")[2].split(", "))}
     assert told == {kind: len(re.findall(rf" {kind}\(", compiled)) for kind in told}
     (planned,) = (line for line in sharded.explain().splitlines() if line.startswith("  all_reduce over "))
-    assert told["all-reduce"] == 1
-    assert int(planned.partition(": ")[2].split()[0]) == (1 if passes is None else 6)
+    assert told["all-reduce"] < int(planned.partition(": ")[2].split()[0])
 
 
 @pytest.mark.pure
