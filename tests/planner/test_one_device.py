@@ -11,6 +11,7 @@ from jax import lax
 import jax_deepcompile as deepcompile
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.rematerialize import Rematerialized
 from tests.partition.steps import shapes, training_step
 
 pytestmark = pytest.mark.h100_aot
@@ -55,12 +56,18 @@ def test_what_a_gpu_cannot_hold_is_an_error_by_default():
         step.plan()
 
 
-def test_but_it_may_hold_those_of_many_layers_on_its_host():
-    """Of which 194 GiB are too much for the GPU, and for a host that may give little."""
-    many = {"checkpointed": False, "rows": 1 << 17, "layers": 16}
-    plan = traced(**many).plan()
-    assert plan.of(OffloadedActivations)
+MANY = {"checkpointed": False, "rows": 1 << 17, "layers": 16}
+"""As written they take 194 GiB."""
+
+
+@pytest.mark.parametrize(("passes", "kind"), [(None, Rematerialized), ("-rematerialize", OffloadedActivations)])
+def test_but_it_may_compute_those_of_many_layers_again_or_hold_them_on_its_host(passes, kind):
+    plan = traced(**MANY, passes=passes).plan()
+    assert plan.of(kind)
     assert plan.prediction is not None
     assert plan.prediction.peak_bytes < 60 << 30
+
+
+def test_a_host_that_may_give_little_holds_too_few():
     with pytest.raises(deepcompile.errors.MemoryExceededError):
-        traced(**many, host_memory_limit="1GiB").plan()
+        traced(**MANY, passes="-rematerialize", host_memory_limit="1GiB").plan()
