@@ -39,8 +39,10 @@ def test_checkpointed_layers_are_planned():
     assert [record.strategy for record in plan.records if record.accepted] == ["keep_activations"]
 
 
-def test_others_are_left_as_they_are():
-    assert not traced(checkpointed=False).plan().decisions
+def test_others_that_fit_are_left_as_they_are_unless_computing_again_is_faster():
+    step = traced(checkpointed=False)
+    assert set(map(type, step.plan().decisions)) <= {Rematerialized, KeptActivations}
+    assert not traced(checkpointed=False, passes="-rematerialize").plan().decisions
 
 
 def test_without_layers_there_is_nothing_to_decide():
