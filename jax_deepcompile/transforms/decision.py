@@ -60,9 +60,17 @@ def refused(why: str) -> errors.PlanError:
 
 
 def listed(names: Sequence[str], loop: str) -> str:
-    """``names`` for a sentence about ``loop``: those of its own parameters without the module that it is named by."""
-    module = loop.partition(" @")[0] + "/"
-    return ", ".join(name.removeprefix(module) for name in names)
+    """``names`` for a sentence about ``loop``: those of its own without the module that it is named by.
+
+    Values are named by scopes, which may begin further in than parameters' paths do.
+    """
+    module = loop.partition(" @")[0].split("/")
+    modules = ["/".join(module[start:]) + "/" for start in range(len(module))]
+
+    def short(name: str) -> str:
+        return name.removeprefix(next(filter(name.startswith, modules), ""))
+
+    return ", ".join(map(short, names))
 
 
 def loop_named(program: Program, name: str, what: str) -> Loop:
