@@ -32,7 +32,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
-from experiments.small_models import PlainTransformer, SmallLSTM, SmallMoE, SmallResNet, SmallTransformer
+from experiments.small_models import SmallLSTM, SmallMoE, SmallResNet, SmallTransformer
 from experiments.trainings import (
     Training,
     gpt2_training,
@@ -74,6 +74,8 @@ MIXTRAL = mixtral.MixtralConfig(
 MIXTRAL_CAPPED = dataclasses.replace(MIXTRAL, capacity_factor=1.25)
 VIT = vit.ViTConfig(image_size=64, patch_size=8, n_classes=100, d_model=256, n_layers=4, n_heads=8, d_ff=1024)
 
+PLAIN = functools.partial(SmallTransformer, is_written_out=True)
+
 WORKLOADS: dict[str, Callable[[], Training]] = {
     "MLP": lambda: mlp_training(width=1024, layers=4, examples=2048),
     "MLP, fewer examples than it is wide": lambda: mlp_training(width=1024, layers=4, examples=256),
@@ -89,11 +91,9 @@ WORKLOADS: dict[str, Callable[[], Training]] = {
     "small ResNet-20, layer by layer, 64 images": lambda: image_training(SmallResNet(), 10, 32, 64),
     "small ResNet-20, layer by layer, 8 images": lambda: image_training(SmallResNet(), 10, 32, 8),
     "small transformer, layer by layer": lambda: next_token_training(SmallTransformer(256, 64), 256, 64, 16),
-    "plain transformer, 128 wide, 16 examples": lambda: next_token_training(PlainTransformer(256, 64), 256, 64, 16),
-    "plain transformer, 128 wide, 32 examples": lambda: next_token_training(PlainTransformer(256, 64), 256, 64, 32),
-    "plain transformer, 256 wide, 16 examples": lambda: next_token_training(
-        PlainTransformer(512, 64, 256), 512, 64, 16
-    ),
+    "plain transformer, 128 wide, 16 examples": lambda: next_token_training(PLAIN(256, 64), 256, 64, 16),
+    "plain transformer, 128 wide, 32 examples": lambda: next_token_training(PLAIN(256, 64), 256, 64, 32),
+    "plain transformer, 256 wide, 16 examples": lambda: next_token_training(PLAIN(512, 64, 256), 512, 64, 16),
     "small LSTM": lambda: next_token_training(SmallLSTM(256), 256, 32, 32),
     "small MoE": lambda: next_token_training(SmallMoE(256), 256, 64, 16),
     "small NNX mixer": lambda: mixer_training(16, 128, 4, 16, 64),

@@ -34,13 +34,17 @@ class SmallResNet(nn.Module):
 
 
 class SmallTransformer(nn.Module):
-    """A decoder with Flax's own attention, learned positions, biases everywhere; every layer has a name of its own."""
+    """A decoder with learned positions and biases everywhere; every layer has a name of its own.
+
+    Its attention is Flax's, or written out as four Dense layers, as many tutorials have it.
+    """
 
     vocab_size: int
     max_length: int
     d_model: int = 128
     n_layers: int = 4
     n_heads: int = 4
+    is_written_out: bool = False
 
     @nn.compact
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
@@ -48,42 +52,21 @@ class SmallTransformer(nn.Module):
         x = x + nn.Embed(self.max_length, self.d_model)(jnp.arange(tokens_BxT.shape[1]))[None]
         mask = nn.make_causal_mask(tokens_BxT)
         for _ in range(self.n_layers):
-            x = x + nn.MultiHeadDotProductAttention(self.n_heads)(nn.LayerNorm()(x), mask=mask)
+            h = nn.LayerNorm()(x)
+            if self.is_written_out:
+                x = x + self._attention(h)
+            else:
+                x = x + nn.MultiHeadDotProductAttention(self.n_heads)(h, mask=mask)
             x = x + nn.Dense(self.d_model)(nn.gelu(nn.Dense(4 * self.d_model)(nn.LayerNorm()(x))))
         return nn.Dense(self.vocab_size)(nn.LayerNorm()(x))
 
-
-class PlainTransformer(nn.Module):
-    """A decoder whose attention is written out: four Dense layers with biases, as many tutorials have it."""
-
-    vocab_size: int
-    max_length: int
-    d_model: int = 128
-    n_layers: int = 4
-    n_heads: int = 4
-
-    @nn.compact
-    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
-        length = tokens_BxT.shape[1]
-        x = nn.Embed(self.vocab_size, self.d_model, name="tokens")(tokens_BxT)
-        x = x + nn.Embed(self.max_length, self.d_model, name="positions")(jnp.arange(length))
-        for layer in range(self.n_layers):
-            x = x + self._attention(nn.LayerNorm(name=f"norm_a{layer}")(x), layer)
-            h = nn.gelu(nn.Dense(4 * self.d_model, name=f"up{layer}")(nn.LayerNorm(name=f"norm_m{layer}")(x)))
-            x = x + nn.Dense(self.d_model, name=f"down{layer}")(h)
-        return nn.Dense(self.vocab_size, name="head")(nn.LayerNorm(name="norm")(x))
-
-    def _attention(self, x_BxTxD: jax.Array, layer: int) -> jax.Array:
+    def _attention(self, x_BxTxD: jax.Array) -> jax.Array:
         batch, length, width = x_BxTxD.shape
-
-        def heads(name: str) -> jax.Array:
-            return nn.Dense(width, name=f"{name}{layer}")(x_BxTxD).reshape(batch, length, self.n_heads, -1)
-
-        q, k, v = map(heads, ("q", "k", "v"))
+        q, k, v = (nn.Dense(width)(x_BxTxD).reshape(batch, length, self.n_heads, -1) for _ in range(3))
         scores = jnp.einsum("bthd,bshd->bhts", q, k) / jnp.sqrt(width // self.n_heads)
         scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
         mixed = jnp.einsum("bhts,bshd->bthd", nn.softmax(scores), v).reshape(batch, length, width)
-        return nn.Dense(width, name=f"o{layer}")(mixed)
+        return nn.Dense(width)(mixed)
 
 
 class SmallLSTM(nn.Module):

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401
 
-from jax_deepcompile.api import ShardedStep, shard
+from jax_deepcompile.api import shard
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.simulate import simulate
 from jax_deepcompile.ir.program import Program
@@ -25,6 +25,7 @@ from jax_deepcompile.planner.strategies import (
     UnshardUnrolled,
 )
 from jax_deepcompile.planner.strategy import Proposal, Stage, Strategy
+from jax_deepcompile.step import ShardedStep
 from jax_deepcompile.transforms.decision import Decision
 
 register_rule = REGISTRY.register

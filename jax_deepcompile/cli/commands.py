@@ -15,7 +15,7 @@ import tyro
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
-from jax_deepcompile.api import ShardedStep, shard
+from jax_deepcompile.api import shard
 from jax_deepcompile.cli.values import bounded
 from jax_deepcompile.costs.devices import as_if_here
 from jax_deepcompile.costs.simulate import simulate
@@ -24,6 +24,7 @@ from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.lowering import cuda_compiler, targets
 from jax_deepcompile.lowering.compile import compile_options, peak_bytes
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.step import ShardedStep
 
 _GIB = 1 << 30
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"

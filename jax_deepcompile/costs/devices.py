@@ -95,12 +95,15 @@ def host_bytes_of(mesh: Mesh) -> int:
     of_node = max(Counter(map(_node, devices)).values())
     of_process = max(Counter(device.process_index for device in devices).values())
     own_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // of_node
-    pinned_bytes = int(float(os.environ.get(PINNED_GB, 64)) * 1e9) // of_process
+    given = os.environ.get(PINNED_GB, "")
+    pinned_bytes = (int(given) if given.isdecimal() else _PINNED_GB) * 10**9 // of_process
     return min(own_bytes, pinned_bytes) >> 30 << 30
 
 
 PINNED_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""The environment variable by which XLA takes more of the host's memory for all GPUs of a process than 64 GB."""
+"""The environment variable by which XLA takes more of the host's memory for all GPUs of a process than this."""
+
+_PINNED_GB = 64
 
 
 def is_described(mesh: AnyMesh | None) -> bool:

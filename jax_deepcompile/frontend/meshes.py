@@ -12,6 +12,7 @@ from jax_deepcompile import errors
 from jax_deepcompile.ir.placement import MeshAxes
 
 AxisNames = str | Sequence[str]
+MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class MeshUse:
         return "cuda" if platform == "gpu" else platform
 
 
-def resolve_mesh(mesh: Mesh | AbstractMesh | Mapping[str, int] | None, fsdp_axes: AxisNames, data_axes: AxisNames):
+def resolve_mesh(mesh: MeshLike | None, fsdp_axes: AxisNames, data_axes: AxisNames):
     """The mesh to use and the use of its axes, of what ``shard`` was given. A single axis is used whatever its name.
 
     Raises:

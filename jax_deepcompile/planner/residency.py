@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,10 @@ class Places:
     state: tuple[str, ...] = ()
 
 
+NOWHERE = Places()
+"""Nothing is kept that the program as it was written does not keep, nor on the host."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """A solution.
@@ -113,8 +118,8 @@ def choose(
     phases: Phases,
     device_bytes: float,
     host_bytes: float = 0.0,
-    already: Places | None = None,
-    state: Mapping[str, int] | None = None,
+    already: Places = NOWHERE,
+    state: Mapping[str, int] = MappingProxyType({}),
 ) -> Choice | None:
     """The places that make a step fastest; None if nothing fits.
 
@@ -130,7 +135,7 @@ def choose(
     gathered = {model.variable(_LEAST * each.size_bytes / phases.bytes_per_s): each for each in stacks}
     sizes = {var: float(each.size_bytes) for var, each in gathered.items()}
     rate = phases.both_ways_bytes_per_s
-    leaves = {model.variable(size / rate): (name, size) for name, size in (state or {}).items() if host_bytes > 0}
+    leaves = {model.variable(size / rate): (name, size) for name, size in state.items() if host_bytes > 0}
     moved = {var: float(size) for var, (_, size) in leaves.items()}
     spared_s = _sum(each.spared_s for each in loops)
     before_s = phases.backward_s + sum(saved_s(region, already) for region in regions if region.is_of_loops)
@@ -153,8 +158,7 @@ def choose(
     gained_s = now_s - values[forward_s] - values[backward_s]
     gained_s += sum(each.gained_s(values) - _gained_s(each.region, already) for each in found)
     away = tuple(name for var, (name, _) in leaves.items() if values[var])
-    was = already.state if already else ()
-    gained_s += (sum((state or {}).get(name, 0) for name in was) - sum((state or {})[name] for name in away)) / rate
+    gained_s += (sum(state.get(name, 0) for name in already.state) - sum(state[name] for name in away)) / rate
     kept = {each.region.loops: positions for each in found if (positions := each.at_hand(values))}
     offloaded = {each.region.loops: names for each in found if (names := each.away(values))}
     taken = tuple(each for var, each in gathered.items() if values[var])
@@ -183,17 +187,15 @@ Terms = Mapping[int, float]
 """Variables by number, and what each is multiplied by."""
 
 
-def saved_s(region: RecomputeRegion, already: Places | None) -> float:
-    """What a step computes less by what is ``already`` at hand."""
-    positions = already.kept.get(region.loops, ()) if already else ()
+def saved_s(region: RecomputeRegion, places: Places) -> float:
+    """What a step computes less by what is at hand."""
+    positions = places.kept.get(region.loops, ())
     freed = Demand(region).freed([var for position in positions for var in region.activations[position].again])
     return region.step_s(sum(region.seconds[each] for each in freed))
 
 
-def _gained_s(region: RecomputeRegion, already: Places | None) -> float:
+def _gained_s(region: RecomputeRegion, already: Places) -> float:
     """What is gained ``already``, beside what loops compute less."""
-    if already is None:
-        return 0.0
     away = already.offloaded.get(region.loops, ())
     here = [each for each in already.kept.get(region.loops, ()) if region.names[each] not in away]
     copied_s = sum(region.copying_s(each) for each in here)

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import jax
-
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.ir.program import Program
@@ -114,7 +112,7 @@ class _Evaluated:
         began = time.perf_counter()
         try:
             candidate, failure = evaluated(), None
-        except (jax.errors.JaxRuntimeError, errors.InvariantError, errors.PlanError) as error:
+        except (RuntimeError, errors.InvariantError, errors.PlanError) as error:  # XLA's checks raise it plain
             candidate, failure = None, error
         return cls(decision, candidate, time.perf_counter() - began, failure)
 

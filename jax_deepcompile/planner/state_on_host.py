@@ -33,23 +33,18 @@ def state_bytes(program: Program) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size >= COPIED_BYTES}
 
 
-def with_state_on_host(plan: Plan, base: Program, away: Sequence[str], environment: Environment) -> Plan:
+def with_state_on_host(
+    plan: Plan, base: Program, away: Sequence[str], environment: Environment, by_layer: bool
+) -> Plan:
     """``plan`` where the leaves that are ``away``, and no others, are on the host, and XLA knows what that leaves.
 
-    They are updated a layer at a time where two parameters' state does not fit beside the rest and the gradients.
+    Args:
+      by_layer: whether stacks are updated a layer at a time.
     """
-    limit_bytes, state = environment.limit_bytes, state_bytes(base)
-    if not away or limit_bytes is None:
+    if not away or environment.limit_bytes is None:
         return plan.without(OffloadedState)
+    state = state_bytes(base)
     held_bytes = argument_bytes(base) - sum(state[name] for name in away)
-    pairs = zip(open_jaxpr(base.jaxpr).invars, base.inputs, strict=True)
-    gradient_bytes = sum(size_bytes(var) for var, port in pairs if port.role is Role.PARAM)
-    passing_bytes = _LEAVES_IN_FLIGHT * max(state[name] for name in away)
-    by_layer = held_bytes + gradient_bytes + passing_bytes > limit_bytes
-    options = memory_options(limit_bytes, held_bytes, environment.costs.hardware.memory_bytes)
+    options = memory_options(environment.limit_bytes, held_bytes, environment.costs.hardware.memory_bytes)
     plan = plan.having(OffloadedState, [OffloadedState(tuple(away), by_layer)])
     return plan.replace(options=dict(plan.options) | options)
-
-
-_LEAVES_IN_FLIGHT = 4
-"""Both moments of two parameters."""

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_deepcompile.api import ShardedStep
 from jax_deepcompile.report.text import arguments
+from jax_deepcompile.step import ShardedStep
 from tests.equality.harness import assert_close
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.api import ShardedStep
+from jax_deepcompile.step import ShardedStep
 
 LAYERS, WIDTH, EXAMPLES = 3, 64, 32
 OPTIMIZER = optax.adam(1e-2)

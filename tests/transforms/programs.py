@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.loops import Loop, find_loops
@@ -188,3 +190,31 @@ def assert_same_values(planned: Program, program: Program, mesh) -> None:
     verify(planned)
     for got, expected in zip(run(planned, mesh), run(program, mesh), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+OPERATIONS: dict[str, Callable] = {
+    "up": lambda x, p: jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"],
+    "relu": lambda x, p: jax.nn.relu(x @ p["up"]) @ p["down"] + x,
+    "softmax": lambda x, p: jax.nn.softmax((x @ p["up"]).reshape(-1, 4, 8), axis=-1).reshape(-1, 32) @ p["down"],
+    "norm": lambda x, p: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3),
+    "top": lambda x, p: x + lax.top_k(x @ p["up"], 16)[0],
+    "named": lambda x, p: checkpoint_name(jnp.sin(x @ p["up"]), "sin") @ p["down"],
+    "bf16": lambda x, p: (x.astype(jnp.bfloat16) @ p["up"].astype(jnp.bfloat16)).astype(jnp.float32) @ p["down"],
+}
+POLICIES = {
+    "all": None,
+    "products": jax.checkpoint_policies.dots_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("sin"),
+}
+
+
+def layers_loss(operations: Iterable[str], policy: str, reverse: bool) -> Callable:
+    """A loss of a scanned stack whose layers do one of ``OPERATIONS`` after the other, under one of ``POLICIES``."""
+
+    @partial(jax.checkpoint, policy=POLICIES[policy])
+    def layer(x, params):
+        for name in operations:
+            x = OPERATIONS[name](x, params)
+        return x, None
+
+    return lambda params, batch: jnp.mean(lax.scan(layer, batch, params["stack"], reverse=reverse)[0] ** 2)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
@@ -34,6 +30,8 @@ from tests.schedules import instructions, product_elements
 from tests.transforms.programs import (
     LAYERS,
     MATRICES,
+    OPERATIONS,
+    POLICIES,
     STACK,
     assert_same_values,
     backwards_loss,
@@ -41,6 +39,7 @@ from tests.transforms.programs import (
     in_two_iterations,
     inner_loops,
     layer,
+    layers_loss,
     loop_names,
     matrices_loss,
     outline,
@@ -171,22 +170,6 @@ def test_beside_parameters_that_stay_gathered_values_stay_the_same():
     assert_same_values(KeptActivations.apply(saved, mesh, everything(saved)), program, mesh)
 
 
-OPERATIONS: dict[str, Callable] = {
-    "up": lambda x, p: jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"],
-    "relu": lambda x, p: jax.nn.relu(x @ p["up"]) @ p["down"] + x,
-    "softmax": lambda x, p: jax.nn.softmax((x @ p["up"]).reshape(-1, 4, 8), axis=-1).reshape(-1, 32) @ p["down"],
-    "norm": lambda x, p: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3),
-    "top": lambda x, p: x + lax.top_k(x @ p["up"], 16)[0],
-    "named": lambda x, p: checkpoint_name(jnp.sin(x @ p["up"]), "sin") @ p["down"],
-    "bf16": lambda x, p: (x.astype(jnp.bfloat16) @ p["up"].astype(jnp.bfloat16)).astype(jnp.float32) @ p["down"],
-}
-POLICIES = {
-    "all": None,
-    "products": jax.checkpoint_policies.dots_saveable,
-    "names": jax.checkpoint_policies.save_only_these_names("sin"),
-}
-
-
 @pytest.mark.cpu_mesh
 @settings(max_examples=8, deadline=None)
 @given(
@@ -196,16 +179,7 @@ POLICIES = {
     st.booleans(),
 )
 def test_whatever_is_kept_of_whatever_layers_values_stay_the_same(operations, policy, positions, reverse):
-    @partial(jax.checkpoint, policy=POLICIES[policy])
-    def layer(x, params):
-        for name in operations:
-            x = OPERATIONS[name](x, params)
-        return x, None
-
-    def loss(params, batch):
-        return jnp.mean(lax.scan(layer, batch, params["stack"], reverse=reverse)[0] ** 2)
-
-    program, mesh = sharded(loss, STACK)
+    program, mesh = sharded(layers_loss(operations, policy, reverse), STACK)
     choices = [
         KeptActivations(*turn.loops, tuple({turn.names[each % len(turn.names)] for each in positions}))
         for turn in turns(program)

@@ -32,12 +32,15 @@ from tests.partition.steps import lines
 from tests.transforms.programs import (
     LAYERS,
     MATRICES,
+    OPERATIONS,
+    POLICIES,
     STACK,
     WIDTH,
     assert_same_values,
     backwards_loss,
     count,
     layer,
+    layers_loss,
     loop_names,
     matrices_loss,
     outline,
@@ -47,7 +50,6 @@ from tests.transforms.programs import (
     stack_shapes,
     two_stacks_loss,
 )
-from tests.transforms.test_keep_activations import OPERATIONS, POLICIES
 
 LOOPS = ("stack @forward", "stack @backward")
 MATRIX_LOOPS = ("w @forward", "w @backward")
@@ -261,16 +263,7 @@ def test_what_was_just_copied_out_is_not_copied_back():
 def test_planning_and_plans_call_it_the_same(operations, policy, positions, reverse):
     """What is kept of whatever layers, and what stays anyway, by the names that it has where nothing is kept."""
 
-    @partial(jax.checkpoint, policy=POLICIES[policy])
-    def layer(x, params):
-        for name in operations:
-            x = OPERATIONS[name](x, params)
-        return x, None
-
-    def loss(params, batch):
-        return jnp.mean(lax.scan(layer, batch, params["stack"], reverse=reverse)[0] ** 2)
-
-    program, mesh = sharded(loss, STACK)
+    program, mesh = sharded(layers_loss(operations, policy, reverse), STACK)
     for turn in find_recomputation(program, CostModel()):
         kept = tuple({turn.names[each % len(turn.names)] for each in positions}) if turn.names else ()
         away = (*kept, *(each.name for each in turn.residuals))

@@ -69,21 +69,13 @@ class KeepActivations:
             gained_s = less_s if choice.stacks else choice.gained_s  # others find room for stacks alone
             if environment.fits(best) and gained_s < WORTH_TRYING * best.prediction.step_s:
                 continue
-            yield Proposal(self._plan(base, start.plan, choice, start.regions, environment), start.said + _said(choice))
-
-    def _plan(
-        self,
-        base: Program,
-        plan: Plan,
-        choice: Choice,
-        regions: Sequence[RecomputeRegion],
-        environment: Environment,
-    ) -> Plan:
-        plan = offloading(plan, base, environment.mesh, *as_planned(choice.places, regions))
-        if choice.stacks:
-            plan = plan.having(SavedGathers, saving(choice.stacks))
-        plan = with_state_on_host(plan, base, choice.places.state, environment)
-        return keep_over_loops(base, plan, environment) if plan.of(KeptGathers) else plan
+            plan = offloading(start.plan, base, environment.mesh, *as_planned(choice.places, start.regions))
+            if choice.stacks:
+                plan = plan.having(SavedGathers, saving(choice.stacks))
+            for by_layer in (True, False) if choice.places.state else (False,):
+                there = with_state_on_host(plan, base, choice.places.state, environment, by_layer)
+                there = keep_over_loops(base, there, environment) if there.of(KeptGathers) else there
+                yield Proposal(there, start.said + _said(choice) + ", updated a layer at a time" * by_layer)
 
 
 @dataclass(frozen=True)

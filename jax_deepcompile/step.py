@@ -1,0 +1,342 @@
+"""A sharded train step: it runs, is made state for, traced, planned, profiled, and sharded anew."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import is_tracing
+from jax_deepcompile.compiler import Compilation, Context, OtherTypes, compile_init
+from jax_deepcompile.costs.devices import as_if_here, machine_of
+from jax_deepcompile.costs.fingerprint import fingerprint, program_text
+from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.frontend.arguments import are_plain, free_moved, join_rows, move, refuse_deleted, shapes_only
+from jax_deepcompile.frontend.call import PureCall, bind, function_name
+from jax_deepcompile.frontend.meshes import MeshLike, resolve_mesh
+from jax_deepcompile.frontend.objects import Creation, holds_objects
+from jax_deepcompile.frontend.roles import Roles
+from jax_deepcompile.ir.placement import attached
+from jax_deepcompile.ir.program import Port
+from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
+from jax_deepcompile.options import StepOptions
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.profilers.take import Taken, take_profile
+from jax_deepcompile.report.summary import summary_of_step
+from jax_deepcompile.runtime.processes import ALONE, Alone, processes_of
+from jax_deepcompile.stages import LoweredStep, TracedStep, explain_compilation
+from jax_deepcompile.summary import Summarized, Summary, Text
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def make_step(fun: Callable, options: StepOptions) -> ShardedStep:
+    """``fun`` sharded as ``options`` say; see ``shard``, which raises what this does."""
+    if not callable(fun):
+        raise errors.OptionTypeError("fun", "a function (state, batch, ...) -> (state, ...)", fun)
+    if _is_pmapped(fun):
+        raise errors.PmappedStepError(function_name(fun))
+    use = resolve_mesh(options.mesh, options.fsdp_axes, options.data_axes)
+    if options.measure and not attached(use.mesh):
+        raise errors.NothingToMeasureOnError(*_devices(use.mesh))
+    roles = Roles.of(options.state_argnums, options.batch_argnums)
+    return ShardedStep(fun, Context(function_name(fun), use, roles, options))
+
+
+def _is_pmapped(fun: Callable) -> bool:
+    """``pmap`` leaves its mark in what it returns: a C++ ``PmapFunction``, or a wrapper from JAX's pmap module."""
+    wrapper = getattr(type(fun), "__name__", "") == "PmapFunction"
+    code = getattr(getattr(fun, "lower", None), "__module__", "") or ""
+    return wrapper or "pmap" in code.rsplit(".", 1)[-1] or "pmap" in getattr(fun, "__qualname__", "").split(".")[0]
+
+
+def _devices(mesh: Mesh | AbstractMesh) -> tuple[str, int]:
+    """What JAX calls their kind, and how many there are."""
+    return "abstract mesh" if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].device_kind, mesh.size
+
+
+class ShardedStep(Summarized, Generic[P, R]):
+    """A train step that runs fully sharded; made by ``shard``."""
+
+    def __init__(self, fun: Callable, context: Context) -> None:
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._context = context
+        self._compilations: dict[Hashable, Compilation] = {}
+        self._last: Compilation | None = None
+        self._fast: Callable | None = None
+
+    def __get__(self, instance: Any, owner: type | None = None) -> ShardedStep | BoundStep:
+        """As a method it takes its object, an NNX module or a pytree, as the argument at position 0."""
+        return self if instance is None else BoundStep(self, instance)
+
+    @property
+    def mesh(self) -> Mesh | AbstractMesh:
+        """The mesh the step runs on."""
+        return self._context.use.mesh
+
+    def reshard(self, mesh: MeshLike | None = None, **options: Any) -> ShardedStep:
+        """The same step, sharded anew.
+
+        Args:
+          mesh: other devices; by default the same.
+          **options: of ``shard``, in place of those it was made with.
+        """
+        changes = options if mesh is None else {**options, "mesh": mesh}
+        return make_step(self._fun, replace(self._context.options, **changes))
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs one step; state is donated, batches may be numpy arrays or arrays anywhere.
+
+        In a run of several processes each passes its own rows of the batch, or arrays that all of them have. What goes
+        wrong in one before its step runs, and its program's end, is an error in all of them.
+
+        Raises:
+          BatchNotDivisibleError, NoBatchError, MicrobatchNotDivisibleError, AmbiguousRowsError, StateDonatedError,
+          NoRoomToMeasureError, DevicesNotAttachedError, and what tracing finds wrong with the step: see
+          ``jax_deepcompile.errors``.
+          ProcessStoppedError, ProcessMismatchError: another process cannot run it, or would run another.
+        """
+        if self._fast is not None and not kwargs and are_plain(args):
+            try:
+                return self._fast(*args, {})
+            except (TypeError, ValueError, OtherTypes):
+                self._fast = None
+        self._require_devices()
+        processes = self._processes()
+        with processes.together():
+            return self._call(args, kwargs, processes)
+
+    def init(self, create_state: Callable, *args, **kwargs) -> Any:
+        """``create_state(*args, **kwargs)``, born sharded: every device computes its own part of each leaf only.
+
+        Args:
+          create_state: makes the state: any pytree, or NNX objects.
+          *args, **kwargs: its arguments; replicated.
+
+        Returns:
+          What ``create_state`` returns, its leaves sharded as the step wants them; where the devices are not attached
+          the leaves are ``jax.ShapeDtypeStruct``s, to trace, plan and compile the step for.
+
+        Raises:
+          ArgumentError: ``create_state`` is no function.
+        """
+        if not callable(create_state):
+            raise errors.ArgumentError("init", "create_state", create_state, "a function that makes the state")
+        creation, mesh, processes = Creation(create_state), self.mesh, self._processes()
+        with processes.together():
+            program = compile_init(creation, args, kwargs, self._context.use)
+            shardings = [sharding_of(port, program, mesh) for port in self._placed(program.outputs)]
+            if not attached(mesh):
+                return creation.finish(jax.tree.unflatten(program.out_tree, abstract_outputs(program, shardings)))
+            run, inputs = jax.jit(emit(program, mesh), out_shardings=shardings), jax.tree.leaves((args, kwargs))
+            if not processes.is_alone:
+                digest = fingerprint(program_text(program), machine_of(mesh))[:16]
+                what = f"{program.name}, which creates the state (program {digest})"
+                processes.agree(f"compile {what}")
+                run.lower(*inputs).compile()
+                processes.agree(f"run {what}")
+            return creation.finish(jax.tree.unflatten(program.out_tree, run(*inputs)))
+
+    def _placed(self, created: Sequence[Port]) -> Sequence[Port]:
+        """``created``, a state's leaves, in the memory where the last step that was planned for such a one has them."""
+        for made in reversed(self._compilations.values()):
+            planned = made.planned if self._context.options.plan is not None else made.planned_already
+            ports = [port for port in planned.program.inputs if port.role.is_state] if planned else []
+            if [(port.shape, port.dtype) for port in ports] == [(port.shape, port.dtype) for port in created]:
+                pairs = zip(created, ports, strict=True)
+                return [replace(port, memory_kind=there.memory_kind) for port, there in pairs]
+        return created
+
+    def trace(self, *args, **kwargs) -> TracedStep:
+        """Traces and partitions the step; leaves may be ``jax.ShapeDtypeStruct``s."""
+        call = self._bind(args, kwargs)
+        made = self._compilation(call)
+        shapes = shapes_only(call.inputs, made.shardings.inputs, made.program.inputs)
+        self._last = made
+        return TracedStep(made, shapes)
+
+    def lower(self, *args, **kwargs) -> LoweredStep:
+        """Lowers the step; leaves may be ``jax.ShapeDtypeStruct``s."""
+        return self.trace(*args, **kwargs).lower()
+
+    def lower_gspmd(self, *args, **kwargs) -> jax.stages.Lowered:
+        """The undecorated step under ``jax.jit`` with the same shardings: what XLA's own partitioner makes of it.
+
+        For comparison; leaves may be ``jax.ShapeDtypeStruct``s.
+        """
+        call = self._bind(args, kwargs)
+        made = self._compilation(call)
+        plain = jax.jit(
+            lambda *args: call.step.fun(*args[:-1], **args[-1]),
+            in_shardings=made.shardings.in_shardings,
+            out_shardings=made.shardings.out_shardings,
+            donate_argnums=made.traced.donated,
+        )
+        shapes = shapes_only(call.inputs, made.shardings.inputs, made.program.inputs)
+        with as_if_here(self.mesh):
+            traced = plain.trace(*shapes)
+        return traced.lower(lowering_platforms=(self._context.use.platform,))
+
+    def plan(self, *args, **kwargs) -> Plan:
+        """The decisions of every pass for these arguments; leaves may be ``jax.ShapeDtypeStruct``s."""
+        return self.trace(*args, **kwargs).plan()
+
+    def profile(self, *args, runs: int = 5, known: Profile | None = None) -> Taken:
+        """Measures the step on these arguments, and the machine; ``shard(profile=...)`` plans by the result.
+
+        The step runs ``1 + 2 * runs`` times. State that it donates is used up; the result has its successor.
+
+        Args:
+          *args: state, batch and what else the step takes.
+          runs: measurements of everything; the median counts.
+          known: an earlier profile, whose entries are not measured again where they still hold.
+
+        Raises:
+          ArgumentError: ``runs`` or ``known`` is not what it is to be.
+          DevicesNotAttachedError: the devices are not here.
+        """
+        if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
+            raise errors.ArgumentError("profile", "runs", runs, "a whole number, at least 1")
+        if not (known is None or isinstance(known, Profile)):
+            expected = "a deepcompile.Profile, such as step.profile(...).profile"
+            raise errors.ArgumentError("profile", "known", known, expected)
+        self._require_devices()
+        processes = self._processes()
+        with processes.together():
+            processes.agree(f"profile {self._context.name}")
+            traced = self.trace(*args)
+            taken = take_profile(
+                self,
+                args,
+                traced.lower().compile(),
+                traced.planned,
+                self.mesh,
+                base=traced.sharded,
+                runs=runs,
+                known=known or traced.compilation.runs.profile,
+                compiler_options=traced.plan().compiler_options(),
+            )
+        traced.compilation.runs.measured = taken.profile.step
+        return taken
+
+    def explain(self) -> Text:
+        """What was decided for the last shapes traced, and why, in a screen."""
+        if self._last is None:
+            raise errors.NotTracedError(self._context.name)
+        return explain_compilation(self._last)
+
+    def _summary(self) -> Summary:
+        last = None if self._last is None else TracedStep(self._last, ())._summary()
+        return summary_of_step(self._context.name, self.mesh, last)
+
+    def _call(self, args: tuple, kwargs: dict, processes: Alone):
+        call = self._bind(args, kwargs)
+        made = self._compilation(call)
+        is_first = not (made.runs.is_compiled or is_tracing())
+        refuse_deleted(call.inputs, made.program.inputs, self._context.name)
+        if not processes.is_alone:
+            processes.agree(f"{'compile' if is_first else 'run'} {made.title}")
+        returned, donated = made.traced.returned_leaves, made.traced.donated_leaves
+        self._last = made
+        there, is_moved = move(call.inputs, made.placed.inputs, returned, donated, self.mesh)
+        if is_first:
+            made.measure(there, processes)
+            made.compile(there, processes)
+        free_moved(call.inputs, made.placed.inputs, donated, there)
+        run = made.jitted
+        out = run(*there)
+        if call.objects:
+            return call.finish(*out)
+        if not is_moved and not kwargs and jax.process_count() == 1:
+            self._fast = run
+        return out
+
+    def _bind(self, args: tuple, kwargs: dict) -> PureCall:
+        """A call as a pure one, on arrays of all processes where each passed its own rows."""
+        context = self._context
+        call = bind(self._fun, context.name, args, kwargs)
+        if jax.process_count() == 1 or not attached(self.mesh):
+            return call
+        signature = self._compilation(call).signature
+        rows = NamedSharding(self.mesh, PartitionSpec(context.use.axes.names))
+        context.roles.refuse_ambiguous(call, signature, rows)
+        joined = [
+            join_rows(arg, signature.name_of(index), rows) if index in signature.batch else arg
+            for index, arg in enumerate(call.args)
+        ]
+        named = {
+            name: join_rows(arg, name, rows) if name in signature.keywords else arg for name, arg in call.kwargs.items()
+        }
+        return replace(call, args=tuple(joined), kwargs=named)
+
+    def _compilation(self, call: PureCall) -> Compilation:
+        """The step for calls of this form, as far as it is compiled."""
+        form = call.form
+        if form not in self._compilations:
+            self._compilations[form] = Compilation(self._context, call.without_values())
+        return self._compilations[form]
+
+    def _processes(self) -> Alone:
+        """Who has to agree on what runs here and now; where a function around the step is traced, nothing does."""
+        return ALONE if is_tracing() else processes_of(self.mesh)
+
+    def _require_devices(self) -> None:
+        if not attached(self.mesh):
+            raise errors.DevicesNotAttachedError(*_devices(self.mesh))
+
+
+class BoundStep(Summarized):
+    """A ``ShardedStep`` that is a method, bound to its object: the first argument of every call."""
+
+    def __init__(self, step: ShardedStep, instance: Any) -> None:
+        self._step = step
+        self._instance = instance
+
+    def __call__(self, *args, **kwargs):
+        return self._step(self._self(), *args, **kwargs)
+
+    def init(self, create_state: Callable, *args, **kwargs) -> Any:
+        """As ``ShardedStep.init``: the object has no part in it."""
+        return self._step.init(create_state, *args, **kwargs)
+
+    def reshard(self, mesh: Any = None, **options: Any) -> BoundStep:
+        return BoundStep(self._step.reshard(mesh, **options), self._instance)
+
+    def trace(self, *args, **kwargs) -> TracedStep:
+        return self._step.trace(self._self(), *args, **kwargs)
+
+    def lower(self, *args, **kwargs) -> LoweredStep:
+        return self._step.lower(self._self(), *args, **kwargs)
+
+    def lower_gspmd(self, *args, **kwargs) -> jax.stages.Lowered:
+        return self._step.lower_gspmd(self._self(), *args, **kwargs)
+
+    def plan(self, *args, **kwargs) -> Plan:
+        return self._step.plan(self._self(), *args, **kwargs)
+
+    def profile(self, *args, runs: int = 5, known: Profile | None = None) -> Taken:
+        return self._step.profile(self._self(), *args, runs=runs, known=known)
+
+    def _summary(self) -> Summary:
+        bound = f", bound to a {type(self._instance).__name__}"
+        summary = self._step._summary()
+        return Summary(summary.title + bound, summary.rows)
+
+    def explain(self) -> Text:
+        return self._step.explain()
+
+    @property
+    def mesh(self) -> Mesh | AbstractMesh:
+        return self._step.mesh
+
+    def _self(self) -> Any:
+        if not holds_objects(self._instance) and jax.tree_util.all_leaves([self._instance]):
+            raise errors.PlainSelfError(self._step._context.name, self._instance)
+        return self._instance
