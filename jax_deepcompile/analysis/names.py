@@ -49,14 +49,20 @@ def keeping_loop_names(program: Program, before: Program) -> Program:
 
 
 def _same_loops(before: Any, after: Any) -> Iterator[tuple[Path, Path]]:
-    """Where loops of ``before`` were and are: those that one call made, in order; of the same scopes, if there are."""
+    """Where loops of ``before`` were and are: those that one call made, in order.
+
+    Where there are more of them now, or fewer, those of the same scopes come first, if there are any.
+    """
     old, new = dict(enumerate(computing_scans(before))), dict(enumerate(computing_scans(after)))
+    made, left = (Counter(_origin(eqn, False) for eqn in each.values()) for each in (old, new))
     for scoped in (True, False):
         waiting: dict[Any, list[int]] = {}
         for position, eqn in new.items():
             waiting.setdefault(_origin(eqn, scoped), []).append(position)
         for position, eqn in list(old.items()):
-            if found := waiting.get(_origin(eqn, scoped)):
+            as_many = made[_origin(eqn, False)] == left[_origin(eqn, False)]
+            found = [] if scoped and as_many else waiting.get(_origin(eqn, scoped))
+            if found:
                 same = found.pop(0)
                 yield (position,), (same,)
                 inside = _same_loops(Scan(old.pop(position)).body, Scan(new.pop(same)).body)

@@ -101,7 +101,8 @@ class Demand:
 
 def find_recomputation(program: Program, costs: CostModel) -> list[RecomputeRegion]:
     """Where activations are computed again: pairs of loops in the same place, and what is in no such pair by itself."""
-    loops = sorted((loop for loop in find_loops(program) if loop.length), key=lambda loop: loop.path)
+    named = (loop for loop in find_loops(program) if loop.path in program.loop_names)
+    loops = sorted((loop for loop in named if loop.length), key=lambda loop: loop.path)
     times = {(): 1} | {loop.path: math.prod(_lengths(loop, loops)) for loop in loops}
     jaxprs = {(): program.jaxpr} | {loop.path: loop.scan.closed for loop in loops}
     places = {path: Place(jaxpr) for path, jaxpr in jaxprs.items()}

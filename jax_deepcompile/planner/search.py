@@ -159,7 +159,8 @@ class _Search:
         """Evaluates ``start`` and, beside it, what each of ``openings`` proposes instead."""
         not_evaluated = Candidate(start, self.base)
         proposals = [
-            [each for each in self._proposed(opening, not_evaluated) if each.plan != start] for opening in openings
+            [each for each in proposed(opening, self.base, not_evaluated, self.environment) if each.plan != start]
+            for opening in openings
         ]
         (first,), *opened = self._all_evaluated([[Proposal(start, "")], *proposals])
         if first.candidate is None:
@@ -180,7 +181,7 @@ class _Search:
         """Accepts what ``strategy`` proposes, as long as it gains; what is ``known`` is not evaluated again."""
         for _ in range(_ROUNDS):
             before = self.accepted[-1]
-            proposals = [each for each in self._proposed(strategy, before) if each.plan not in known]
+            proposals = [each for each in self._proposed(strategy, before, "a change") if each.plan not in known]
             known |= {each.plan for each in proposals}
             (evaluated,) = self._all_evaluated([proposals])
             self._accept(strategy.name, evaluated)
@@ -252,12 +253,7 @@ class _Search:
         return _Evaluated.of(decision, partial(compiled, candidate.program, lowered, plan, self.environment))
 
     def _closed(self, closing: Strategy, now: Candidate) -> Candidate:
-        try:
-            proposals = list(self._proposed(closing, now))
-        except (errors.InvariantError, errors.PlanError) as error:
-            failed = f"could not be proposed: {_first_line(error)}"
-            self._record(Record(closing.name, "another schedule", now.prediction, None, False, failed, 0.0))
-            return now
+        proposals = self._proposed(closing, now, "another schedule")
         evaluated = results_of(
             partial(_Evaluated.of, each.decision, partial(self._evaluate_scheduled, each.plan)) for each in proposals
         )
@@ -271,8 +267,15 @@ class _Search:
         plan = candidate.plan.replace(latencies=scheduler_latencies(candidate.simulation))
         return compiled(candidate.program, candidate.evaluated.lowered, plan, self.environment)
 
-    def _proposed(self, strategy: Strategy, best: Candidate) -> Iterator[Proposal]:
-        return proposed(strategy, self.base, best, self.environment)
+    def _proposed(self, strategy: Strategy, best: Candidate, what: str) -> list[Proposal]:
+        """What ``strategy`` proposes; of ``what`` it cannot, a record."""
+        try:
+            return list(proposed(strategy, self.base, best, self.environment))
+        except (errors.InvariantError, errors.PlanError) as error:
+            failed = f"could not be proposed: {_first_line(error)}"
+            self.evaluated.append(_Evaluated(what, None, 0.0, error))
+            self._record(Record(strategy.name, what, best.prediction, None, False, failed, 0.0))
+            return []
 
     def _all_evaluated(self, proposals: Sequence[Sequence[Proposal]]) -> list[list[_Evaluated]]:
         """What became of the ``proposals`` of each of several strategies.

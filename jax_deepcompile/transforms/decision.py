@@ -118,3 +118,26 @@ def replace_loops(program: Program, mesh: AnyMesh, ways: Mapping[str, Callable[[
         loops = [loop for loop in find_loops(program) if loop.name in ways and len(loop.path) == depth]
         program = replace_equations(program, mesh, {id(loop.eqn): ways[loop.name](loop) for loop in loops})
     return program
+
+
+def replace_pairs(
+    program: Program,
+    mesh: AnyMesh,
+    decisions: Sequence[Any],
+    what: tuple[str, str],
+    bridge: Callable[[Program, Loop, Loop, Any], tuple[Compute, Compute] | None],
+) -> Program:
+    """``program`` with the ``forward`` and ``backward`` loops of each decision run as ``bridge`` says.
+
+    Inner ones go before those around them, which have their rewritten bodies; None leaves a pair as it is.
+    """
+
+    def pair(each: Any) -> tuple[Loop, Loop]:
+        return loops_in_turn(program, each.forward, each.backward, what)
+
+    depths = {id(each): len(pair(each)[0].path) for each in decisions}
+    for each in sorted(decisions, key=lambda each: -depths[id(each)]):
+        forward, backward = pair(each)
+        if (ways := bridge(program, forward, backward, each)) is not None:
+            program = replace_equations(program, mesh, {id(forward.eqn): ways[0], id(backward.eqn): ways[1]})
+    return program

@@ -31,14 +31,14 @@ from jax_deepcompile.analysis.recomputed import Activation, Place
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import closed_like
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Compute, Replacement, replace_equations, rerun
+from jax_deepcompile.ir.retrace import Compute, rerun
 from jax_deepcompile.transforms.decision import (
     Decision,
     listed,
     loop_named,
-    loops_in_turn,
     positions,
     replace_loops,
+    replace_pairs,
 )
 from jax_deepcompile.transforms.save_gathered import Bridge
 
@@ -65,22 +65,22 @@ class KeptActivations(Decision, kind="keep_activations", after=("rematerialize",
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[KeptActivations]) -> Program:
-        places = {loop.path: loop.scan.closed for loop in find_loops(program)} | {(): program.jaxpr}
-        replacements: dict[int, Replacement] = {}
-        what, once = "keeps activations of", {}
-        for each in decisions:
-            if each.forward == each.backward:
-                once[each.forward] = each
-                continue
-            forward, backward = loops_in_turn(program, each.forward, each.backward, (what, what))
-            shared = Place(places[forward.path[:-1]]).shared(forward.eqn, backward.eqn)
-            if kept := _chosen(shared.forward, shared.activations, each):
-                rest = given(shared.backward, [activation.again for activation in kept])
-                bridge = Bridge(shared.forward, [activation.first for activation in kept], rest)
-                replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read}
+        what, once = "keeps activations of", {each.forward: each for each in decisions if each.forward == each.backward}
+        pairs = [each for each in decisions if each.forward != each.backward]
         for name in filter(None, once):
             loop_named(program, name, what)
-        return _computed_once(replace_equations(program, mesh, replacements), mesh, once)
+        return _computed_once(replace_pairs(program, mesh, pairs, (what, what), _bridge), mesh, once)
+
+
+def _bridge(program: Program, forward: Loop, backward: Loop, choice: KeptActivations) -> tuple[Compute, Compute] | None:
+    places = {loop.path: loop.scan.closed for loop in find_loops(program)} | {(): program.jaxpr}
+    shared = Place(places[forward.path[:-1]]).shared(forward.eqn, backward.eqn)
+    kept = _chosen(shared.forward, shared.activations, choice)
+    if not kept:
+        return None
+    rest = given(shared.backward, [activation.again for activation in kept])
+    bridge = Bridge(shared.forward, [activation.first for activation in kept], rest)
+    return bridge.write, bridge.read
 
 
 def activation_names(body: Any, activations: Sequence[Activation], outside_of_loops: bool = False) -> tuple[str, ...]:

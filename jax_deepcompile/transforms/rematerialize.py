@@ -33,8 +33,8 @@ from jax_deepcompile.analysis.residuals import residuals
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Replacement, read, replace_equations, rerun, rescan
-from jax_deepcompile.transforms.decision import Decision, loops_in_turn, refused
+from jax_deepcompile.ir.retrace import Compute, read, rerun, rescan
+from jax_deepcompile.transforms.decision import Decision, refused, replace_pairs
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ class Rematerialized(Decision, kind="rematerialize", about=("forward", "backward
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[Rematerialized]) -> Program:
-        replacements: dict[int, Replacement] = {}
-        for each in decisions:
-            what = "computes again what is made by", "computes again what is read by"
-            forward, backward = loops_in_turn(program, each.forward, each.backward, what)
-            again = recomputable(program, forward, backward)
-            if again is None:
-                raise refused(f"nothing that {each.backward!r} reads of {each.forward!r} can be computed again")
-            replacements |= {id(forward.eqn): again.write, id(backward.eqn): again.read}
-        return replace_equations(program, mesh, replacements)
+        what = "computes again what is made by", "computes again what is read by"
+        return replace_pairs(program, mesh, decisions, what, _bridge)
+
+
+def _bridge(program: Program, forward: Loop, backward: Loop, choice: Rematerialized) -> tuple[Compute, Compute]:
+    again = recomputable(program, forward, backward)
+    if again is None:
+        raise refused(f"nothing that {choice.backward!r} reads of {choice.forward!r} can be computed again")
+    return again.write, again.read
 
 
 @dataclass

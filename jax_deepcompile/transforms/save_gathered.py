@@ -20,7 +20,7 @@ of the backward one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax_deepcompile._jax_compat import new_jaxpr, open_jaxpr
@@ -33,8 +33,8 @@ from jax_deepcompile.analysis.stacks import sliced_gathers
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Replacement, replace_equations, rerun
-from jax_deepcompile.transforms.decision import Decision, listed, loops_in_turn, positions
+from jax_deepcompile.ir.retrace import Compute, rerun
+from jax_deepcompile.transforms.decision import Decision, listed, positions, replace_pairs
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,8 @@ class SavedGathers(Decision, kind="save_gathered", about=("forward", "backward")
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[SavedGathers]) -> Program:
-        replacements: dict[int, Replacement] = {}
-        for each in decisions:
-            forward, backward, shared = _chosen(program, each)
-            if shared.gathers:
-                saved = [group[0].result for group, _ in shared.gathers]
-                rest = given(shared.backward, [[gather.result for gather in group] for _, group in shared.gathers])
-                bridge = Bridge(shared.forward, saved, rest)
-                replacements |= {id(forward.eqn): bridge.write, id(backward.eqn): bridge.read}
-        return replace_equations(program, mesh, replacements)
+        what = "saves gathered what is gathered by", "saves gathered parameters for"
+        return replace_pairs(program, mesh, decisions, what, _bridge)
 
 
 @dataclass(frozen=True)
@@ -101,14 +94,16 @@ def shared_names(program: Program, forward: Loop, shared: Shared) -> list[str]:
     return gather_names(program, forward.path, [ahead[0] for ahead, _ in shared.gathers])
 
 
-def _chosen(program: Program, choice: SavedGathers) -> tuple[Loop, Loop, Shared]:
-    """The loops that ``choice`` names, and what it says that they share."""
-    what = "saves gathered what is gathered by", "saves gathered parameters for"
-    forward, backward = loops_in_turn(program, choice.forward, choice.backward, what)
+def _bridge(program: Program, forward: Loop, backward: Loop, choice: SavedGathers) -> tuple[Compute, Compute] | None:
     shared = shared_gathers(program, forward, backward)
     what = f"saves gathered from {choice.forward!r} for {choice.backward!r}"
     places = positions(choice.gathers, shared_names(program, forward, shared), what)
-    return forward, backward, replace(shared, gathers=tuple(shared.gathers[place] for place in sorted(places)))
+    chosen = [shared.gathers[place] for place in sorted(places)]
+    if not chosen:
+        return None
+    rest = given(shared.backward, [[gather.result for gather in group] for _, group in chosen])
+    bridge = Bridge(shared.forward, [group[0].result for group, _ in chosen], rest)
+    return bridge.write, bridge.read
 
 
 @dataclass

@@ -144,13 +144,14 @@ def test_what_is_over_the_limit_is_left_however_fast(try_strategies):
 
 
 @pytest.mark.pure
-def test_what_cannot_even_be_proposed_is_left_and_reported(try_strategies):
+@pytest.mark.parametrize("stage", [Stage.MAIN, Stage.CLOSING])
+def test_what_cannot_even_be_proposed_is_left_and_reported(try_strategies, stage):
     class Deepens(Closes):
         def propose(self, base, best, environment):
             yield Proposal(BETTER, "better")
             raise errors.PlanError("the plan", "no iterations are left in layers")
 
-    best = try_strategies(Deepens(()))
+    best = try_strategies(Deepens((), stage=stage))
     assert decided(best) == START
     (record,) = best.plan.records
     assert (record.accepted, record.after) == (False, None)

@@ -171,6 +171,24 @@ def test_beside_parameters_that_stay_gathered_values_stay_the_same():
 
 
 @pytest.mark.cpu_mesh
+def test_of_loops_in_a_checkpointed_loop_what_is_kept_stays_the_same_and_so_do_names():
+    """The inner loop is in both bodies of the outer one: once forward, and once more, beside its own backward loop."""
+
+    def block(x, stack):
+        return run_stack(stack, x), None
+
+    def loss(params, batch):
+        blocks = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params["stack"])
+        return jnp.mean(lax.scan(jax.checkpoint(block), batch, blocks)[0] ** 2)
+
+    program, mesh = sharded(loss, STACK)
+    (choice,) = [KeptActivations(*turn.loops, turn.names) for turn in turns(program) if turn.names]
+    after = carry_out(program, mesh, [choice])
+    assert after.loop_names == program.loop_names
+    assert_same_values(after, program, mesh)
+
+
+@pytest.mark.cpu_mesh
 @settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4),
