@@ -118,7 +118,7 @@ def shard(
       memory_limit: device memory a step may take: bytes, "72GiB", a fraction of the device's memory such as 0.9, or
         None for the device's memory less a reserve.
       host_memory_limit: likewise, of the host's memory, what a step may take for each device; by default the host's
-        memory over its devices, less a reserve, and what XLA pins of it. GPUs only.
+        memory over its devices, less a reserve, and what XLA pins of it; 0 for none. GPUs only.
       passes: strategies to make the step faster, in the order they are asked; by default all. ``()`` shards and no
         more, ``"-unshard"`` leaves one out by name, as ``DEEPCOMPILE_DISABLE=unshard`` in the environment does.
       profile: measured times to plan by; by default tables for the device.

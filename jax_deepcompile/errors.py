@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -346,7 +347,8 @@ class MemoryExceededError(DeepCompileError, MemoryError):
     """The step does not fit, even with everything sharded and nothing kept.
 
     ``largest`` are the temporaries at the peak: bytes, and the line of the step that they stem from. Where
-    ``needed_bytes`` are ``argument_bytes`` nothing was compiled: state and batch alone are too much.
+    ``needed_bytes`` are ``argument_bytes`` nothing was compiled: state and batch alone are too much. It may take
+    ``host_limit_bytes`` of the host's memory for each device; with ``host_bytes``, if not 0, it would fit.
     """
 
     def __init__(
@@ -356,21 +358,37 @@ class MemoryExceededError(DeepCompileError, MemoryError):
         limit_bytes: int,
         argument_bytes: int,
         largest: Sequence[tuple[int, str]] = (),
+        host_bytes: int = 0,
+        host_limit_bytes: int = 0,
     ) -> None:
+        self.needed_bytes, self.limit_bytes, self.host_bytes = needed_bytes, limit_bytes, host_bytes
         excess = f"{_size(needed_bytes - limit_bytes)} more than the limit of {_size(limit_bytes)}"
         lines: Counter[str] = Counter()
         for size_bytes, line in largest:
             lines[line] += size_bytes
         worst = ", ".join(f"{_size(size_bytes)} of {line}" for line, size_bytes in lines.most_common(3))
+        raised = f"or raise memory_limit to {_limit(needed_bytes)}"
+        if host_bytes:
+            more = f"{_size(host_bytes - host_limit_bytes)} more than it is"
+            raised += f", or host_memory_limit to {_limit(host_bytes)} ({more}), for state and activations to be there"
         if needed_bytes == argument_bytes:
             what = (
                 f"state and batch of {function} alone take {_size(needed_bytes)} a device, {excess}. Use more devices"
             )
+            raised = raised.replace("memory_limit to", "memory_limit to more than", 1)
         else:
             what = f"""{function} takes {_size(needed_bytes)} a device, {excess}: {_size(argument_bytes)} are state and
             batch, {_size(needed_bytes - argument_bytes)} temporaries{f" (most of all {worst})" * bool(worst)}. Use more
             devices, microbatches=k (a smaller batch at a time), jax.checkpoint around the layers"""
-        super().__init__(f"{what}, or raise memory_limit.")
+        super().__init__(f"{what}, {raised}.")
+
+
+class HostMemoryExceededError(DeepCompileError, MemoryError):
+    def __init__(self, function: str, needed_bytes: int, limit_bytes: int) -> None:
+        self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes
+        super().__init__(f"""{function} takes {_size(needed_bytes)} of the host's memory for each device as the plan has
+        it, {needed_bytes - limit_bytes:,} bytes more than the limit of {_size(limit_bytes)}. Raise host_memory_limit to
+        {_limit(needed_bytes)}, or drop the plan, and the step is planned anew.""")
 
 
 class PlanError(DeepCompileError, ValueError):
@@ -457,6 +475,14 @@ def _size(size_bytes: int) -> str:
         if size_bytes >= unit:
             return f"{size_bytes / unit:.2f} {name}"
     return f"{size_bytes:,} bytes"
+
+
+def _limit(size_bytes: int) -> str:
+    """The least limit that holds so much, as options take it."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size_bytes >= unit:
+            return f'"{math.ceil(100 * size_bytes / unit) / 100:.2f}{name}"'
+    return str(size_bytes)
 
 
 def listed_processes(indices: Sequence[int]) -> str:

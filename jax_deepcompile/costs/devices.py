@@ -22,7 +22,8 @@ from jax_deepcompile.costs.entries import Axis, Machine
 from jax_deepcompile.costs.hardware import CPU_HOST, H100_SXM, HARDWARE, Hardware, known_hardware
 from jax_deepcompile.costs.network import CPU_NETWORK, Network, described_network
 from jax_deepcompile.costs.tables import fitted_hardware, latest_table, stored_tables
-from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.memory import HOST_KIND
+from jax_deepcompile.ir.placement import AnyMesh, attached
 
 _GPU = ("gpu", "cuda")
 
@@ -92,12 +93,20 @@ def host_bytes_of(mesh: Mesh) -> int:
         return 0
     if not _is_here(devices[0]):
         return hardware_of(devices[0].device_kind).host_bytes
+    if not has_host_memory(mesh):
+        return 0
     of_node = max(Counter(map(_node, devices)).values())
     of_process = max(Counter(device.process_index for device in devices).values())
     own_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // of_node
     given = os.environ.get(PINNED_GB, "")
     pinned_bytes = (int(given) if given.isdecimal() else _PINNED_GB) * 10**9 // of_process
     return min(own_bytes, pinned_bytes) >> 30 << 30
+
+
+def has_host_memory(mesh: Mesh) -> bool:
+    """Whether programs can have values in the memory of the host; of devices that are not here they can."""
+    kinds = {memory.kind for device in mesh.local_devices[:1] for memory in device.addressable_memories()}
+    return HOST_KIND in kinds or not attached(mesh)
 
 
 PINNED_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"

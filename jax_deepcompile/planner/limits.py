@@ -59,10 +59,17 @@ def limit_bytes(limit: MemoryLimit, device_bytes: int | None, allocator_bytes: i
     return int(device_bytes * limit)
 
 
+def host_limit_bytes(limit: MemoryLimit, host_bytes: int | None) -> int:
+    """Likewise, of the memory of its host what a step may take for each device; 0 is none."""
+    is_none = limit in (0, "0") and not isinstance(limit, bool)
+    return 0 if is_none else limit_bytes(limit, host_bytes) or 0
+
+
 def refuse_unknown(limit: MemoryLimit, option: str = "memory_limit") -> None:
     """Raises MemoryLimitError if ``limit``, given as ``option``, is not understood, whatever the device."""
+    understood = host_limit_bytes if option == "host_memory_limit" else limit_bytes
     try:
-        limit_bytes(limit, _ANY_DEVICE_BYTES)
+        understood(limit, _ANY_DEVICE_BYTES)
     except errors.MemoryLimitError:
         raise errors.MemoryLimitError(limit, option) from None
 

@@ -116,7 +116,7 @@ def choose(
     regions: Sequence[RecomputeRegion],
     stacks: Sequence[Stack],
     phases: Phases,
-    device_bytes: float,
+    device_bytes: float | None,
     host_bytes: float = 0.0,
     already: Places = NOWHERE,
     state: Mapping[str, int] = MappingProxyType({}),
@@ -126,7 +126,8 @@ def choose(
     Args:
       stacks: what may stay gathered.
       phases: of a step with what was chosen ``already``.
-      device_bytes, host_bytes: that activations and stacks may take more than in the program as it was written.
+      device_bytes, host_bytes: that activations and stacks may take more than in the program as it was written; with
+        None, as little as can be of the device.
       state: leaves that may be on the host between steps, and their bytes; nothing hides their copies.
     """
     model = _Model()
@@ -149,7 +150,10 @@ def choose(
         copying_s = _times(_sum(each.copied for each in loops), -1 / (_HIDDEN * copied))
         model.at_least({phase_s: 1.0, **copying_s}, 0.0)
     on_device = _sum([*(each.on_device for each in found), sizes, _times(moved, -1.0)])
-    model.at_least(_times(on_device, -1 / _GIB), -device_bytes / _GIB)
+    if device_bytes is None:
+        model.rather(_times(on_device, 1 / _GIB))
+    else:
+        model.at_least(_times(on_device, -1 / _GIB), -device_bytes / _GIB)
     model.at_least(_times(on_host, -1 / _GIB), -host_bytes / _GIB)
     values = model.solved()
     if values is None:
@@ -330,6 +334,10 @@ class _Model:
         """The sum of ``terms`` is no less than ``least``."""
         self._rows.append((terms, least))
 
+    def rather(self, terms: Terms) -> None:
+        """The sum of ``terms`` is what is made small, the costs so far only beside that."""
+        self.costs = [_BESIDE * cost + terms.get(var, 0.0) for var, cost in enumerate(self.costs)]
+
     def solved(self) -> np.ndarray | None:
         """What each variable is where the sum of costs is smallest; None if there is no solution."""
         entries = [(row, var, value) for row, (terms, _) in enumerate(self._rows) for var, value in terms.items()]
@@ -346,6 +354,9 @@ class _Model:
         )
         return None if found.x is None else np.where(self._wholes, np.round(found.x), found.x)
 
+
+_BESIDE = 1e-3
+"""GiB that a second counts as where memory is what is made small."""
 
 _SECONDS, _GAP = 20.0, 1e-4
 """What solving may take, and the share of the costs by which a solution may miss the best."""

@@ -44,6 +44,10 @@ _LESS = 0.95
 """Of what collectives take: what the scheduler is told where all of it finds no room."""
 
 
+_ANY_BYTES = 1 << 62
+"""More than any host has."""
+
+
 def search(base: Program, environment: Environment, strategies: Sequence[Strategy], start: Plan) -> Candidate:
     """The best plan found: each strategy's proposals are evaluated, and the best that fits and gains is accepted.
 
@@ -82,18 +86,31 @@ def carried_out(base: Program, plan: Plan, environment: Environment) -> Candidat
     """``plan`` as it is, with what it is predicted to take.
 
     Raises:
-      MemoryExceededError: it does not fit the limit.
+      HostMemoryExceededError, MemoryExceededError: it does not fit a limit.
       PlanError: it is for another program.
     """
     return _fitting(evaluate(base, plan, environment), environment, plan.records)
 
 
-def _fitting(candidate: Candidate, environment: Environment, records: Sequence[Record]) -> Candidate:
-    """``candidate``, its plan with its prediction and how it came about."""
-    if environment.limit_bytes is not None and not environment.fits(candidate):
-        largest = largest_temporaries(candidate.evaluated.module, candidate.simulation.memory)
-        peak, arguments = candidate.prediction.peak_bytes, candidate.evaluated.argument_bytes
-        raise errors.MemoryExceededError(candidate.program.name, peak, environment.limit_bytes, arguments, largest)
+def _fitting(
+    candidate: Candidate,
+    environment: Environment,
+    records: Sequence[Record],
+    would_fit: Callable[[], Candidate | None] = lambda: None,
+) -> Candidate:
+    """``candidate``, its plan with its prediction and how it came about.
+
+    Args:
+      would_fit: finds what fits the device with more of the host's memory.
+    """
+    limit, peak, on_host = environment.limit_bytes, candidate.prediction.peak_bytes, candidate.prediction.host_bytes
+    if limit is not None and peak > limit:
+        other, largest = would_fit(), largest_temporaries(candidate.evaluated.module, candidate.simulation.memory)
+        arguments, host_bytes = candidate.evaluated.argument_bytes, other.prediction.host_bytes if other else 0
+        host = host_bytes, environment.host_bytes
+        raise errors.MemoryExceededError(candidate.program.name, peak, limit, arguments, largest, *host)
+    if on_host > environment.host_bytes:
+        raise errors.HostMemoryExceededError(candidate.program.name, on_host, environment.host_bytes)
     plan = candidate.plan.replace(prediction=candidate.prediction, records=tuple(records))
     return dataclasses.replace(candidate, plan=plan)
 
@@ -145,8 +162,20 @@ class _Search:
         best = self._scheduled()
         for strategy in closing:
             best = self._closed(strategy, best)
-        found = _fitting(best, self.environment, _that_led_to(best.prediction, self.records))
+        records = _that_led_to(best.prediction, self.records)
+        found = _fitting(best, self.environment, records, partial(self._with_more_on_host, main, best))
         return dataclasses.replace(found, rivals=self._rivals(best))
+
+    def _with_more_on_host(self, strategies: Sequence[Strategy], best: Candidate) -> Candidate | None:
+        """What would fit the device if its host had more memory, where nothing fits with what it has."""
+        larger = self.environment.replace(host_bytes=_ANY_BYTES)
+        known = {each.candidate.plan for each in self.evaluated if each.candidate is not None}
+        for strategy in strategies:
+            for proposal in proposed(strategy, self.base, best, larger):
+                for each in self._evaluated_or_less(proposal) if proposal.plan not in known else ():
+                    if each.candidate is not None and larger.fits(each.candidate):
+                        return each.candidate
+        return None
 
     def _rivals(self, best: Candidate) -> tuple[Plan, ...]:
         """The plans that simulate fastest after ``best``, of those that fit."""

@@ -14,19 +14,20 @@ from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import keep_executables
-from jax_deepcompile.costs.devices import allocator_bytes_of, host_bytes_of, machine_of
+from jax_deepcompile.costs.devices import allocator_bytes_of, has_host_memory, host_bytes_of, machine_of
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.hardware import CPU_HOST, known_hardware
 from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options, kernels_once, memory_options
 from jax_deepcompile.planner.cache import PlanCache
 from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.executables import executables_in
-from jax_deepcompile.planner.limits import MemoryLimit, limit_bytes, require_room
+from jax_deepcompile.planner.limits import MemoryLimit, host_limit_bytes, limit_bytes, require_room
 from jax_deepcompile.planner.plan import Plan, Record, Rows
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.planner.search import by_first_proposals, carried_out, search
@@ -111,7 +112,8 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, options: PlanOp
     planned = _planned(program, mesh, platform, replace(options, profile=known))
     foreign = "; the kernels of the profile are another program's, and not used" * (known is not options.profile)
     unknown = f"; there is no table for {kind}, and that of an H100 is used" * (known_hardware(kind) is None)
-    return replace(planned, profile=known, origin=planned.origin + foreign + unknown)
+    no_host = f"; nothing is in the host's memory: {kind} has none of kind {HOST_KIND}" * (not has_host_memory(mesh))
+    return replace(planned, profile=known, origin=planned.origin + foreign + unknown + no_host)
 
 
 MEASURE = "measure"
@@ -181,6 +183,10 @@ def _planned(program: Program, mesh: Mesh, platform: str, options: PlanOptions) 
 
 def _given(task: _Task, plan: Plan) -> Planned:
     """The user's plan as it is. One that was not made for this program and limit is compiled, to see that it fits."""
+    mesh = task.environment.mesh
+    if any(each.on_host for each in plan.decisions) and isinstance(mesh, Mesh) and not has_host_memory(mesh):
+        kind = mesh.devices.flat[0].device_kind
+        raise errors.PlanError("the plan", f"it has values in the host's memory, and {kind} has none of {HOST_KIND}")
     made_for_this = plan.fingerprint == task.fingerprint and plan.prediction is not None
     if task.environment.limit_bytes is None or made_for_this:
         return task.by(plan, "given")
@@ -209,8 +215,8 @@ def _environment(mesh: Mesh, platform: str, options: PlanOptions) -> Environment
     is_known = known_hardware(mesh.devices.flat[0].device_kind) and costs.hardware is not CPU_HOST
     own_bytes = costs.hardware.memory_bytes if is_known else None  # virtual CPU devices share the host's
     device_bytes = limit_bytes(options.memory_limit, own_bytes, allocator_bytes)
-    host_bytes = limit_bytes(options.host_memory_limit, host_bytes_of(mesh)) if platform == "cuda" else 0
-    return Environment(mesh, platform, costs, device_bytes, host_bytes or 0)
+    host_bytes = host_limit_bytes(options.host_memory_limit, host_bytes_of(mesh)) if platform == "cuda" else 0
+    return Environment(mesh, platform, costs, device_bytes, host_bytes)
 
 
 def _suitable(program: Program, environment: Environment) -> tuple[Strategy, ...]:

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_deepcompile.costs.devices import has_host_memory
 from jax_deepcompile.costs.entries import CopyDirection, CopyFit, analytical
+from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.placement import AnyMesh, attached
 from jax_deepcompile.profilers.probes import NOT_ATTACHED, ProbeLimits, fit_or_fall_back
 from jax_deepcompile.profilers.timing import timed
-
-_HOST = "pinned_host"
 
 
 def measure_copies(mesh: AnyMesh, limits: ProbeLimits) -> tuple[CopyFit, ...]:
@@ -26,8 +26,8 @@ def measure_copy(mesh: AnyMesh, direction: CopyDirection, limits: ProbeLimits) -
     """Copies in one direction; sizes are those on each device, where a copy takes that many bytes and no more."""
     if not isinstance(mesh, Mesh) or not attached(mesh):
         return CopyFit(direction, None, analytical(NOT_ATTACHED))
-    if _HOST not in {memory.kind for memory in mesh.local_devices[0].addressable_memories()}:
-        return CopyFit(direction, None, analytical(f"the devices have no memory of kind {_HOST}"))
+    if not has_host_memory(mesh):
+        return CopyFit(direction, None, analytical(f"the devices have no memory of kind {HOST_KIND}"))
     fit, source = fit_or_fall_back(_points(mesh, direction, limits), limits)
     return CopyFit(direction, fit, source)
 
@@ -35,7 +35,7 @@ def measure_copy(mesh: AnyMesh, direction: CopyDirection, limits: ProbeLimits) -
 def _points(mesh: Mesh, direction: CopyDirection, limits: ProbeLimits) -> Iterator[tuple[int, float]]:
     """Pairs (bytes on each device, seconds of the copy)."""
     device = NamedSharding(mesh, PartitionSpec(mesh.axis_names), memory_kind="device")
-    host = device.with_memory_kind(_HOST)
+    host = device.with_memory_kind(HOST_KIND)
     source, target = (host, device) if direction is CopyDirection.FROM_HOST else (device, host)
     for size_bytes in limits.sizes_bytes(multiple_bytes=4):
         shape = (mesh.size * size_bytes // 4,)

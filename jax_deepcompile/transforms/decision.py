@@ -22,18 +22,25 @@ class Decision:
         that those make, so it is dropped where one of those changes.
       about: the fields that name what no other decision of this kind may speak of, such as its loop.
       says: the decision as a line of a plan, where that does not depend on its fields.
+      on_host: whether it needs devices whose programs have values in their host's memory.
     """
 
     kind: ClassVar[str]
     follows: ClassVar[tuple[str, ...]] = ()
     about: ClassVar[tuple[str, ...]] = ()
     says: ClassVar[str] = ""
+    on_host: ClassVar[bool] = False
 
     def __init_subclass__(
-        cls, kind: str, after: tuple[str, ...] = (), about: tuple[str, ...] = (), says: str = ""
+        cls,
+        kind: str,
+        after: tuple[str, ...] = (),
+        about: tuple[str, ...] = (),
+        says: str = "",
+        on_host: bool = False,
     ) -> None:
         super().__init_subclass__()
-        cls.kind, cls.follows, cls.about, cls.says = kind, after, about, says or kind
+        cls.kind, cls.follows, cls.about, cls.says, cls.on_host = kind, after, about, says or kind, on_host
 
     def subjects(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(getattr(self, field) for field in self.about))

@@ -41,7 +41,7 @@ from jax_deepcompile.transforms.decision import Decision, positions
 
 
 @dataclass(frozen=True)
-class OffloadedState(Decision, kind="offload_state"):
+class OffloadedState(Decision, kind="offload_state", on_host=True):
     """Leaves of the state are in the host's memory between steps.
 
     Attributes:

@@ -90,9 +90,9 @@ def plain_layers(params, x):
     return jnp.mean(lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), x, params)[0] ** 2)
 
 
-def planned(passes) -> tuple[deepcompile.ShardedStep, Any, Any]:
+def planned(passes, **limits) -> tuple[deepcompile.ShardedStep, Any, Any]:
     sizes = {"up": (LAYERS, FEATURES, 4 * FEATURES), "down": (LAYERS, 4 * FEATURES, FEATURES)}
-    step, state = adamw(plain_layers, sizes, passes=passes, memory_limit=LIMIT)
+    step, state = adamw(plain_layers, sizes, passes=passes, **({"memory_limit": LIMIT} | limits))
     return step, state, shapes((GPUS * ROWS, FEATURES))
 
 
@@ -117,3 +117,15 @@ def test_without_that_it_is_refused():
     step, state, batch = planned("-rematerialize")
     with pytest.raises(errors.MemoryExceededError):
         step.trace(state, batch).plan()
+
+
+def test_what_is_refused_says_which_limits_would_do():
+    step, *args = planned(PASSES, host_memory_limit=0)
+    with pytest.raises(errors.MemoryExceededError, match=r'raise memory_limit to ".*GiB", or host_memory_limit') as said:
+        step.plan(*args)
+    needed = said.value
+    assert step.reshard(memory_limit=needed.needed_bytes).plan(*args).prediction.host_bytes == 0
+    plan = step.reshard(host_memory_limit=needed.host_bytes).plan(*args)
+    assert 0 < plan.prediction.host_bytes <= needed.host_bytes
+    with pytest.raises(errors.HostMemoryExceededError, match=r"more than the limit of 10\.00 MiB"):
+        step.reshard(host_memory_limit="10MiB", plan=plan).plan(*args)

@@ -61,7 +61,7 @@ class KeepActivations:
         state = {} if OffloadedState.kind in environment.disabled else state_bytes(base)
         now = taken_bytes(start.regions, start.already, state)
         for free_bytes in _budgets(best, environment):
-            taken = now + start.freed_bytes + free_bytes
+            taken = None if free_bytes is None else now + start.freed_bytes + free_bytes
             choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, state)
             if choice is None or choice.places == start.already:
                 continue
@@ -141,12 +141,16 @@ def as_checkpointed(
     return start.having(Rematerialized, rematerialized)
 
 
-def _budgets(best: Candidate, environment: Environment) -> Iterator[float]:
-    """Bytes that may be taken more, the fewest first; less than nothing where ``best`` does not fit."""
+def _budgets(best: Candidate, environment: Environment) -> Iterator[float | None]:
+    """Bytes that may be taken more, the fewest first; less than nothing where ``best`` does not fit.
+
+    There the first are as few as can be, None: if not even those fit, how many they are is what a limit has to be.
+    """
     free_bytes = budget.free_bytes(best, environment)
     if free_bytes >= 0:
         yield from (share * free_bytes for share in _SHARES)
     else:
+        yield None
         yield from (free_bytes - share * best.prediction.peak_bytes for share in _LESS)
 
 
