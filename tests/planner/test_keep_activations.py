@@ -221,7 +221,7 @@ def test_a_step_that_does_not_fit_is_made_to_by_what_it_kept_anyway():
     assert OffloadedActivations(*TURN.loops, ("stack input",)) in proposal.plan.of(OffloadedActivations)
     assert proposals(peak_bytes=GIB + over, limit_bytes=GIB) == []
     (most,) = proposals(peak_bytes=GIB + 8 * over, limit_bytes=GIB, host_bytes=PLENTY)
-    assert most.otherwise is None, "it is as much as there is: how much it takes is what a limit has to be"
+    assert most.otherwise.otherwise is None, "it is as much as there is: how much it takes is what a limit has to be"
 
 
 def test_what_is_left_out_by_name_is_not_proposed():
