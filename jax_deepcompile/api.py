@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax_deepcompile import errors
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.frontend.meshes import AxisNames, MeshLike
-from jax_deepcompile.options import StepOptions
+from jax_deepcompile.options import Microbatches, StepOptions
 from jax_deepcompile.planner.limits import MemoryLimit
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.selection import Passes
@@ -30,7 +30,7 @@ class ShardOptions(TypedDict, total=False):
     batch_argnums: int | Sequence[int] | None
     fsdp_axes: AxisNames
     data_axes: AxisNames
-    microbatches: int
+    microbatches: Microbatches
     memory_limit: MemoryLimit
     host_memory_limit: MemoryLimit
     passes: Passes
@@ -59,7 +59,7 @@ def shard(
     batch_argnums: int | Sequence[int] | None = None,
     fsdp_axes: AxisNames = "fsdp",
     data_axes: AxisNames = "data",
-    microbatches: int = 1,
+    microbatches: Microbatches = 1,
     memory_limit: MemoryLimit = None,
     host_memory_limit: MemoryLimit = None,
     passes: Passes = None,
@@ -115,6 +115,8 @@ def shard(
         neither are left to XLA and to the step's own sharding constraints.
       microbatches: into how many parts each device divides its examples, to work on one after the other and update the
         state once, with the gradients of all of them: a step takes the memory of a smaller batch and computes the same.
+        "auto", or numbers to choose from such as ``range(1, 17)``: those that divide the batch are planned, "auto" 1,
+        2, 4 and so on, and the fastest that fits is taken; ``explain()`` says what each takes.
       memory_limit: device memory a step may take: bytes, "72GiB", a fraction of the device's memory such as 0.9, or
         None for the device's memory less a reserve.
       host_memory_limit: likewise, of the host's memory, what a step may take for each device; by default the host's

@@ -99,12 +99,14 @@ class Compilation:
     Attributes:
       call: one of the calls, without values.
       stages: what each stage did so far, in order.
+      tried: numbers of microbatches that were planned to choose this one, and what each takes.
     """
 
     context: Context
     call: PureCall
     runs: Runs = field(default_factory=Runs)
     stages: list[Rewritten] = field(default_factory=list)
+    tried: list[str] = field(default_factory=list)
 
     @cached_property
     def signature(self) -> Signature:
@@ -195,7 +197,8 @@ class Compilation:
     def planned_already(self) -> Planned | None:
         """``planned``, if anybody asked for it before, with what was measured since."""
         planned = self.runs.fastest or vars(self).get("_simulated")
-        return planned and replace(planned, measured=self.runs.measured)
+        among = f"; the fastest of microbatches: {', '.join(self.tried)}" * (len(self.tried) > 1)
+        return planned and replace(planned, measured=self.runs.measured, origin=planned.origin + among)
 
     def measure(self, args: tuple, processes: Alone) -> None:
         """Where the user wants that, runs the plans that simulate fastest on a copy of ``args``: the fastest is taken.
@@ -287,7 +290,7 @@ def trace(call: PureCall, signature: Signature, context: Context) -> Traced:
     Raises:
       NoBatchError: there is nothing to divide into microbatches.
     """
-    if context.options.microbatches > 1 and not (signature.batch or signature.keywords):
+    if context.options.microbatches != 1 and not (signature.batch or signature.keywords):
         raise errors.NoBatchError(context.name, context.options.microbatches)
     function = _function(context, call, signature)
     return trace_step(function, call, signature, context.use.axes, context.options.donate)
@@ -295,6 +298,7 @@ def trace(call: PureCall, signature: Signature, context: Context) -> Traced:
 
 def partition(program: Program, context: Context) -> Partitioned:
     use, microbatches = context.use, context.options.microbatches
+    assert isinstance(microbatches, int), "of several numbers of microbatches one was chosen"
     return partition_step(program, use.mesh, use.state, use.axes.names, microbatches, latency_bytes_of(use.mesh))
 
 

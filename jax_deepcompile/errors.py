@@ -51,11 +51,12 @@ class AmbiguousRowsError(DeepCompileError, ValueError):
 class MicrobatchCountError(DeepCompileError, ValueError):
     def __init__(self, microbatches: object) -> None:
         super().__init__(f"""microbatches is {microbatches!r}: it must be a positive whole number, the number of parts
-        in which each device works on its examples, one after the other. Use 1 for all examples at once.""")
+        in which each device works on its examples, one after the other; several to choose from, such as range(1, 17);
+        or "auto". Use 1 for all examples at once.""")
 
 
 class NoBatchError(DeepCompileError, ValueError):
-    def __init__(self, function: str, microbatches: int) -> None:
+    def __init__(self, function: str, microbatches: object) -> None:
         super().__init__(f"""{function} was to work through its batch in {microbatches} parts, but no argument looks
         like a batch: arrays whose leading dimension counts examples, beside the state. Name the positions of those that
         have examples, shard(..., batch_argnums=...), or leave microbatches out.""")

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -17,6 +17,9 @@ from jax_deepcompile.planner.selection import Passes, Selection
 from jax_deepcompile.planner.session import PlanOptions
 from jax_deepcompile.planner.strategy import Strategy
 
+Microbatches = int | Literal["auto"] | range | Sequence[int]
+"""How many, or those to choose from."""
+
 
 @dataclass(frozen=True)
 class StepOptions:
@@ -27,7 +30,7 @@ class StepOptions:
     batch_argnums: int | Sequence[int] | None = None
     fsdp_axes: str | Sequence[str] = "fsdp"
     data_axes: str | Sequence[str] = "data"
-    microbatches: int = 1
+    microbatches: Microbatches = 1
     memory_limit: MemoryLimit = None
     host_memory_limit: MemoryLimit = None
     passes: Passes = None
@@ -42,7 +45,7 @@ class StepOptions:
         for name, (expected, is_legal) in _OPTIONS.items():
             if not is_legal(getattr(self, name)):
                 raise errors.OptionTypeError(name, expected, getattr(self, name))
-        if not _is_count(self.microbatches) or self.microbatches < 1:
+        if not _are_microbatches(self.microbatches):
             raise errors.MicrobatchCountError(self.microbatches)
         refuse_unknown(self.memory_limit)
         refuse_unknown(self.host_memory_limit, "host_memory_limit")
@@ -68,6 +71,13 @@ class StepOptions:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_microbatches(value: Any) -> bool:
+    several = value if isinstance(value, range | tuple | list) else [value]
+    return (isinstance(value, str) and value == "auto") or (
+        len(several) > 0 and all(_is_count(each) and each > 0 for each in several)
+    )
 
 
 def _all_of(value: Any, is_one: Callable[[Any], bool]) -> bool:

@@ -21,9 +21,11 @@ from jax_deepcompile.frontend.call import PureCall, bind, function_name
 from jax_deepcompile.frontend.meshes import MeshLike, resolve_mesh
 from jax_deepcompile.frontend.objects import Creation, holds_objects
 from jax_deepcompile.frontend.roles import Roles
+from jax_deepcompile.frontend.signature import Signature
 from jax_deepcompile.ir.placement import attached
 from jax_deepcompile.ir.program import Port
 from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
+from jax_deepcompile.microbatch_counts import compilation_of
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.profilers.take import Taken, take_profile
@@ -69,6 +71,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         self._fun = fun
         self._context = context
         self._compilations: dict[Hashable, Compilation] = {}
+        self._signatures: dict[Hashable, Signature] = {}
         self._last: Compilation | None = None
         self._fast: Callable | None = None
 
@@ -264,7 +267,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         call = bind(self._fun, context.name, args, kwargs)
         if jax.process_count() == 1 or not attached(self.mesh):
             return call
-        signature = self._compilation(call).signature
+        signature = self._signature(call)
         rows = NamedSharding(self.mesh, PartitionSpec(context.use.axes.names))
         context.roles.refuse_ambiguous(call, signature, rows)
         joined = [
@@ -276,11 +279,18 @@ class ShardedStep(Summarized, Generic[P, R]):
         }
         return replace(call, args=tuple(joined), kwargs=named)
 
+    def _signature(self, call: PureCall) -> Signature:
+        """What each argument is in calls of this form, on whose arrays nothing is compiled."""
+        form = call.form
+        if form not in self._signatures:
+            self._signatures[form] = Compilation(self._context, call.without_values()).signature
+        return self._signatures[form]
+
     def _compilation(self, call: PureCall) -> Compilation:
         """The step for calls of this form, as far as it is compiled."""
         form = call.form
         if form not in self._compilations:
-            self._compilations[form] = Compilation(self._context, call.without_values())
+            self._compilations[form] = compilation_of(self._context, call.without_values())
         return self._compilations[form]
 
     def _processes(self) -> Alone:

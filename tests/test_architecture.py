@@ -37,9 +37,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "options": {"costs", "planner"},
     "compiler": {"ir", "analysis", "frontend", "partition", "transforms", "costs", "planner", "lowering", "runtime"}
     | {"hlo", "options", "profilers", "report"},
+    "microbatch_counts": {"ir", "frontend", "runtime", "compiler"},
     "stages": {"ir", "frontend", "costs", "partition", "planner", "lowering", "report", "compiler"},
     "step": {"ir", "frontend", "costs", "planner", "lowering", "profilers", "report", "runtime"}
-    | {"compiler", "options", "stages"},
+    | {"compiler", "options", "microbatch_counts", "stages"},
     "api": {"frontend", "costs", "planner", "options", "step"},
     "__init__": {"public"},
     "public": {"api", "step", "costs", "ir", "lowering", "partition", "planner", "transforms"},

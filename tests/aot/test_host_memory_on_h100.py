@@ -121,7 +121,9 @@ def test_without_that_it_is_refused():
 
 def test_what_is_refused_says_which_limits_would_do():
     step, *args = planned(PASSES, host_memory_limit=0)
-    with pytest.raises(errors.MemoryExceededError, match=r'raise memory_limit to ".*GiB", or host_memory_limit') as said:
+    with pytest.raises(
+        errors.MemoryExceededError, match=r'raise memory_limit to ".*GiB", or host_memory_limit'
+    ) as said:
         step.plan(*args)
     needed = said.value
     assert step.reshard(memory_limit=needed.needed_bytes).plan(*args).prediction.host_bytes == 0
