@@ -63,7 +63,7 @@ class Cluster:
         return target.make_mesh((target.size,), ("fsdp",))
 
 
-_HERE = Cluster()
+HERE = Cluster()
 
 
 @dataclass(frozen=True)
@@ -87,33 +87,33 @@ class StepRequest:
     devices: Annotated[int | None, bounded(int, 1, or_none=True)] = None
 
 
-def trace(request: StepRequest, cluster: Cluster = _HERE) -> str:
+def trace(request: StepRequest, cluster: Cluster = HERE) -> str:
     """Prints a step as each device runs it, before planning."""
-    step, args = _sharded(request, cluster)
+    step, args = sharded_step(request, cluster)
     return str(step.trace(*args).sharded.jaxpr)
 
 
-def plan(request: StepRequest, cluster: Cluster = _HERE, out: Path | None = None) -> str:
+def plan(request: StepRequest, cluster: Cluster = HERE, out: Path | None = None) -> str:
     """Plans a step, and prints or writes the plan.
 
     Args:
       out: file for the plan as JSON.
     """
-    step, args = _sharded(request, cluster)
+    step, args = sharded_step(request, cluster)
     made = step.plan(*args)
     if out is not None:
         out.write_text(made.to_json())
     return str(made)
 
 
-def explain(request: StepRequest, cluster: Cluster = _HERE, plan: Path | None = None) -> str:
+def explain(request: StepRequest, cluster: Cluster = HERE, plan: Path | None = None) -> str:
     """Says what is decided for a step, and why.
 
     Args:
       plan: file with a plan to carry out instead of making one.
     """
     options = {} if plan is None else {"plan": Plan.from_json(plan.read_text(errors="replace"), str(plan))}
-    step, args = _sharded(request, cluster, **options)
+    step, args = sharded_step(request, cluster, **options)
     return step.trace(*args).explain()
 
 
@@ -131,7 +131,7 @@ def profile(request: StepRequest, out: Path = Path("profile.json"), runs: Positi
     def zeros(leaf: Any) -> Any:
         return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
-    step, args = _sharded(request, _HERE)
+    step, args = sharded_step(request, HERE)
     taken = step.profile(*jax.tree.map(zeros, args), runs=runs).profile
     out.write_text(taken.to_json())
     measured = f"{len(taken.ops)} ops, {len(taken.collectives)} collectives, {len(taken.copies)} copies to {out}"
@@ -139,10 +139,10 @@ def profile(request: StepRequest, out: Path = Path("profile.json"), runs: Positi
     return "\n".join([step_s + measured, *taken.fallbacks()])
 
 
-def compare(request: StepRequest, cluster: Cluster = _HERE) -> str:
+def compare(request: StepRequest, cluster: Cluster = HERE) -> str:
     """Simulates jax.jit's FSDP and this package's side by side."""
-    bare, args = _sharded(request, cluster, passes=())
-    ours, _ = _sharded(request, cluster)
+    bare, args = sharded_step(request, cluster, passes=())
+    ours, _ = sharded_step(request, cluster)
     mesh = bare.mesh
     if not isinstance(mesh, Mesh):
         raise errors.StepSpecError(request.step, "its mesh is abstract: there is no hardware to simulate it on")
@@ -184,7 +184,7 @@ def use_virtual_devices(count: int | None) -> None:
     os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_DEVICE_COUNT_FLAG}={count or _DEFAULT_VIRTUAL_DEVICES}"])
 
 
-def _sharded(request: StepRequest, cluster: Cluster, **options: Any) -> tuple[ShardedStep, tuple]:
+def sharded_step(request: StepRequest, cluster: Cluster, **options: Any) -> tuple[ShardedStep, tuple]:
     """The step and its arguments. A step that is sharded already keeps what the request does not say otherwise."""
     use_virtual_devices(request.devices)
     mesh = cluster.mesh

@@ -72,7 +72,7 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
 
 def _commands(rest: Sequence[str], watch: interrupts.Watch) -> dict[str, Callable[..., int | str]]:
     """Each returns what to print, or the exit code; ``rest`` are the words that experiments read themselves."""
-    from jax_deepcompile.cli import commands, experiments
+    from jax_deepcompile.cli import commands, experiments, fit
 
     def train() -> int:
         """Trains an experiment's model on text."""
@@ -90,5 +90,6 @@ def _commands(rest: Sequence[str], watch: interrupts.Watch) -> dict[str, Callabl
         "explain": commands.explain,
         "profile": commands.profile,
         "compare": commands.compare,
+        "fit": fit.fit,
         "install-compiler": commands.install_compiler,
     }

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from jax_deepcompile.analysis.gathers import Gather, hoistable_gathers, size_bytes
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.parts import split_body
+from jax_deepcompile.ir.memory import is_fetch, is_offload
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import copies_at_once
@@ -17,11 +19,11 @@ from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
 from jax_deepcompile.transforms.compute_once import ComputeOnce
 from jax_deepcompile.transforms.decision import Decision
-from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.offload_parameters import OffloadedParameters
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops, ReduceBeforeLoops
 
@@ -46,24 +48,20 @@ def pipelined(plan: Plan, program: Program, schedules: Sequence[LoopSchedule]) -
     return plan.having(MicrobatchLoop, [MicrobatchLoop(name) for name in loops_around(program, schedules)])
 
 
-def offloading(
-    plan: Plan,
-    program: Program,
-    mesh: AnyMesh,
-    kept: Sequence[KeptActivations],
-    offloaded: Sequence[OffloadedActivations],
-) -> Plan:
-    """``plan`` with what is ``kept`` for backward, of which some is ``offloaded``: its loops copy it a layer behind and
-    fetch it a layer ahead."""
-    plan = plan.having(KeptActivations, kept).having(OffloadedActivations, offloaded)
-    if not offloaded:
+def copying_ahead(plan: Plan, program: Program, mesh: AnyMesh) -> Plan:
+    """``plan`` whose loops copy what they have on the host a layer behind, and fetch it a layer ahead."""
+    if not plan.of(OffloadedActivations) and not plan.of(OffloadedParameters):
         return plan
-    copying = {name for each in offloaded for name in (each.forward, each.backward)}
-    program_then = plan.program(program, mesh, until=OffloadedActivations)
+    program_then = plan.program(program, mesh, until=OffloadedParameters)
+    copying = {loop.name for loop in find_loops(program_then) if any(map(_copies, loop.body.eqns))}
     wanted = {each.loop: each for each in choose_schedules(program_then) if each.loop in copying}
     schedules = [_deeper(each, wanted.pop(each.loop, each)) for each in plan.of(LoopSchedule)]
     plan = pipelined(plan, program, [*schedules, *wanted.values()])
     return plan.replace(options=dict(plan.options) | copies_at_once())
+
+
+def _copies(eqn: Any) -> bool:
+    return is_fetch(eqn) or is_offload(eqn)
 
 
 def _deeper(one: LoopSchedule, other: LoopSchedule) -> LoopSchedule:

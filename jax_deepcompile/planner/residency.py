@@ -22,7 +22,7 @@ from jax_deepcompile.costs.simulation import Totals
 from jax_deepcompile.planner.candidate import Candidate
 from jax_deepcompile.planner.recomputation import Demand, RecomputeRegion
 from jax_deepcompile.planner.stacks import Stack
-from jax_deepcompile.planner.state_on_host import COPIED_BYTES
+from jax_deepcompile.planner.state_on_host import COPIED_BYTES, LAYERS_IN_FLIGHT, HostLeaf
 
 Loops = tuple[str, str]
 """The names of a forward and a backward loop; equal where both are one place."""
@@ -119,7 +119,7 @@ def choose(
     device_bytes: float | None,
     host_bytes: float = 0.0,
     already: Places = NOWHERE,
-    state: Mapping[str, int] = MappingProxyType({}),
+    state: Mapping[str, HostLeaf] = MappingProxyType({}),
 ) -> Choice | None:
     """The places that make a step fastest; None if nothing fits.
 
@@ -128,7 +128,7 @@ def choose(
       phases: of a step with what was chosen ``already``.
       device_bytes, host_bytes: that activations and stacks may take more than in the program as it was written; with
         None, as little as can be of the device.
-      state: leaves that may be on the host between steps, and their bytes; nothing hides their copies.
+      state: leaves that may be on the host between steps; nothing hides the copies of their update.
     """
     model = _Model()
     found = [_Region(model, region, host_bytes > 0) for region in regions]
@@ -136,8 +136,10 @@ def choose(
     gathered = {model.variable(_LEAST * each.size_bytes / phases.bytes_per_s): each for each in stacks}
     sizes = {var: float(each.size_bytes) for var, each in gathered.items()}
     rate = phases.both_ways_bytes_per_s
-    leaves = {model.variable(size / rate): (name, size) for name, size in state.items() if host_bytes > 0}
-    moved = {var: float(size) for var, (_, size) in leaves.items()}
+    leaves = {model.variable(leaf.size_bytes / rate): (name, leaf) for name, leaf in state.items() if host_bytes > 0}
+    moved = {var: float(leaf.size_bytes) for var, (_, leaf) in leaves.items()}
+    freed = {var: float(leaf.freed_bytes) for var, (_, leaf) in leaves.items()}
+    streamed = {var: leaf.reads / 2 * leaf.size_bytes for var, (_, leaf) in leaves.items() if leaf.reads}
     spared_s = _sum(each.spared_s for each in loops)
     before_s = phases.backward_s + sum(saved_s(region, already) for region in regions if region.is_of_loops)
     forward_s, backward_s = model.variable(1.0, upper=math.inf), model.variable(1.0, upper=math.inf)
@@ -146,10 +148,12 @@ def choose(
     less_s = _times(sizes, _HIDES / phases.bytes_per_s)
     model.at_least({backward_s: 1.0, **less_s}, _HIDES * phases.network_s)
     on_host = _sum([*(each.on_host for each in loops), moved])
-    for phase_s, copied in ((forward_s, phases.to_host_bytes_per_s), (backward_s, phases.from_host_bytes_per_s)):
-        copying_s = _times(_sum(each.copied for each in loops), -1 / (_HIDDEN * copied))
-        model.at_least({phase_s: 1.0, **copying_s}, 0.0)
-    on_device = _sum([*(each.on_device for each in found), sizes, _times(moved, -1.0)])
+    copied, there = _sum(each.copied for each in loops), _HIDDEN * phases.to_host_bytes_per_s
+    back = _HIDDEN * phases.from_host_bytes_per_s
+    model.at_least({forward_s: 1.0, **_times(copied, -1 / there)}, 0.0)
+    model.at_least({forward_s: 1.0, **_times(streamed, -1 / back)}, 0.0)
+    model.at_least({backward_s: 1.0, **_times(_sum([copied, streamed]), -1 / back)}, 0.0)
+    on_device = _sum([*(each.on_device for each in found), sizes, _times(freed, -1.0)])
     if device_bytes is None:
         model.rather(_times(on_device, 1 / _GIB))
     else:
@@ -162,7 +166,8 @@ def choose(
     gained_s = now_s - values[forward_s] - values[backward_s]
     gained_s += sum(each.gained_s(values) - _gained_s(each.region, already) for each in found)
     away = tuple(name for var, (name, _) in leaves.items() if values[var])
-    gained_s += (sum(state.get(name, 0) for name in already.state) - sum(state[name] for name in away)) / rate
+    before = sum(state[name].size_bytes for name in already.state if name in state)
+    gained_s += (before - sum(state[name].size_bytes for name in away)) / rate
     kept = {each.region.loops: positions for each in found if (positions := each.at_hand(values))}
     offloaded = {each.region.loops: names for each in found if (names := each.away(values))}
     taken = tuple(each for var, each in gathered.items() if values[var])
@@ -181,9 +186,6 @@ _WORTH = 3.0
 
 _LEAST = 1e-3
 """What counts of what is hidden anyway, so that of choices that are equally fast the smaller one is made."""
-
-_LAYERS_IN_FLIGHT = 3
-"""Layers whose values the device holds of what goes to the host: made, copied out, copied back."""
 
 _GIB = float(1 << 30)
 
@@ -206,16 +208,16 @@ def _gained_s(region: RecomputeRegion, already: Places) -> float:
     return (0.0 if region.is_of_loops else saved_s(region, already)) - copied_s
 
 
-def taken_bytes(regions: Sequence[RecomputeRegion], places: Places, state: Mapping[str, int]) -> int:
-    """What ``places`` take on the device more than the program as it was written; ``state`` are the bytes of leaves."""
-    taken = -sum(state.get(name, 0) for name in places.state)
+def taken_bytes(regions: Sequence[RecomputeRegion], places: Places, state: Mapping[str, HostLeaf]) -> int:
+    """What ``places`` take on the device more than the program as it was written, of its ``state``."""
+    taken = -sum(state[name].freed_bytes for name in places.state if name in state)
     for region in regions:
         away = places.offloaded.get(region.loops, ())
         for place in places.kept.get(region.loops, ()):
-            layers = _LAYERS_IN_FLIGHT if region.names[place] in away else region.layers
+            layers = LAYERS_IN_FLIGHT if region.names[place] in away else region.layers
             taken += layers * region.activations[place].size_bytes
         moved = sum(each.size_bytes for each in region.residuals if each.name in away)
-        taken += (_LAYERS_IN_FLIGHT - region.layers) * moved
+        taken += (LAYERS_IN_FLIGHT - region.layers) * moved
     return taken
 
 
@@ -280,8 +282,8 @@ class _Region:
         """Bytes, those that are left where they were not counted."""
         kept = {var: self.region.kept_bytes([place]) for place, var in self.keep.items()}
         sizes = self.region.activations
-        sent = {var: _LAYERS_IN_FLIGHT * sizes[place].size_bytes for place, var in self.send.items()}
-        few = {place: _LAYERS_IN_FLIGHT * self.region.residuals[place].size_bytes for place in self.move}
+        sent = {var: LAYERS_IN_FLIGHT * sizes[place].size_bytes for place, var in self.send.items()}
+        few = {place: LAYERS_IN_FLIGHT * self.region.residuals[place].size_bytes for place in self.move}
         moved = {var: few[place] - self._all_layers(place) for place, var in self.move.items()}
         return {**kept, **sent, **moved}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from jax.extend import core as jex
 
@@ -12,10 +13,35 @@ from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.lowering.compile import memory_options
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.transforms.offload_parameters import OffloadedParameters, reads
 from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 
 COPIED_BYTES = 1 << 20
 """What is less is not worth a copy."""
+
+
+LAYERS_IN_FLIGHT = 3
+"""Layers whose values the device holds of what is on the host."""
+
+
+@dataclass(frozen=True)
+class HostLeaf:
+    """A leaf of the state that may be on the host between steps.
+
+    Attributes:
+      size_bytes: of one device's shard.
+      reads: how often a step reads it there, all layers each time, before it is updated.
+      layer_bytes: of a layer; 0 for what is not read by layer.
+    """
+
+    size_bytes: int
+    reads: int = 0
+    layer_bytes: int = 0
+
+    @property
+    def freed_bytes(self) -> int:
+        """What the device has more memory without it."""
+        return self.size_bytes - LAYERS_IN_FLIGHT * self.layer_bytes
 
 
 def argument_bytes(program: Program) -> int:
@@ -25,12 +51,25 @@ def argument_bytes(program: Program) -> int:
     return sum(size_bytes(var) for var in jaxpr.invars if var in read)
 
 
-def state_bytes(program: Program) -> dict[str, int]:
-    """What one device holds of each leaf of an optimizer's state that may be on the host."""
+def host_leaves(program: Program, disabled: Collection[str] = ()) -> dict[str, HostLeaf]:
+    """The leaves by name: of an optimizer's state, and stacks of parameters that layer loops read.
+
+    Args:
+      disabled: kinds of decisions that are left out.
+    """
     variables, ports = open_jaxpr(program.jaxpr).invars, program.inputs
-    leaves = {name: place for place, name in movable(program).items() if ports[place].role is Role.OPTIMIZER}
-    sizes = {name: size_bytes(variables[place]) for name, place in leaves.items()}
-    return {name: size for name, size in sizes.items() if size >= COPIED_BYTES}
+    streamed = {} if OffloadedParameters.kind in disabled else reads(program)
+    leaves: dict[str, HostLeaf] = {}
+    for place, name in movable(program).items():
+        var, role = variables[place], ports[place].role
+        size = size_bytes(var)
+        if size < COPIED_BYTES or OffloadedState.kind in disabled:
+            continue
+        if role is Role.OPTIMIZER:
+            leaves[name] = HostLeaf(size)
+        elif name in streamed:
+            leaves[name] = HostLeaf(size, streamed[name], size // var.aval.shape[0])
+    return leaves
 
 
 def with_state_on_host(
@@ -42,9 +81,11 @@ def with_state_on_host(
       by_layer: whether stacks are updated a layer at a time.
     """
     if not away or environment.limit_bytes is None:
-        return plan.without(OffloadedState)
-    state = state_bytes(base)
-    held_bytes = argument_bytes(base) - sum(state[name] for name in away)
+        return plan.without(OffloadedState, OffloadedParameters)
+    leaves = host_leaves(base)
+    held_bytes = argument_bytes(base) - sum(leaves[name].size_bytes for name in away)
     options = memory_options(environment.limit_bytes, held_bytes, environment.costs.hardware.memory_bytes)
+    streamed = tuple(name for name in away if leaves[name].reads)
+    plan = plan.having(OffloadedParameters, [OffloadedParameters(streamed)] if streamed else [])
     plan = plan.having(OffloadedState, [OffloadedState(tuple(away), by_layer)])
     return plan.replace(options=dict(plan.options) | options)

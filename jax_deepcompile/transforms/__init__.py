@@ -20,6 +20,7 @@ from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.offload_parameters import OffloadedParameters
 from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
@@ -38,6 +39,7 @@ TRANSFORMS: tuple[type[Decision], ...] = (
     OffloadedActivations,
     AccumulateInLoops,
     NarrowStacks,
+    OffloadedParameters,
     LoopSchedule,
     ComputeOnce,
     ReduceBeforeLoops,

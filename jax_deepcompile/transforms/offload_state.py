@@ -20,7 +20,7 @@ the memory that a donated leaf has on the host is that of its successor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,14 +29,15 @@ import numpy as np
 from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.dataflow import free_variables, variables
+from jax_deepcompile.analysis.dataflow import free_variables, renamed, variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.names import parameter_names
-from jax_deepcompile.ir.memory import DEVICE, HOST, HOST_KIND, is_on_host
+from jax_deepcompile.ir.memory import DEVICE, HOST, HOST_KIND, is_fetch, is_offload, is_on_host
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import ELEMENTWISE
-from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.ir.retrace import compute, read, trace_blocks
+from jax_deepcompile.ir.rewrite import with_renamed_operands
 from jax_deepcompile.transforms.decision import Decision, positions
 
 
@@ -82,10 +83,7 @@ def _is_movable(aval: Any) -> bool:
 def _moved(program: Program, mesh: AnyMesh, leaves: list[int], by_layer: bool) -> Program:
     successors = dict(program.state_outputs)
     results = {successors[place]: place for place in leaves}
-    there = program.replace(
-        inputs=tuple(_on_host(port, place in leaves) for place, port in enumerate(program.inputs)),
-        outputs=tuple(_on_host(port, place in results) for place, port in enumerate(program.outputs)),
-    )
+    there = on_host(program, leaves)
 
     def body(consts, *blocks):
         return _updated(program, consts, blocks, leaves, results, by_layer)
@@ -93,8 +91,17 @@ def _moved(program: Program, mesh: AnyMesh, leaves: list[int], by_layer: bool) -
     return there.replace(jaxpr=trace_blocks(body, there, mesh))
 
 
-def _on_host(port: Any, is_there: bool) -> Any:
-    return replace(port, memory_kind=HOST_KIND) if is_there else port
+def on_host(program: Program, leaves: Collection[int]) -> Program:
+    """``program`` whose ``leaves``, by position, and what succeeds them are said to be in the host's memory."""
+    results = {result for place, result in program.state_outputs if place in leaves}
+
+    def moved(port: Port, is_there: bool) -> Port:
+        return replace(port, memory_kind=HOST_KIND) if is_there else port
+
+    return program.replace(
+        inputs=tuple(moved(port, place in leaves) for place, port in enumerate(program.inputs)),
+        outputs=tuple(moved(port, place in results) for place, port in enumerate(program.outputs)),
+    )
 
 
 def _updated(
@@ -110,18 +117,20 @@ def _updated(
     Args:
       results: positions of the outputs that succeed leaves, each with that of its leaf.
     """
-    jaxpr = open_jaxpr(program.jaxpr)
+    jaxpr, fetched = _as_if_here(open_jaxpr(program.jaxpr), leaves, results)
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *blocks), strict=True))
-    host = {jaxpr.invars[place]: known.pop(jaxpr.invars[place]) for place in leaves}
-    succeeded = {place: jaxpr.invars[leaf] for place, leaf in results.items()}
+    inputs = [fetched.get(var, var) for var in jaxpr.invars]
+    host = {inputs[place]: known[jaxpr.invars[place]] for place in leaves}
+    known = {var: value for var, value in known.items() if var not in host or is_on_host(var)}
+    succeeded = {place: inputs[leaf] for place, leaf in results.items()}
     back = {place: host[leaf] for place, leaf in succeeded.items() if jaxpr.outvars[place] is leaf}
     read_here = {*variables(atom for eqn in jaxpr.eqns for atom in eqn.invars)}
     read_here |= {*variables(atom for place, atom in enumerate(jaxpr.outvars) if place not in back)}
-    groups = _together(jaxpr, list(host))
+    groups = _together(jaxpr, [leaf for leaf in host if not is_on_host(leaf)])
     later = {id(eqn) for group in groups for eqn in group.eqns}
     known = compute([eqn for eqn in jaxpr.eqns if id(eqn) not in later], known)
     early = {place for place in results if place not in back and jaxpr.outvars[place] in known}
-    donors = {result: jaxpr.invars[place] for place, result in program.state_outputs}
+    donors = {result: inputs[place] for place, result in program.state_outputs}
     done: list[list] = []
     for group in groups:
         awaited = done[-_IN_FLIGHT] if len(done) >= _IN_FLIGHT else [known[var] for var in group.reads]
@@ -144,6 +153,26 @@ def _updated(
         if places:
             done.append([back[place] for place in places])
     return [back[place] if place in back else read(atom, known) for place, atom in enumerate(jaxpr.outvars)]
+
+
+def _as_if_here(jaxpr: Any, leaves: Sequence[int], results: Collection[int]) -> tuple[Any, dict]:
+    """``jaxpr`` without the copies of whole ``leaves`` that are on the host already, and of ``results`` to there.
+
+    Returns:
+      It, and for the variable of such a leaf that of its value on the device, which is left to be made.
+    """
+    away = {jaxpr.invars[place] for place in leaves if is_on_host(jaxpr.invars[place])}
+    made = {jaxpr.outvars[place] for place in results}
+    fetches = [eqn for eqn in jaxpr.eqns if is_fetch(eqn) and eqn.invars[0] in away]
+    offloads = [eqn for eqn in jaxpr.eqns if is_offload(eqn) and eqn.outvars[0] in made]
+    fetched = {eqn.invars[0]: eqn.outvars[0] for eqn in reversed(fetches)}
+    same = {eqn.outvars[0]: fetched[eqn.invars[0]] for eqn in fetches}
+    same |= {eqn.outvars[0]: renamed(eqn.invars[0], same) for eqn in offloads}
+    gone = {id(eqn) for eqn in (*fetches, *offloads)}
+    eqns = [with_renamed_operands(eqn, same) for eqn in jaxpr.eqns if id(eqn) not in gone]
+    outvars = [renamed(atom, fetched if place in results else same) for place, atom in enumerate(jaxpr.outvars)]
+    outvars = [renamed(atom, same) for atom in outvars]
+    return (jaxpr.replace(eqns=eqns, outvars=outvars), fetched) if away else (jaxpr, {})
 
 
 _IN_FLIGHT = 2

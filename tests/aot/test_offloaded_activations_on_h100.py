@@ -15,7 +15,7 @@ from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.hlo.reader import Module, read
 from jax_deepcompile.lowering.compile import compile_options, double_buffering, peak_bytes
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.planner.layers import offloading, pipelined
+from jax_deepcompile.planner.layers import copying_ahead, pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.transforms.keep_activations import KeptActivations
@@ -72,7 +72,7 @@ def kept_and_away() -> tuple[Compiled, Compiled]:
         return Compiled(read(found.as_text() or ""), peak_bytes(memory), memory.host_temp_size_in_bytes)
 
     plan = pipelined(Plan("0", (kept,)), program, choose_schedules(program))
-    return compiled(plan), compiled(offloading(plan, program, mesh, [kept], [away]))
+    return compiled(plan), compiled(copying_ahead(plan.having(OffloadedActivations, [away]), program, mesh))
 
 
 def test_every_copy_in_a_loop_has_products_beside_it(kept_and_away):
@@ -109,5 +109,5 @@ def test_loops_of_whatever_form_compile(case):
     loss, params, options = CASES[case]
     program, mesh = sharded(loss, params, mesh=h100s(), **options)
     kept = all_kept(program)
-    plan = offloading(Plan("0"), program, mesh, kept, all_offloaded(program, kept, mesh))
+    plan = copying_ahead(Plan("0", (*kept, *all_offloaded(program, kept, mesh))), program, mesh)
     assert computed_on_host(read(compiled_for_h100s(plan.program(program, mesh), mesh).as_text() or "")) == []

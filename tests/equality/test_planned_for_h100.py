@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.planner.layers import offloading, pipelined
+from jax_deepcompile.planner.layers import copying_ahead, pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions, sum_names
@@ -121,7 +121,7 @@ def test_on_the_host_meanwhile_activations_are_the_same_bits(microbatches):
     turns = [turn for turn in find_recomputation(traced.sharded, CostModel()) if turn.is_of_loops]
     kept = [KeptActivations(*turn.loops, turn.names) for turn in turns]
     away = [OffloadedActivations(*turn.loops, (*turn.names, *(each.name for each in turn.residuals))) for turn in turns]
-    plan = offloading(Plan(""), traced.sharded, h100s, kept, away).replace(options={})
+    plan = copying_ahead(Plan("", (*kept, *away)), traced.sharded, h100s).replace(options={})
     found = [
         deepcompile.shard(step, plan=each, microbatches=microbatches)(jax.tree.map(jnp.copy, state), TOKENS)
         for each in (plan, plan.having(OffloadedActivations, ()))

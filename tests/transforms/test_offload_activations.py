@@ -21,7 +21,7 @@ from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.ir.memory import is_fetch, is_offload, is_on_host
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.planner.layers import offloading
+from jax_deepcompile.planner.layers import copying_ahead
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.transforms import carry_out
@@ -185,7 +185,7 @@ def test_values_stay_the_same(case, pipelined):
     away = all_offloaded(program, kept, mesh)
     plan = Plan("0", (*kept, *away))
     if pipelined:
-        plan = offloading(plan, program, mesh, kept, away)
+        plan = copying_ahead(plan, program, mesh)
         assert plan.of(LoopSchedule)
     planned = plan.program(program, mesh)
     assert count(planned, "device_put") >= 2 * sum(len(each.values) for each in away)
@@ -233,7 +233,7 @@ def test_a_loop_may_copy_late_and_fetch_early():
 def test_stacks_of_pipelined_loops_begin_and_stay_on_the_host():
     program, mesh = sharded(matrices_loss, MATRICES)
     away = OffloadedActivations(*MATRIX_LOOPS, ("w input",))
-    planned = offloading(Plan("0"), program, mesh, [], [away]).program(program, mesh)
+    planned = copying_ahead(Plan("0", (away,)), program, mesh).program(program, mesh)
     for loop in find_loops(planned):
         stacks = [atom for atom in loop.eqn.invars if atom.aval.shape == (4, 2, WIDTH)]
         assert [is_on_host(atom) for atom in stacks].count(True) == 1
@@ -244,7 +244,7 @@ def test_what_was_just_copied_out_is_not_copied_back():
     """At the turn, the last layer's input: where XLA finds two readers of a copy to the host it may crash."""
     program, mesh = sharded(matrices_loss, MATRICES)
     away = OffloadedActivations(*MATRIX_LOOPS, ("w input",))
-    planned = offloading(Plan("0"), program, mesh, [], [away]).program(program, mesh)
+    planned = copying_ahead(Plan("0", (away,)), program, mesh).program(program, mesh)
     eqns = open_jaxpr(planned.jaxpr).eqns
     copies = [var for eqn in eqns if is_offload(eqn) for var in eqn.outvars]
     assert copies

@@ -10,12 +10,12 @@ from jax_deepcompile.analysis.names import keeping_loop_names
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
-from jax_deepcompile.planner.layers import keep_over_loops, layer_stacks, not_pipelined, offloading
+from jax_deepcompile.planner.layers import copying_ahead, keep_over_loops, layer_stacks, not_pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
 from jax_deepcompile.planner.residency import Choice, Phases, Places, choose, saved_s, taken_bytes
 from jax_deepcompile.planner.stacks import Stack, every_layer, saved_stacks, saving
-from jax_deepcompile.planner.state_on_host import state_bytes, with_state_on_host
+from jax_deepcompile.planner.state_on_host import host_leaves, with_state_on_host
 from jax_deepcompile.planner.strategies.layer_loops import PipelineLoops
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.keep_activations import KeptActivations
@@ -58,7 +58,7 @@ class KeepActivations:
     ) -> Iterator[Proposal]:
         """One for each share of the memory that there is."""
         phases = Phases.of(best, start.regions, environment.costs)
-        state = {} if OffloadedState.kind in environment.disabled else state_bytes(base)
+        state = host_leaves(base, environment.disabled)
         now = taken_bytes(start.regions, start.already, state)
         for free_bytes in _budgets(best, environment):
             taken = None if free_bytes is None else now + start.freed_bytes + free_bytes
@@ -69,11 +69,13 @@ class KeepActivations:
             gained_s = less_s if choice.stacks else choice.gained_s  # others find room for stacks alone
             if environment.fits(best) and gained_s < WORTH_TRYING * best.prediction.step_s:
                 continue
-            plan = offloading(start.plan, base, environment.mesh, *as_planned(choice.places, start.regions))
+            kept, offloaded = as_planned(choice.places, start.regions)
+            plan = start.plan.having(KeptActivations, kept).having(OffloadedActivations, offloaded)
             if choice.stacks:
                 plan = plan.having(SavedGathers, saving(choice.stacks))
             for by_layer in (True, False) if choice.places.state else (False,):
                 there = with_state_on_host(plan, base, choice.places.state, environment, by_layer)
+                there = copying_ahead(there, base, environment.mesh)
                 there = keep_over_loops(base, there, environment) if there.of(KeptGathers) else there
                 yield Proposal(there, start.said + _said(choice) + ", updated a layer at a time" * by_layer)
 
