@@ -20,10 +20,10 @@ from jax_deepcompile.step import ShardedStep
 from jax_deepcompile.summary import Text
 
 _GIB = 1 << 30
-_SHARES = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
+_SHARES = (0.75, 0.5, 0.35, 0.25)
 """Of the memory that a step takes which may take what it likes."""
 _ANY_BYTES = 1 << 50
-_DOUBLINGS, _HALVINGS = 8, 3
+_DOUBLINGS, _HALVINGS = 8, 2
 _BLOCK = 64
 """Sequences are as long as a multiple of this; tokens may be one more than what is learned from."""
 
@@ -127,10 +127,9 @@ def what_fits(step: ShardedStep, args: tuple, what: str) -> Fit:
 
         examples, length, notes = shaped.examples, shaped.length, []
         given = tried(step, examples, length)
-        quickly = given.fits is not None
 
         def largest(start: int, unit: int, size_of: Callable[[int], tuple[int, int]]) -> tuple[Size, ...]:
-            found = _largest(lambda count: tried(saving, *size_of(count)), start, unit, quickly)
+            found = _largest(lambda count: tried(saving, *size_of(count)), start, unit)
             return tuple(
                 tried(step, each.examples, each.length) if each.fits is not None and each.examples else each
                 for each in found
@@ -159,7 +158,7 @@ def _planned(step: ShardedStep, args: tuple, what: str) -> tuple[Prediction | No
     return prediction, prediction.peak_bytes
 
 
-def _largest(tried: Callable[[int], Size], start: int, unit: int, fits: bool) -> tuple[Size, ...]:
+def _largest(tried: Callable[[int], Size], start: int, unit: int) -> tuple[Size, ...]:
     """The largest count that fits, in multiples of ``unit``, and the smallest that was seen not to."""
     good: tuple[int, Size] | None = None
     bad: tuple[int, Size] | None = None
@@ -191,7 +190,7 @@ def _curve(step: ShardedStep, args: tuple, what: str, progress: Progress) -> Ite
     everything, needed = _planned(step.reshard(memory_limit=_ANY_BYTES), args, what)
     assert everything is not None, "anything fits"
     points = [Point(needed, everything, needed)]
-    for share in _SHARES[1:]:
+    for share in _SHARES:
         limit = math.ceil(share * needed)
         progress.say(f"a limit of {limit / _GIB:.2f} GiB")
         points.append(Point(limit, *_planned(step.reshard(memory_limit=limit), args, what)))

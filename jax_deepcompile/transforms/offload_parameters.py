@@ -131,13 +131,14 @@ def _run(jaxpr: Any, known: Mapping[Any, Any], away: Collection) -> list:
     known, here = dict(known), {}
 
     def at_hand(atom: Any) -> Any:
-        if _is_away(atom, away):
-            here.setdefault(atom, jax.device_put(known[atom], DEVICE))
-            return here[atom]
-        return read(atom, known)
+        if not _is_away(atom, away):
+            return read(atom, known)
+        if atom not in here:
+            here[atom] = jax.device_put(known[atom], DEVICE)
+        return here[atom]
 
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan" and not away.isdisjoint(variables(eqn.invars)):
+        if eqn.primitive.name == "scan" and any(atom in away for atom in variables(eqn.invars)):
             results = _streaming(eqn, known, away, at_hand)
         else:
             results = bind(eqn, [at_hand(atom) for atom in eqn.invars])

@@ -13,11 +13,15 @@ from jax import lax
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.costs.simulator import Simulation
+from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.lowering.compile import host_bytes, peak_bytes
+from jax_deepcompile.planner.layers import copying_ahead
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.transforms.offload_parameters import OffloadedParameters, streamable
 from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 from jax_deepcompile.transforms.rematerialize import Rematerialized
 from tests.partition.steps import shapes, training_step
+from tests.schedules import loop_bodies, products_beside_copies
 from tests.transforms.programs import h100s
 
 pytestmark = pytest.mark.h100_aot
@@ -131,3 +135,20 @@ def test_what_is_refused_says_which_limits_would_do():
     assert 0 < plan.prediction.host_bytes <= needed.host_bytes
     with pytest.raises(errors.HostMemoryExceededError, match=r"more than the limit of 10\.00 MiB"):
         step.reshard(host_memory_limit="10MiB", plan=plan).plan(*args)
+
+
+def test_parameters_on_the_host_come_a_layer_at_a_time_beside_products():
+    step, state, batch = planned((), memory_limit=None)
+    program = step.trace(state, batch).sharded
+    parameters, leaves = tuple(streamable(program).values()), tuple(movable(program).values())
+    plan = Plan("", (OffloadedParameters(parameters), OffloadedState(leaves, by_layer=True)))
+    plan = copying_ahead(plan, program, h100s())
+    compiled = step.reshard(plan=plan).trace(state, batch).lower().compile()
+    memory = compiled.memory_analysis()
+    shard_bytes = 2 * 4 * LAYERS * FEATURES * 4 * FEATURES // GPUS
+    assert len(parameters) == 2
+    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == 3 * shard_bytes
+    assert memory.argument_size_in_bytes < shard_bytes
+    beside = [products_beside_copies(body) for body in loop_bodies(read(compiled.as_text()))]
+    forward, backward = (each for each in beside if any(each))
+    assert min(*forward, *backward) >= 1

@@ -38,6 +38,7 @@ from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.offload_parameters import OffloadedParameters
 from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
@@ -71,6 +72,7 @@ DECISIONS = (
     OrderedReductions(128 << 20),
     ComputedWhole(16 << 10),
     JoinedCollectives(32 << 10, 64 << 10),
+    OffloadedParameters(("layers/up/kernel",)),
     OffloadedState(("optimizer/mu/up", "optimizer/nu/up")),
 )
 PLAN = Plan(
@@ -293,6 +295,7 @@ def test_a_plan_reads_in_words():
         "layers @forward: copies layers input to the host for layers @backward",
         "sums over microbatches are added up in the loops that make them",
         "gradients of layers stay in the type they were reduced in",
+        "in the host's memory, copied a layer ahead of its use: layers/up/kernel",
         "layers @forward: gathers a layer ahead, runs its last 3 layers apart",
         "layers @backward: gathers a layer ahead, reduces a layer behind, runs its first 2 layers apart, "
         "runs its last layer apart",

@@ -1,0 +1,95 @@
+"""What fits: sizes of the batch are tried until the largest is known, and limits until a quarter of what is needed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile import errors
+from jax_deepcompile.cli import main as cli
+from jax_deepcompile.cli.fit import Fit, Size, _largest, _Shaped, what_fits
+from jax_deepcompile.planner.plan import Prediction
+from tests.transforms.programs import h100s
+
+
+def step(state, tokens):
+    def loss_of(w):
+        x = w["embed"][tokens]
+        x = jax.lax.scan(jax.checkpoint(lambda x, layer: (x + jnp.tanh(x @ layer), None)), x, w["layers"])[0]
+        return jnp.mean(x**2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+
+STATE = {
+    "embed": jax.ShapeDtypeStruct((1024, 512), jnp.float32),
+    "layers": jax.ShapeDtypeStruct((4, 512, 512), jnp.float32),
+}
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("start", [8, 64, 512])
+@pytest.mark.parametrize("most", [8, 40, 100, 1000])
+def test_the_largest_that_fits_is_found(start, most):
+    def tried(count: int) -> Size:
+        fits = Prediction(1.0, 1.0, 0.0, 0.0, count) if count <= most else None
+        return Size(count, 0, fits, count)
+
+    good, bad = _largest(tried, start, 8)
+    assert good.examples <= most < bad.examples
+    assert bad.examples - good.examples <= max(8, good.examples // 2)
+
+
+@pytest.mark.pure
+def test_nothing_fits():
+    (bad,) = _largest(lambda count: Size(count, 0, None, count), 64, 8)
+    assert bad.examples == 8
+
+
+@pytest.mark.pure
+def test_sequences_may_have_a_token_more_than_is_learned_from():
+    shaped = _Shaped(({}, jax.ShapeDtypeStruct((16, 2049), jnp.int32)), (1,))
+    assert (shaped.examples, shaped.length) == (16, 2048)
+    assert shaped.of(8, 4096)[1].shape == (8, 4097)
+
+
+@pytest.mark.pure
+def test_what_has_no_sequences_has_no_length():
+    shaped = _Shaped(({}, {"x": jnp.ones((16, 8)), "y": jnp.ones(16, jnp.int32), "scale": jnp.float32(1)}), (1,))
+    assert shaped.length == 0
+    given = shaped.of(32, 0)[1]
+    assert (given["x"].shape, given["y"].shape, given["scale"].shape) == ((32, 8), (32,), ())
+
+
+@pytest.mark.cpu_mesh
+def test_where_nothing_is_simulated_that_is_said(tmp_path, capsys):
+    file = tmp_path / "train.py"
+    file.write_text("from tests.cli.test_fit import STATE, step\nimport jax, jax.numpy as jnp\n\n\ndef make():\n"
+                    "    return step, STATE, jax.ShapeDtypeStruct((16, 64), jnp.int32)\n")  # fmt: skip
+    assert cli.main(["fit", f"{file}:make"]) == 2
+    assert "nothing is simulated for its devices: name GPUs, such as --gpu h100" in capsys.readouterr().err
+
+
+@pytest.mark.cpu_mesh
+def test_what_has_no_batch_is_refused():
+    sharded = deepcompile.shard(lambda w: jax.tree.map(jnp.sin, w), h100s(), state_argnums=0)
+    with pytest.raises(errors.StepSpecError, match="it has no batch to try sizes of"):
+        what_fits(sharded, (STATE,), "it")
+
+
+@pytest.mark.h100_aot
+@pytest.mark.slow
+def test_a_step_on_gpus_that_are_not_here():
+    sharded = deepcompile.shard(step, h100s(), memory_limit="64MiB")
+    found = what_fits(sharded, (STATE, jax.ShapeDtypeStruct((64, 256), jnp.int32)), "it")
+    assert isinstance(found, Fit)
+    for good, bad in (found.batch, found.length):
+        assert good.fits is not None
+        assert good.fits.peak_bytes <= 64 << 20 < bad.needed_bytes
+    seconds = [point.fits.step_s for point in found.curve if point.fits is not None]
+    assert seconds == sorted(seconds)
+    assert len(seconds) >= 2
+    assert "largest sequence, 64 examples of" in str(found)

@@ -1,0 +1,173 @@
+"""Parameters on the host come to layer loops a layer at a time, and to their update: the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.parts import split_body
+from jax_deepcompile.ir.memory import HOST_KIND, is_fetch, is_offload, is_on_host
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.planner.layers import copying_ahead
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.transforms import carry_out
+from jax_deepcompile.transforms.offload_parameters import OffloadedParameters, reads, sliced_by, streamable
+from jax_deepcompile.transforms.offload_state import OffloadedState, movable
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from tests.partition.steps import lines
+from tests.transforms.programs import (
+    MATRICES,
+    STACK,
+    assert_same_values,
+    matrices_loss,
+    run_stack,
+    sharded,
+    stack_loss,
+    stack_shapes,
+    two_stacks_loss,
+)
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.1, momentum=0.9))
+
+
+def groups_loss(params, batch):
+    """Loops over layers in a loop over groups of them."""
+
+    @jax.checkpoint
+    def group(x, stack):
+        return run_stack(stack, x), None
+
+    return jnp.mean(lax.scan(group, batch, params["groups"])[0] ** 2)
+
+
+def decayed_loss(params, batch):
+    """What loops read is read whole, too."""
+    return matrices_loss(params, batch) + 0.01 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+
+
+GROUPS = {"groups": {name: (2, *shape) for name, shape in stack_shapes(3).items()}}
+CASES: dict[str, tuple[Callable, dict, dict]] = {
+    "stack": (stack_loss, STACK, {}),
+    "clipped": (stack_loss, STACK, {"optimizer": CLIPPED}),
+    "two stacks": (two_stacks_loss, {"a": stack_shapes(3), "b": stack_shapes()}, {}),
+    "loop in a loop": (groups_loss, GROUPS, {}),
+    "read whole, too": (decayed_loss, MATRICES, {"optimizer": CLIPPED}),
+    "microbatches": (stack_loss, STACK, {"microbatches": 2, "optimizer": CLIPPED}),
+}
+
+
+def away(program: Program) -> OffloadedParameters:
+    return OffloadedParameters(tuple(streamable(program).values()))
+
+
+@pytest.mark.pure
+def test_before_and_after():
+    program, mesh = sharded(matrices_loss, MATRICES)
+    after = carry_out(program, mesh, [away(program)])
+    (before_loop, *_), (loop, *_) = (
+        [eqn for eqn in open_jaxpr(each.jaxpr).eqns if eqn.primitive.name == "scan"] for each in (program, after)
+    )
+    plain = [eqn.primitive.name for eqn in open_jaxpr(before_loop.params["jaxpr"]).eqns]
+    assert [eqn.primitive.name for eqn in open_jaxpr(loop.params["jaxpr"]).eqns] == ["device_put", *plain]
+    kept, made = lines(program)[-2:]
+    stack = made.rpartition(" -> ")[2]
+    assert lines(after)[-4:] == [
+        kept,
+        f"device_put {stack.replace('f32', 'f32<host>')} -> {stack}",
+        made,
+        f"device_put {stack} -> {stack.replace('f32', 'f32<host>')}",
+    ]
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("how", ["plain", "updated as they come", "updated by layer"])
+@pytest.mark.parametrize("case", CASES)
+def test_values_stay_the_same(case, how, monkeypatch):
+    monkeypatch.setattr("jax_deepcompile.transforms.offload_state._LAYER_BYTES", 1)
+    loss, params, options = CASES[case]
+    program, mesh = sharded(loss, params, **options)
+    plan = Plan("0", (away(program),))
+    if how != "plain":
+        plan = copying_ahead(plan, program, mesh)
+        assert plan.of(LoopSchedule)
+    if how.startswith("updated"):
+        leaves = tuple(movable(program).values())
+        plan = plan.having(OffloadedState, [OffloadedState(leaves, by_layer=how.endswith("layer"))])
+    planned = plan.program(program, mesh)
+    verify(planned)
+    there = {port.path for port in planned.inputs if port.memory_kind == HOST_KIND}
+    named = {program.inputs[place].path for place in (movable if how.startswith("updated") else streamable)(program)}
+    assert there == named
+    assert_same_values(planned, program, mesh)
+
+
+@pytest.mark.pure
+def test_a_pipelined_loop_copies_a_layer_ahead():
+    program, mesh = sharded(stack_loss, STACK)
+    streamed = carry_out(program, mesh, [away(program)])
+    for loop in find_loops(streamed):
+        assert sum(map(is_fetch, split_body(loop.eqn).early.jaxpr.eqns)) == len(STACK["stack"])
+
+
+@pytest.mark.pure
+def test_whole_leaves_are_copied_once_and_not_before_their_update():
+    program, mesh = sharded(stack_loss, STACK, optimizer=CLIPPED)
+    streamed = carry_out(program, mesh, [away(program)])
+    eqns = open_jaxpr(streamed.jaxpr).eqns
+    assert sum(map(is_fetch, eqns)) == sum(map(is_offload, eqns)) == len(STACK["stack"])
+    first, last = ([at for at, eqn in enumerate(eqns) if found(eqn)] for found in (is_fetch, _reads_host_in_a_loop))
+    assert min(first) > max(last)
+
+
+def _reads_host_in_a_loop(eqn) -> bool:
+    return eqn.primitive.name == "scan" and any(map(is_on_host, eqn.invars))
+
+
+@pytest.mark.pure
+def test_how_often_layers_are_read():
+    assert set(reads(sharded(stack_loss, STACK)[0]).values()) == {2}
+    assert set(reads(sharded(stack_loss, STACK, microbatches=2)[0]).values()) == {4}
+
+
+@pytest.mark.pure
+def test_what_a_loop_reads_otherwise_stays():
+    def carried(w, x):
+        return lax.scan(lambda c, _: ((jnp.tanh(c[0] @ c[1][0]), c[1]), None), (x, w), length=2)[0][0]
+
+    def whole(w, x):
+        return lax.scan(lambda x, layer: (jnp.tanh(x @ layer) + jnp.sum(w), None), x, w)[0]
+
+    def by_layer(w, x):
+        return lax.scan(lambda x, layer: (jnp.tanh(x @ layer), None), x, w)[0] + jnp.sum(w)
+
+    for function, loops in ((carried, 0), (whole, 0), (by_layer, 1)):
+        jaxpr = jax.make_jaxpr(function)(jnp.ones((2, 4, 4)), jnp.ones((4, 4)))
+        assert sliced_by(jaxpr, open_jaxpr(jaxpr).invars[0]) == loops
+
+
+@pytest.mark.pure
+def test_what_is_no_stack_of_layers_stays():
+    program, _ = sharded(lambda params, x: jnp.mean((x @ params["w"][0]) ** 2), MATRICES)
+    assert not streamable(program)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("leaves", "why"),
+    [(("stack/upp",), r"'stack/upp', of which there is none there; the nearest names: 'stack/up'"),
+     (("stack/up", "stack/up"), "twice"),
+     (("state/opt_state/0/trace/stack/up",), "of which there is none there")],
+)  # fmt: skip
+def test_other_names_are_refused(leaves, why):
+    program, mesh = sharded(stack_loss, STACK)
+    with pytest.raises(errors.PlanError, match=why):
+        carry_out(program, mesh, [OffloadedParameters(leaves)])
