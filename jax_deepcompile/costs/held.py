@@ -67,9 +67,9 @@ _FORWARDED = opcodes.FREE | opcodes.CONTROL
 """They pass values on."""
 
 _MOVES = frozenset({"bitcast", "broadcast", "constant", "convert", "copy", "dynamic-slice"}) | frozenset(
-    {"parameter", "reshape", "slice", "transpose", "tuple"}
+    {"dynamic-update-slice", "parameter", "reshape", "slice", "transpose", "tuple"}
 )
-_ADDS = _MOVES | {"add", "dynamic-update-slice"}
+_ADDS = _MOVES | {"add"}
 _REDUCTIONS = ("reduce-scatter", "all-reduce")
 
 
@@ -219,11 +219,12 @@ class _Blocks:
         return False
 
     def _does(self, instruction: Instruction) -> set[str]:
-        """The opcodes of a kernel; of others itself."""
+        """The opcodes of a kernel, but for arithmetic with single numbers, as positions are."""
         opcode, _ = opcodes.split(instruction.opcode)
         if opcode != "fusion":
             return {opcode}
-        return {each.opcode for each in self.module.body(instruction).instructions}
+        steps = self.module.body(instruction).instructions
+        return {each.opcode for each in steps if any(array.dims for _, array in leaves(each.shape))}
 
     def _maker(self, number: int) -> Instruction:
         """What made the most of a block; of a stack, what makes each part of it."""

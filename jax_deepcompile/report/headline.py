@@ -14,9 +14,12 @@ from jax_deepcompile.costs.rates import NO_RATES, published_rates
 from jax_deepcompile.costs.tables import latest_table, stored_tables
 from jax_deepcompile.costs.utilisation import CONVENTION, Utilisation
 from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.ir.program import Program, Role
+from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.words import bytes_text, count_text, seconds_text
+
+_WHOLE = 1000
+"""From here on rates have no decimals."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,8 @@ class Headline:
 
     def _throughput(self) -> str:
         each = ((self.tokens_per_s, "tokens"), (self.examples_per_s, "examples"))
-        return ", ".join(f"{rate:,.4g} {what}/s/{self.device}" for rate, what in each if rate is not None)
+        said = ((f"{rate:,.0f}" if rate >= _WHOLE else f"{rate:.4g}", what) for rate, what in each if rate is not None)
+        return ", ".join(f"{rate} {what}/s/{self.device}" for rate, what in said)
 
     def _memory(self) -> str:
         if self.peak_bytes is None:
@@ -110,7 +114,7 @@ def headline_of(program: Program, mesh: AnyMesh, planned: Planned | None, achiev
     measured = None if planned is None else planned.measured
     simulated_s = None if expected is None else expected.step_s
     step_s = simulated_s if measured is None else measured.seconds
-    basis = "unknown: not compiled to plan it" if planned is not None else "unknown: not planned yet"
+    basis = "unknown: nothing was compiled to plan it" if planned is not None else "unknown: not planned yet"
     if step_s is not None:
         basis = "simulated of XLA's schedule" if measured is None else "measured"
     shapes = [port.shape for port in program.inputs if port.role is Role.BATCH and port.shape]
@@ -129,7 +133,7 @@ def headline_of(program: Program, mesh: AnyMesh, planned: Planned | None, achiev
     return Headline(
         step=program.name,
         mesh=program.mesh_text,
-        parameters=sum(math.prod(port.shape) for port in program.inputs if port.role is Role.PARAM),
+        parameters=sum(math.prod(port.shape) for port in program.inputs if _is_parameter(port)),
         examples=examples,
         tokens=tokens,
         tokens_shape=tokens_shape,
@@ -147,6 +151,11 @@ def headline_of(program: Program, mesh: AnyMesh, planned: Planned | None, achiev
         peak_bytes=None if expected is None else expected.peak_bytes,
         limit_bytes=None if planned is None else planned.limit_bytes,
     )
+
+
+def _is_parameter(port: Port) -> bool:
+    """Counters of steps, which go with parameters, are none."""
+    return port.role is Role.PARAM and (bool(port.shape) or "int" not in port.dtype)
 
 
 def _cluster(mesh: AnyMesh) -> str:
@@ -170,6 +179,7 @@ def _costs(mesh: AnyMesh, planned: Planned | None) -> str:
     tables = "published tables" if published_rates(name) != NO_RATES else "data sheet"
     said = f"{tables} of {name}" if measured is None else f"kernels measured on {kind}, {measured.date}"
     said += f" (none are known of {kind})" if known_hardware(kind) is None else ""
+    said = "assumed figures of a CPU host" if known_hardware(kind) is CPU_HOST else said
     if planned is None or planned.profile is None:
         return said
     taken = planned.profile

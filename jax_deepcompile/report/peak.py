@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.analysis.gathers import derived, size_bytes
 from jax_deepcompile.costs.held import Held, Holds, held_at_peak
 from jax_deepcompile.ir.program import Program, Role
-from jax_deepcompile.ir.traversal import equations
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.words import bytes_text, line_text, operation_text, seconds_text, table
@@ -80,7 +79,7 @@ class PeakMemory:
 
     def lines(self) -> list[str]:
         if self.peak_bytes is None:
-            lines = ["memory: of arguments alone is known, nothing was compiled to plan the step:"]
+            lines = ["memory a device, of arguments alone, as nothing was compiled to plan the step:"]
         else:
             limit = "" if self.limit_bytes is None else f" of {bytes_text(self.limit_bytes)}"
             lines = [f"memory at the peak: {bytes_text(self.peak_bytes)} a device{limit}:"]
@@ -151,11 +150,14 @@ def _role(held: Held, vocabularies: frozenset[int]) -> str:
 
 
 def _vocabularies(program: Program) -> frozenset[int]:
-    """How many words there are: rows of parameters that are looked up by whole numbers."""
-    tables = {port.shape for port in program.inputs if port.role is Role.PARAM and len(port.shape) == 2}
-    gathers: list[Any] = [each.invars[0].aval for each in equations(program.jaxpr) if each.primitive.name == "gather"]
-    looked_up = {aval.shape for aval in gathers}
-    return frozenset(rows for rows, _ in tables & looked_up)
+    """How many words there are: rows of the parameters that are looked up, outside of loops."""
+    jaxpr = open_jaxpr(program.jaxpr)
+    inputs = zip(jaxpr.invars, program.inputs, strict=True)
+    known = derived(
+        jaxpr, {var: port.shape for var, port in inputs if port.role is Role.PARAM and len(port.shape) == 2}
+    )
+    tables: list[Any] = [eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "gather"]
+    return frozenset(known[table][0] for table in tables if table in known)
 
 
 def _roles(blocks: list[Block]) -> tuple[Size, ...]:

@@ -16,7 +16,7 @@ LINES = 8
 _CELL = re.compile(r"ipykernel_\d+/\d+\.py$")
 """The file that a kernel compiles a cell as."""
 
-_SEVERAL = re.compile(r"^(.*?)\((.*:.*)\)$")
+_SEVERAL = re.compile(r"^(.*?/|)\((.*:.*)\)$")
 """The ``op_name`` of collectives that XLA has joined."""
 
 _OUTSIDE = re.compile(r"^jit\([^()]*\)/(shard_map/)?")

@@ -48,7 +48,7 @@ def test_where_nothing_is_compiled_nothing_is_made_up():
         ("jit(f)/shard_map/jvp(Net)/Dense_0/dot_general", "Net/Dense_0 dot_general"),
         ("jit(f)/shard_map/transpose(jvp(Net))/Dense_0/dot_general", "Net/Dense_0 @backward dot_general"),
         ("jit(f)/shard_map/while/body/rematted_computation/mlp/add", "mlp @backward add"),
-        ("jit(f)/shard_map/x/(a/all_gather:b/all_gather)", "x/a and 1 more all_gather"),
+        ("jit(f)/shard_map/jvp(Net)/(a/all_gather:b/all_gather)", "Net/a and 1 more all_gather"),
         ("", ""),
     ],
 )
