@@ -13,7 +13,7 @@ from jax_deepcompile.costs.held import Held, Holds, held_at_peak
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.planner.session import Planned
-from jax_deepcompile.report.words import bytes_text, line_text, operation_text, seconds_text, table
+from jax_deepcompile.report.words import bytes_text, line_text, operation_text, seconds_text, table, users_line
 
 _MOST = 6
 """Blocks that are named."""
@@ -137,7 +137,9 @@ def _temporaries(planned: Planned, program: Program, expected: Prediction, given
     vocabularies, left_bytes = _vocabularies(program), expected.peak_bytes - given_bytes
     for held in held_at_peak(evaluation.module, batch):
         left_bytes -= held.bytes
-        yield Block(operation_text(held.op_name) or held.name, held.source, _role(held, vocabularies), held.bytes, 1)
+        yield Block(
+            operation_text(held.op_name) or held.name, users_line(held.source), _role(held, vocabularies), held.bytes, 1
+        )
     results_bytes = evaluation.simulation.memory.output_bytes
     yield Block("", "", _RESULTS, results_bytes, 1)
     yield Block("", "", _GAPS, left_bytes - results_bytes, 1)

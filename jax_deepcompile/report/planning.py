@@ -38,7 +38,8 @@ class Change:
     grounds: str
 
     def line(self) -> str:
-        """
+        """What it bought.
+
         >>> Change("unshard", "keeps it", 2.0, 1.5, "").line()
         'unshard [accepted]: keeps it: 2 s to 1.5 s, saves 500 ms'
         """

@@ -11,7 +11,7 @@ from jax_deepcompile.costs.streams import Part, Stream
 from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.planner.session import Planned
-from jax_deepcompile.report.words import line_text, operation_text, seconds_text, table
+from jax_deepcompile.report.words import line_text, operation_text, seconds_text, table, users_line
 
 _MOST = 5
 """Kernels, and waits, that are named."""
@@ -197,7 +197,8 @@ def _costliest(each: Iterable[tuple[str, str, float, int]]) -> tuple[Costly, ...
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     times: dict[tuple[str, str], int] = defaultdict(int)
     for what, line, one_s, trips in each:
-        seconds[what, line] += trips * one_s
-        times[what, line] += trips
+        key = what, users_line(line)
+        seconds[key] += trips * one_s
+        times[key] += trips
     worst = sorted(seconds, key=lambda key: -seconds[key])[:_MOST]
     return tuple(Costly(*key, seconds[key], times[key]) for key in worst)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from jax_deepcompile.analysis.names import scopes
 from jax_deepcompile.costs.streams import AGAIN
@@ -19,11 +20,14 @@ _CELL = re.compile(r"ipykernel_\d+/\d+\.py$")
 _SEVERAL = re.compile(r"^(.*?/|)\((.*:.*)\)$")
 """The ``op_name`` of collectives that XLA has joined."""
 
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+
 _OUTSIDE = re.compile(r"^jit\([^()]*\)/(shard_map/)?")
 
 
 def seconds_text(seconds: float) -> str:
-    """
+    """Seconds in the unit that suits them.
+
     >>> seconds_text(1.2345), seconds_text(0.2310148), seconds_text(12e-6), seconds_text(0.0)
     ('1.234 s', '231 ms', '12 us', '0 s')
     """
@@ -34,7 +38,8 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """
+    """A count in words, if it is large.
+
     >>> count_text(7_986_000_000), count_text(1_235_000), count_text(512)
     ('7.986 billion', '1.235 million', '512')
     """
@@ -53,6 +58,11 @@ def bytes_text(count: float) -> str:
     return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else size_text(count)
 
 
+def users_line(line: str) -> str:
+    """``line`` if it is the user's; none if it is of this package, which makes what loops carry and stack."""
+    return "" if line.startswith(_PACKAGE) else line
+
+
 def line_text(line: str) -> str:
     """``file:line`` of the user's, the file as seen from here if that is shorter; a notebook's cell has no file."""
     path, colon, rest = line.partition(":")
@@ -67,17 +77,17 @@ def operation_text(op_name: str) -> str:
     >>> operation_text("jit(step)/shard_map/while/body/closed_call/layers/mlp/up/dot_general")
     'layers/mlp/up dot_general'
     >>> operation_text("jit(step)/shard_map/transpose(jvp(Net))/(a/all_gather:b/all_gather:c/all_gather)")
-    'Net/a and 2 more all_gather'
+    'Net/a @backward and 2 more all_gather'
     """
     stack = _OUTSIDE.sub("", op_name)
     joined = _SEVERAL.match(stack)
     each = [f"{joined[1]}{part}" for part in joined[2].split(":")] if joined else [stack]
-    scope, _, primitive = each[0].rpartition("/")
+    scope, _, primitive = max(each, key=lambda path: "/" in path).rpartition("/")
     name = scopes(scope)
     if "transpose(" in scope or AGAIN in scope:
         name += " @backward" if name else ""
-    more = f" and {len(each) - 1} more" if len(each) > 1 else ""
-    return " ".join(filter(None, (name + more, primitive)))
+    more = f"and {len(each) - 1} more" if name else str(len(each))
+    return " ".join(filter(None, (name, more * (len(each) > 1), primitive)))
 
 
 def cut(lines: Sequence[str], most: int = LINES, names: bool = False) -> list[str]:

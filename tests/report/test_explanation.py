@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.report.words import operation_text
+from jax_deepcompile.report.words import operation_text, users_line
 
 
 @pytest.mark.pure
@@ -49,8 +49,16 @@ def test_where_nothing_is_compiled_nothing_is_made_up():
         ("jit(f)/shard_map/transpose(jvp(Net))/Dense_0/dot_general", "Net/Dense_0 @backward dot_general"),
         ("jit(f)/shard_map/while/body/rematted_computation/mlp/add", "mlp @backward add"),
         ("jit(f)/shard_map/jvp(Net)/(a/all_gather:b/all_gather)", "Net/a and 1 more all_gather"),
+        ("jit(f)/(all_gather:a/b/all_gather)", "a/b and 1 more all_gather"),
+        ("jit(f)/(all_gather:all_gather)", "2 all_gather"),
         ("", ""),
     ],
 )
 def test_operations_are_called_by_the_users_scopes(op_name: str, said: str):
     assert operation_text(op_name) == said
+
+
+@pytest.mark.pure
+def test_lines_of_this_package_are_nobodys():
+    assert users_line(f"{deepcompile.__file__}:1") == ""
+    assert users_line("/mine/jax_deepcompile/step.py:1") == "/mine/jax_deepcompile/step.py:1"
