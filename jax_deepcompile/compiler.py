@@ -213,7 +213,8 @@ class Compilation:
             return
         mesh, traced = self.context.use.mesh, self.traced
         assert isinstance(mesh, Mesh), "what is measured is attached"
-        rivals = (replace(simulated, plan=plan, program=plan.program(self.sharded, mesh)) for plan in simulated.rivals)
+        programs = ((plan, plan.program(self.sharded, mesh)) for plan in simulated.rivals)
+        rivals = (replace(simulated, plan=plan, program=program, evaluation=None) for plan, program in programs)
         each = [simulated, *(one for one in rivals if self._placed(one) == self.placed)]
         jitted = [jit(one, traced, self.placed, self.call, self.context) for one in each]
         steps = [one.lower(*args).compile() for one in jitted]

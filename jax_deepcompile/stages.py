@@ -17,9 +17,10 @@ from jax_deepcompile.partition.partition import Partitioned
 from jax_deepcompile.planner.limits import require_fit
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.session import Planned
+from jax_deepcompile.report.division import Division, division_of
+from jax_deepcompile.report.explanation import Explanation, explain
 from jax_deepcompile.report.summary import summary_of_stage, summary_of_trace
-from jax_deepcompile.report.text import explain
-from jax_deepcompile.summary import Summarized, Summary, Text
+from jax_deepcompile.summary import Summarized, Summary
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,10 +63,15 @@ class TracedStep(Summarized):
         """The decisions of every pass."""
         return self.compilation.planned.plan
 
-    def explain(self) -> Text:
-        """What was decided and why, in a screen."""
+    def explain(self) -> Explanation:
+        """What was decided and why: fields, which print as text that begins with what one quotes."""
         self.plan()
         return explain_compilation(self.compilation)
+
+    def division(self) -> Division:
+        """What every argument is, how state is divided and what is sent, before planning."""
+        made = self.compilation
+        return division_of(made.program, made.partitioned, made.sharded, made.traced.reasons)
 
     def dump(self, folder: str | os.PathLike) -> None:
         """Writes the program before and after every stage and every kind of decision into ``folder``, to read.
@@ -82,11 +88,11 @@ class TracedStep(Summarized):
         return LoweredStep(lowered, platform, made.planned, made.runs)
 
 
-def explain_compilation(made: Compilation) -> Text:
+def explain_compilation(made: Compilation) -> Explanation:
     """What was decided and why, so far."""
-    planned, launches = made.planned_already, made.runs.launches
-    achieves = utilisation_of(made.program, made.context.use.mesh)
-    return explain(made.program, made.partitioned, made.sharded, made.traced.reasons, planned, launches, achieves)
+    planned, launches, mesh = made.planned_already, made.runs.launches, made.context.use.mesh
+    achieves = utilisation_of(made.program, mesh)
+    return explain(made.program, made.partitioned, made.sharded, made.traced.reasons, mesh, planned, launches, achieves)
 
 
 @dataclass(frozen=True, repr=False)

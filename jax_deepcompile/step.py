@@ -29,10 +29,11 @@ from jax_deepcompile.microbatch_counts import compilation_of
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.profilers.take import Taken, take_profile
+from jax_deepcompile.report.explanation import Explanation
 from jax_deepcompile.report.summary import summary_of_step
 from jax_deepcompile.runtime.processes import ALONE, Alone, processes_of
 from jax_deepcompile.stages import LoweredStep, TracedStep, explain_compilation
-from jax_deepcompile.summary import Summarized, Summary, Text
+from jax_deepcompile.summary import Summarized, Summary
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,8 +230,8 @@ class ShardedStep(Summarized, Generic[P, R]):
         traced.compilation.runs.measured = taken.profile.step
         return taken
 
-    def explain(self) -> Text:
-        """What was decided for the last shapes traced, and why, in a screen."""
+    def explain(self) -> Explanation:
+        """What was decided for the last shapes traced, and why: fields, which print as text."""
         if self._last is None:
             raise errors.NotTracedError(self._context.name)
         return explain_compilation(self._last)
@@ -339,7 +340,7 @@ class BoundStep(Summarized):
         summary = self._step._summary()
         return Summary(summary.title + bound, summary.rows)
 
-    def explain(self) -> Text:
+    def explain(self) -> Explanation:
         return self._step.explain()
 
     @property

@@ -240,14 +240,23 @@ def _phase(eqn: Any) -> str:
 
 
 def _scope_name(eqn: Any) -> str:
-    parts = []
-    for part in re.split(r"/(?![^()]*\))", str(eqn.source_info.name_stack)):
+    return scopes(str(eqn.source_info.name_stack)) or _function(eqn) or "step"
+
+
+def scopes(name_stack: str) -> str:
+    """The user's scopes in a name stack.
+
+    >>> scopes("transpose(jvp(Llama))/layers/checkpoint/rematted_computation/mlp")
+    'Llama/layers/mlp'
+    """
+    parts: list[str] = []
+    for part in re.split(r"/(?![^()]*\))", name_stack):
         name = part
         while transformed := _TRANSFORMED.match(name):
             name = transformed[1]
         again = name != part and parts[-1:] == [name]  # transpose(jvp(Blocks))/jvp(Blocks)
         parts += [name] if name not in _NOT_SCOPES and not again else []
-    return "/".join(parts) or _function(eqn) or "step"
+    return "/".join(parts)
 
 
 def _function(eqn: Any) -> str:

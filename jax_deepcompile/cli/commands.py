@@ -1,7 +1,9 @@
 """The subcommands of ``deepcompile`` that take a step of the user's: each returns the text to print."""
 
+import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.lowering import cuda_compiler, targets
 from jax_deepcompile.lowering.compile import compile_options, peak_bytes
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.runtime.quiet import silenced
 from jax_deepcompile.step import ShardedStep
 
 _GIB = 1 << 30
@@ -60,7 +63,8 @@ class Cluster:
         make: Callable[..., targets.Target] = getattr(targets, self.gpu)
         in_each = {} if self.gpus_per_node is None else {"gpus_per_node": self.gpus_per_node}
         target = make(self.nodes, **in_each, nics_per_node=self.nics_per_node, nic_gbps=self.nic_gbps)
-        return target.make_mesh((target.size,), ("fsdp",))
+        with silenced():
+            return target.make_mesh((target.size,), ("fsdp",))
 
 
 HERE = Cluster()
@@ -77,6 +81,7 @@ class StepRequest:
       host_memory_limit: of the host's memory for each device, such as 100GiB; 0 is none.
       cache_dir: where plans are kept between runs.
       devices: virtual CPU devices where there is no accelerator; 8 where it is not said.
+      json: print one JSON document instead of text.
     """
 
     step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
@@ -85,12 +90,17 @@ class StepRequest:
     host_memory_limit: str | None = None
     cache_dir: Path | None = None
     devices: Annotated[int | None, bounded(int, 1, or_none=True)] = None
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
 
 
 def trace(request: StepRequest, cluster: Cluster = HERE) -> str:
-    """Prints a step as each device runs it, before planning."""
+    """Says what a step is divided into, and prints it as each device runs it, before planning."""
     step, args = sharded_step(request, cluster)
-    return str(step.trace(*args).sharded.jaxpr)
+    traced = step.trace(*args)
+    summary, jaxpr = traced.division(), str(traced.sharded.jaxpr)
+    if request.json:
+        return _document({"division": dataclasses.asdict(summary), "jaxpr": jaxpr})
+    return "\n".join([*summary.lines(), "", jaxpr])
 
 
 def plan(request: StepRequest, cluster: Cluster = HERE, out: Path | None = None) -> str:
@@ -103,7 +113,7 @@ def plan(request: StepRequest, cluster: Cluster = HERE, out: Path | None = None)
     made = step.plan(*args)
     if out is not None:
         out.write_text(made.to_json())
-    return str(made)
+    return made.to_json() if request.json else str(made)
 
 
 def explain(request: StepRequest, cluster: Cluster = HERE, plan: Path | None = None) -> str:
@@ -114,7 +124,8 @@ def explain(request: StepRequest, cluster: Cluster = HERE, plan: Path | None = N
     """
     options = {} if plan is None else {"plan": Plan.from_json(plan.read_text(errors="replace"), str(plan))}
     step, args = sharded_step(request, cluster, **options)
-    return step.trace(*args).explain()
+    explained = step.trace(*args).explain()
+    return explained.to_json() if request.json else str(explained)
 
 
 def profile(request: StepRequest, out: Path = Path("profile.json"), runs: Positive = 5) -> str:
@@ -134,6 +145,8 @@ def profile(request: StepRequest, out: Path = Path("profile.json"), runs: Positi
     step, args = sharded_step(request, HERE)
     taken = step.profile(*jax.tree.map(zeros, args), runs=runs).profile
     out.write_text(taken.to_json())
+    if request.json:
+        return taken.to_json()
     measured = f"{len(taken.ops)} ops, {len(taken.collectives)} collectives, {len(taken.copies)} copies to {out}"
     step_s = f"step {1e3 * taken.step.seconds:.3f} ms\n" if taken.step is not None else ""
     return "\n".join([step_s + measured, *taken.fallbacks()])
@@ -153,15 +166,47 @@ def compare(request: StepRequest, cluster: Cluster = HERE) -> str:
         "fully sharded": lambda: bare.lower(*args).compile(),
         "planned": lambda: ours.lower(*args).compile(),
     }
-    rows, left = [], []
+    achieves, rows, left = bare.trace(*args).utilisation, [], []
     for name, compiled in systems.items():
         try:
             made = compiled()
         except errors.MemoryExceededError as error:
             left.append(f"{name}: {error}")
         else:
-            rows.append((name, simulate(made, mesh), peak_bytes(made.memory_analysis())))
-    return "\n".join([_table(rows, bare.trace(*args).utilisation), *left])
+            played, peak = simulate(made, mesh), peak_bytes(made.memory_analysis())
+            rows.append(_Compared.of(name, played, peak, rows[0].step_s if rows else played.step_s, achieves))
+    if request.json:
+        return _document({"systems": [dataclasses.asdict(row) for row in rows], "left_out": left})
+    return "\n".join([_table(rows), *left])
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What one system takes, simulated.
+
+    Attributes:
+      times_jit: how many times as fast it is as the first.
+      examples_per_s: of each device; this and ``mfu`` are None where nothing is multiplied.
+    """
+
+    name: str
+    step_s: float
+    times_jit: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    sent_bytes: int
+    peak_bytes: int
+    examples_per_s: float | None
+    mfu: float | None
+
+    @classmethod
+    def of(cls, name: str, run: Simulation, peak: int, jit_s: float, achieves: Utilisation | None) -> "_Compared":
+        of_devices = (None, None)
+        if achieves is not None:
+            of_devices = achieves.examples / run.step_s, achieves.mfu(run.step_s)
+        seconds = (run.compute_s, run.communication_s, run.exposed_communication_s)
+        return cls(name, run.step_s, jit_s / run.step_s, *seconds, run.sent_bytes, peak, *of_devices)
 
 
 def install_compiler() -> str:
@@ -239,17 +284,20 @@ def _module(spec: str, where: str) -> Any:
     return module
 
 
-def _table(rows: Sequence[tuple[str, Simulation, int]], achieves: Utilisation | None) -> str:
+def _table(rows: Sequence[_Compared]) -> str:
     head = ("", "step s", "x jit", "compute s", "communication s", "exposed s", "sent GiB", "peak GiB")
-    if achieves is not None:
+    if rows and rows[0].mfu is not None:
         head += ("examples/s/device", "MFU %")
     lines: list[Sequence[str]] = [head]
-    for name, run, peak in rows:
-        ratio = f"{rows[0][1].step_s / run.step_s:.2f}"
-        seconds = (run.compute_s, run.communication_s, run.exposed_communication_s)
-        rest = [f"{value:.4g}" for value in (*seconds, run.sent_bytes / _GIB, peak / _GIB)]
-        if achieves is not None:
-            rest += [f"{achieves.examples / run.step_s:.4g}", f"{100 * achieves.mfu(run.step_s):.1f}"]
-        lines.append((name, f"{run.step_s:.4g}", ratio, *rest))
+    for row in rows:
+        sizes = row.sent_bytes / _GIB, row.peak_bytes / _GIB
+        rest = [f"{value:.4g}" for value in (row.compute_s, row.communication_s, row.exposed_s, *sizes)]
+        if row.examples_per_s is not None and row.mfu is not None:
+            rest += [f"{row.examples_per_s:.4g}", f"{100 * row.mfu:.1f}"]
+        lines.append((row.name, f"{row.step_s:.4g}", f"{row.times_jit:.2f}", *rest))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+
+
+def _document(data: dict[str, Any]) -> str:
+    return json.dumps(data, allow_nan=False, indent=1)

@@ -59,8 +59,8 @@ def memory_of(module: Module) -> MemoryUse:
     if isinstance(module.entry.root.shape, tuple):
         outputs += _POINTER_BYTES * len(module.entry.root.shape)
     groups = overwrite(module, schedule, [buffer for buffer in device if buffer.is_temporary])
-    blocks = [_block(group) for group in groups]
-    live = _live_bytes(blocks, len(schedule.order))
+    blocks = [block_of(group) for group in groups]
+    live = live_bytes_of(blocks, len(schedule.order))
     peak = int(np.argmax(live))
     needed = [value for group in groups for value in group if value.begin <= peak <= value.end]
     return MemoryUse(
@@ -74,13 +74,13 @@ def memory_of(module: Module) -> MemoryUse:
     )
 
 
-def _block(values: Sequence[Value]) -> Block:
+def block_of(values: Sequence[Value]) -> Block:
     """The memory of one buffer."""
     ordered = sorted(values, key=lambda value: value.begin)
     return Block(max(value.array.bytes for value in ordered), tuple((value.begin, value.end) for value in ordered))
 
 
-def _live_bytes(blocks: Sequence[Block], length: int) -> np.ndarray:
+def live_bytes_of(blocks: Sequence[Block], length: int) -> np.ndarray:
     """Bytes needed at each position of the schedule."""
     change = np.zeros(length + 2, np.int64)
     for block in blocks:

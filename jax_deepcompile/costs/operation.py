@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax_deepcompile.costs.collective_bytes import sent_bytes
 from jax_deepcompile.costs.cost_model import CostModel, Direction
-from jax_deepcompile.costs.streams import Stream, Timing
+from jax_deepcompile.costs.streams import Part, Stream, Timing
 from jax_deepcompile.costs.work import results_of, work_of, written_bytes
 from jax_deepcompile.hlo import opcodes, replica_groups
 from jax_deepcompile.hlo.reader import Computation, Instruction, Module, bytes_of, leaves
@@ -26,7 +26,8 @@ def timing_of(module: Module, computation: Computation, instruction: Instruction
     work = work_of(module, home, runs)
     kernel = costs.matmul(work.products, work.bytes) if work.products else costs.vector(work.vector_flops, work.bytes)
     seconds = costs.kernel_s(kernel.seconds, module.source(instruction))
-    return Timing(Stream.COMPUTE, seconds, kind, is_memory_bound=kernel.is_memory_bound)
+    part = Part.of(work.products, instruction.op_name, instruction.name)
+    return Timing(Stream.COMPUTE, seconds, kind, is_memory_bound=kernel.is_memory_bound, part=part)
 
 
 def _unwrapped(module: Module, computation: Computation, instruction: Instruction) -> tuple[Computation, Instruction]:

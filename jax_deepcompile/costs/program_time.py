@@ -14,7 +14,7 @@ from jax_deepcompile.analysis.work import alone_bytes, work_of
 from jax_deepcompile.costs.collective_bytes import sent_bytes
 from jax_deepcompile.costs.combining import Thresholds, combined
 from jax_deepcompile.costs.cost_model import CostModel, Direction
-from jax_deepcompile.costs.streams import Stream, Timing
+from jax_deepcompile.costs.streams import Part, Stream, Timing
 from jax_deepcompile.ir.memory import is_on_host
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.primitives import COLLECTIVES, PRODUCTS, Scan, axis_names
@@ -85,12 +85,14 @@ def timing_of(eqn: Any, moved_bytes: int, mesh: MeshAxes, costs: CostModel) -> T
     if name in COLLECTIVES:
         return collective_of(eqn, mesh, costs)
     if name in PRODUCTS:
-        kernel = costs.matmul((work_of(eqn),), alone_bytes(eqn))
-        return Timing(Stream.COMPUTE, kernel.seconds, name, is_memory_bound=kernel.is_memory_bound)
+        work = work_of(eqn)
+        kernel, part = costs.matmul((work,), alone_bytes(eqn)), Part.of((work,), str(eqn.source_info.name_stack))
+        return Timing(Stream.COMPUTE, kernel.seconds, name, is_memory_bound=kernel.is_memory_bound, part=part)
     if name == "device_put":
         return _copy(eqn, costs)
     seconds = costs.memory_s(moved_bytes) if moved_bytes else 0.0
-    return Timing(Stream.COMPUTE, seconds, name, is_memory_bound=True)
+    part = Part.of((), str(eqn.source_info.name_stack))
+    return Timing(Stream.COMPUTE, seconds, name, is_memory_bound=True, part=part)
 
 
 def collective_of(eqn: Any, mesh: MeshAxes, costs: CostModel, joined_bytes: int = 0) -> Timing:

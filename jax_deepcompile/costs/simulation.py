@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jax_deepcompile.costs.memory import MemoryUse
-from jax_deepcompile.costs.streams import Stream, Timing
+from jax_deepcompile.costs.streams import REMATERIALIZED, Part, Stream, Timing
 from jax_deepcompile.summary import Summarized, Summary, size_text
-
-_REMATERIALIZED = re.compile(r"\.remat\d*(\.|$)")
-"""In the name of an instruction that XLA's ``HloRematerialization`` made."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +23,7 @@ class Totals:
       gathered_bytes: whole results of all-gathers.
       reduced_bytes: whole operands of reduce-scatters and all-reduces.
       exposed_s: what compute waited for each of the other streams.
+      kernels_s: ``compute_s`` by what kernels are a part of.
       slowed_s: of compute, what kernels took longer because other streams ran beside them.
       delayed_s: what the other streams cost kernels at least, by running at all, if none of it is exposed.
     """
@@ -36,6 +34,7 @@ class Totals:
     gathered_bytes: int = 0
     reduced_bytes: int = 0
     exposed_s: Mapping[Stream, float] = field(default_factory=dict)
+    kernels_s: Mapping[Part, float] = field(default_factory=dict)
     slowed_s: float = 0.0
     delayed_s: float = 0.0
 
@@ -51,7 +50,7 @@ class Totals:
     def of(cls, timing: Timing, seconds: float) -> Totals:
         """Of one operation that took ``seconds`` beside others, but for what is waited for."""
         if timing.stream is Stream.COMPUTE:
-            return cls(compute_s=seconds, slowed_s=seconds - timing.seconds)
+            return cls(compute_s=seconds, slowed_s=seconds - timing.seconds, kernels_s={timing.part: seconds})
         delayed_s = timing.seconds * timing.taken.least
         if timing.stream.is_copy:
             return cls(copy_s=seconds, delayed_s=delayed_s)
@@ -66,11 +65,13 @@ class Totals:
 
     def plus(self, other: Totals, times: int = 1) -> Totals:
         """The sum of this and ``times`` the other."""
-        sums = {name: mine + times * getattr(other, name) for name, mine in vars(self).items() if name != "exposed_s"}
-        exposed_s = dict(self.exposed_s)
-        for stream, seconds in other.exposed_s.items():
-            exposed_s[stream] = exposed_s.get(stream, 0.0) + times * seconds
-        return Totals(**sums, exposed_s=exposed_s)
+        return Totals(**{name: _plus(mine, getattr(other, name), times) for name, mine in vars(self).items()})
+
+
+def _plus(mine: Any, other: Any, times: int) -> Any:
+    if not isinstance(mine, Mapping):
+        return mine + times * other
+    return {key: mine.get(key, 0.0) + times * other.get(key, 0.0) for key in (mine | other)}
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Event:
       kind: its opcode, without ``-start``.
       sent_bytes: of a collective: what one device sends to others each time, in a ring.
       loop: name of the innermost while it is in; empty outside of loops.
+      part: of a kernel: what it is a part of.
     """
 
     stream: Stream
@@ -99,6 +101,30 @@ class Event:
     source: str = ""
     kind: str = ""
     sent_bytes: int = 0
+    loop: str = ""
+    part: Part = Part.OTHER
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What the compute stream waited for.
+
+    Attributes:
+      stream: that it waited for.
+      name, op_name, source: of the operation on it; see ``Event``.
+      start_s: from the beginning of the step; in a loop, in the first trip.
+      seconds: that it waited each time.
+      trips: how often in a step.
+      loop: name of the innermost while it is in; empty outside of loops.
+    """
+
+    stream: Stream
+    name: str
+    op_name: str
+    source: str
+    start_s: float
+    seconds: float
+    trips: int = 1
     loop: str = ""
 
 
@@ -149,6 +175,7 @@ class Simulation(Summarized):
       memory: what is in the device's memory when.
       is_scheduled: whether XLA's schedule of the compiled step was played. If not, its program was, before compilation:
         every kernel reads and writes memory, for want of XLA's fusions, and collectives begin as early as they can.
+      waits: what compute waited for, likewise; empty where it was not compiled.
       in_order_s: the most that collectives a loop needs, with those of the loops before it, and the compute after that
         loop take together: such a phase of the step has no other compute to hide its collectives under.
     """
@@ -160,6 +187,7 @@ class Simulation(Summarized):
     memory: MemoryUse
     in_order_s: float = 0.0
     is_scheduled: bool = True
+    waits: tuple[Wait, ...] = ()
 
     @property
     def compute_s(self) -> float:
@@ -207,7 +235,7 @@ class Simulation(Summarized):
     def rematerialized_s(self) -> float:
         """Seconds of kernels that XLA's own rematerialisation pass repeats, to save memory; it marks their names."""
         again = [
-            event for event in self.timeline if event.stream is Stream.COMPUTE and _REMATERIALIZED.search(event.name)
+            event for event in self.timeline if event.stream is Stream.COMPUTE and REMATERIALIZED.search(event.name)
         ]
         return sum(event.trips * (event.end_s - event.start_s) for event in again)
 

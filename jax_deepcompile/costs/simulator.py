@@ -36,7 +36,8 @@ def simulate(module: Module, costs: CostModel) -> Simulation:
     schedule.play(module.entry, run)
     alone_s = run.totals.compute_s - run.totals.slowed_s
     in_order_s = max((needed_s + alone_s - done_s for needed_s, done_s in schedule.loop_ends), default=0.0)
-    return Simulation(run.ended_s, run.totals, tuple(run.loops), tuple(run.events), memory_of(module), in_order_s)
+    played = tuple(run.loops), tuple(run.events), memory_of(module)
+    return Simulation(run.ended_s, run.totals, *played, in_order_s, waits=tuple(run.waits))
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class _UnderWay:
 
     timing: Timing
     end_s: float
+    operation: Operation
 
 
 @dataclass
@@ -63,7 +65,7 @@ class _Run(Player):
 
     def end(self, operation: _UnderWay) -> None:
         """Holds the compute stream until it has ended."""
-        self.wait({operation.timing.stream: operation.end_s})
+        self.wait({operation.timing.stream: operation.end_s}, operation.operation)
         if operation.timing.stream.queue is Queue.NETWORK:
             self.waited_s += operation.timing.seconds
 
@@ -106,7 +108,7 @@ class _Schedule:
         due = run.play(timing, run.now_s, {}, lambda: said)
         if timing.stream is Stream.COMPUTE:
             return
-        under_way = _UnderWay(timing, due[timing.stream])
+        under_way = _UnderWay(timing, due[timing.stream], said)
         if is_start and not timing.is_sync:
             run.started[instruction.name] = under_way
         else:
@@ -141,6 +143,7 @@ class _Schedule:
         trip_s = steady.now_s - began_s
         run.events += steady.events
         run.loops += steady.loops
+        run.waits += steady.waits
         run.loops.append(
             Loop(
                 loop.name, loop.op_name, trips, counted is not None, trip_s, steady.totals, run.trips, not steady.loops

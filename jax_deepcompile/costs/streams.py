@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from jax_deepcompile.analysis.work import Attention, Product
 from jax_deepcompile.costs.overlap import NONE, Taken
 
 
@@ -48,6 +51,31 @@ class Stream(StrEnum):
         return Queue.PEERS if self is Stream.PERMUTE else Queue.NETWORK
 
 
+class Part(StrEnum):
+    """What a kernel is a part of: of what its FLOPs are, or of what the step computes a second time."""
+
+    PRODUCTS = "matrix products"
+    ATTENTION = "fused attention"
+    OTHER = "elementwise and other"
+    AGAIN = "computed again"
+
+    @classmethod
+    def of(cls, work: Sequence[Product | Attention], op_name: str, name: str = "") -> Part:
+        """Of a kernel that does ``work``, by the path of scopes it came from, and its instruction's name."""
+        if AGAIN in op_name or REMATERIALIZED.search(name):
+            return cls.AGAIN
+        if any(isinstance(each, Attention) for each in work):
+            return cls.ATTENTION
+        return cls.PRODUCTS if work else cls.OTHER
+
+
+AGAIN = "rematted_computation"
+"""What JAX puts into the name stack of all that ``jax.checkpoint`` computes again."""
+
+REMATERIALIZED = re.compile(r"\.remat\d*(\.|$)")
+"""In the name of an instruction that XLA's ``HloRematerialization`` made."""
+
+
 @dataclass(frozen=True)
 class Timing:
     """How one operation runs.
@@ -62,6 +90,7 @@ class Timing:
       is_memory_bound: of a kernel: whether it waits for device memory rather than for arithmetic.
       taken: of a collective or copy: what it takes from kernels beside it.
       both_ways: of a copy: how many times longer it takes while one the other way runs.
+      part: of a kernel: what it is a part of.
     """
 
     stream: Stream
@@ -73,3 +102,4 @@ class Timing:
     is_memory_bound: bool = False
     taken: Taken = NONE
     both_ways: float = 1.0
+    part: Part = Part.OTHER

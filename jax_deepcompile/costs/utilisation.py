@@ -11,13 +11,11 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.analysis.work import Attention, work_of
 from jax_deepcompile.costs.devices import hardware_of
+from jax_deepcompile.costs.streams import AGAIN
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import PRODUCTS, Scan
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.ir.traversal import bodies
-
-_AGAIN = "rematted_computation"
-"""What JAX puts into the name stack of all that ``jax.checkpoint`` computes again."""
 
 CONVENTION = "products as written, recomputation left out, attention by a kernel as its mask shows"
 
@@ -41,11 +39,6 @@ class Utilisation:
         """Model FLOPs over those of the peak in ``step_s``; 0 for a step that takes no time."""
         return self.model_flops / (step_s * self.peak_flops_per_s) if step_s else 0.0
 
-    def describe(self, step_s: float) -> str:
-        """One line on a step of ``step_s`` seconds."""
-        examples = f"{self.examples / step_s:.4g} examples/s a device, " if self.examples and step_s else ""
-        return f"{examples}MFU {self.mfu(step_s):.1%} of the bf16 peak ({CONVENTION})"
-
 
 def utilisation_of(program: Program, mesh: AnyMesh) -> Utilisation | None:
     """Of a program in the global view; None where there are no devices, or no products."""
@@ -62,7 +55,7 @@ def model_flops(jaxpr: Any) -> float:
     flat, total = open_jaxpr(jaxpr), 0.0
     for eqn in flat.eqns:
         name = eqn.primitive.name
-        if _AGAIN in str(eqn.source_info.name_stack):
+        if AGAIN in str(eqn.source_info.name_stack):
             continue
         if name in PRODUCTS:
             work = work_of(eqn)

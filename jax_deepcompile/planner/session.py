@@ -25,7 +25,7 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options, kernels_once, memory_options
 from jax_deepcompile.planner.cache import PlanCache
-from jax_deepcompile.planner.candidate import Candidate, Environment
+from jax_deepcompile.planner.candidate import Candidate, Environment, Evaluation
 from jax_deepcompile.planner.executables import executables_in
 from jax_deepcompile.planner.limits import MemoryLimit, host_limit_bytes, limit_bytes, require_room
 from jax_deepcompile.planner.plan import Plan, Record, Rows
@@ -76,6 +76,7 @@ class Planned(Summarized):
       profile: what was measured and planned by; None if nothing was.
       measured: this very step, run; None if it was not.
       rivals: other plans that simulate about as fast, to be measured beside this one.
+      evaluation: what compiler and simulator made of it, if they did in this process; None of a plan from elsewhere.
     """
 
     program: Program
@@ -85,6 +86,7 @@ class Planned(Summarized):
     profile: Profile | None = None
     measured: StepTime | None = None
     rivals: tuple[Plan, ...] = ()
+    evaluation: Evaluation | None = None
 
     def rows(self) -> Rows:
         """What is expected or measured."""
@@ -192,7 +194,8 @@ def _given(task: _Task, plan: Plan) -> Planned:
     if task.environment.limit_bytes is None or made_for_this:
         return task.by(plan, "given")
     candidate = carried_out(task.program, plan, task.environment)
-    return Planned(candidate.program, candidate.plan, task.environment.limit_bytes, "given")
+    limit = task.environment.limit_bytes
+    return Planned(candidate.program, candidate.plan, limit, "given", evaluation=candidate.evaluation)
 
 
 def _without_search(
@@ -254,7 +257,8 @@ def _found_or_made(task: _Task) -> Planned:
     made = make_plan(task.program, task.environment, task.fingerprint, task.strategies)
     if cache is not None:
         cache.store(made.plan)
-    return Planned(made.program, made.plan, limit, "made for this run", rivals=made.rivals)
+    origin = "made for this run"
+    return Planned(made.program, made.plan, limit, origin, rivals=made.rivals, evaluation=made.evaluation)
 
 
 def _agreed(task: _Task) -> Planned:

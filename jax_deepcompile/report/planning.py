@@ -1,13 +1,14 @@
-"""The planner's part of ``explain()``: what was evaluated, what was accepted, what it is expected to take."""
+"""What was decided, what each decision bought, and what was tried in vain."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.costs.utilisation import Utilisation
-from jax_deepcompile.planner.plan import Plan, Prediction, Record
+from jax_deepcompile.planner.plan import Prediction, Record
 from jax_deepcompile.planner.session import MEASURE, Planned
+from jax_deepcompile.report.words import seconds_text
 from jax_deepcompile.transforms.prefetch import Prefetch
 
 _GIB = 1 << 30
@@ -15,92 +16,141 @@ _EACH = 8
 """So many gathers that start early have a line each."""
 _REJECTED = 6
 """So many proposals that were rejected have."""
+_NOTABLE = 0.02
+"""The share of a step that is worth hiding."""
 
 
-def explain_plan(planned: Planned, achieves: Utilisation | None = None) -> list[str]:
-    """Lines for ``explain()``."""
-    plan = planned.plan
-    lines = [f"plan: {planned.origin}"]
+@dataclass(frozen=True)
+class Change:
+    """What was accepted: steps as compiled before and after it.
+
+    Attributes:
+      strategy: that proposed it.
+      decision: in words.
+      before_s, after_s: seconds a step.
+      grounds: what it was compared by, where that is something else, such as a better schedule.
+    """
+
+    strategy: str
+    decision: str
+    before_s: float
+    after_s: float
+    grounds: str
+
+    def line(self) -> str:
+        """What it bought.
+
+        >>> Change("unshard", "keeps it", 2.0, 1.5, "").line()
+        'unshard [accepted]: keeps it: 2 s to 1.5 s, saves 500 ms'
+        """
+        saved_s = self.before_s - self.after_s
+        told = f"saves {seconds_text(saved_s)}" if saved_s >= 0 else f"costs {seconds_text(-saved_s)}"
+        change = f"{self.before_s:.4g} s to {self.after_s:.4g} s, {told}"
+        return f"{self.strategy} [accepted]: {self.decision}: {change}" + f" ({self.grounds})" * bool(self.grounds)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """What was proposed and not taken, and why."""
+
+    strategy: str
+    decision: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """A plan, and how it came about.
+
+    Attributes:
+      origin: where it is from.
+      decisions: by name, in order, and what XLA is told.
+      early: how many gathers start early, where they are too many to list.
+      first_s: the step as divided, before any change; each of ``changes`` goes on from the one before.
+      edited_s: from what to what, where the plan was edited since.
+      candidates, planning_s: compiled and simulated, and seconds that took in sum.
+      further: what it would take to be faster.
+      measured_s: the step, measured; None if it was not.
+      notes: what it was planned by.
+    """
+
+    origin: str
+    decisions: tuple[str, ...]
+    early: int = 0
+    first_s: float | None = None
+    changes: tuple[Change, ...] = ()
+    edited_s: tuple[float, float] | None = None
+    rejected: tuple[Rejected, ...] = ()
+    candidates: int = 0
+    planning_s: float = 0.0
+    further: tuple[str, ...] = ()
+    measured_s: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        lines = [f"plan: {self.origin}", *(f"  {line}" for line in self.decisions)]
+        lines += [f"  {self.early} gathers start ahead of their use"] * bool(self.early)
+        if self.first_s is not None:
+            lines.append("steps simulated of XLA's schedule, from change to change:")
+            lines.append(f"  as divided, before any change: {self.first_s:.4g} s")
+            lines += [f"  {each.line()}" for each in self.changes]
+        if self.edited_s is not None:
+            before_s, after_s = self.edited_s
+            lines.append(f"  [given] the plan was edited since: {before_s:.4g} s to {after_s:.4g} s")
+        shown = self.rejected[:_REJECTED]
+        lines += [f"  {each.strategy} [rejected]: {each.decision}: {each.reason}" for each in shown]
+        if len(self.rejected) > len(shown):
+            lines.append(f"  {len(self.rejected) - len(shown)} more were rejected; plan.records has them")
+        if self.candidates:
+            candidates = f"{self.candidates} candidate" + "s" * (self.candidates > 1)
+            lines.append(
+                f"planning: {candidates} compiled and simulated, some side by side, in {self.planning_s:.1f} s in sum"
+            )
+        lines += [f"to go further: {line}" for line in self.further]
+        lines += [f"measured step: {self.measured_s:.4g} s"] if self.measured_s is not None else []
+        return [*lines, *self.notes]
+
+
+def decisions_of(planned: Planned | None) -> Decisions:
+    """Of a program as it will run; None where it is not planned yet."""
+    if planned is None:
+        return Decisions("not planned yet", ())
+    plan, expected = planned.plan, planned.plan.prediction
     early = plan.of(Prefetch)
-    if len(early) <= _EACH:
-        lines += [f"  {line}" for line in str(plan).splitlines()]
-    else:
-        lines += [f"  {line}" for line in str(plan.having(Prefetch, ())).splitlines()]
-        lines += [f"  {len(early)} gathers start ahead of their use"]
-    lines += _how_it_came(plan)
-    if plan.prediction is not None:
-        lines += _expected(plan.prediction, planned.limit_bytes)
-        lines += [achieves.describe(plan.prediction.step_s)] if achieves is not None else []
-        lines += [f"to go further: {line}" for line in _further(plan.prediction, plan.records, planned.limit_bytes)]
-    if planned.measured is not None:
-        lines.append(f"measured step: {planned.measured.seconds:.4g} s")
-    if planned.profile is not None:
-        lines += _measured(planned.profile)
-    return lines
-
-
-def _how_it_came(plan: Plan) -> list[str]:
-    """What was accepted, each on top of the last, so that gains add up; then what was rejected, and what all took."""
-    if not plan.records:
-        return []
+    shown = plan if len(early) <= _EACH else plan.having(Prefetch, ())
     accepted = [record for record in plan.records if record.accepted]
     rejected = [record for record in plan.records if not record.accepted]
-    first = accepted[0].before if accepted else rejected[0].before
-    last = accepted[-1].after if accepted else first
-    lines = [
-        "steps simulated of XLA's schedule, from change to change:",
-        f"  as divided, before any change: {first.step_s:.4g} s",
-        *map(_accepted, accepted),
-    ]
-    if last is not None and plan.prediction is not None and last != plan.prediction:
-        lines.append(f"  [given] the plan was edited since: {last.step_s:.4g} s to {plan.prediction.step_s:.4g} s")
-    lines += [f"  {each.strategy} [rejected]: {each.decision}: {each.reason}" for each in rejected[:_REJECTED]]
-    if len(rejected) > _REJECTED:
-        lines.append(f"  {len(rejected) - _REJECTED} more were rejected; plan.records has them")
     compiled = [record for record in plan.records if record.strategy != MEASURE]
-    spent_s = sum(record.wall_s for record in compiled)
-    candidates = f"{len(compiled)} candidate" + "s" * (len(compiled) > 1)
-    return [*lines, f"planning: {candidates} compiled and simulated, some side by side, in {spent_s:.1f} s in sum"]
+    last = accepted[-1].after if accepted else plan.records[0].before if plan.records else None
+    edited = last is not None and expected is not None and last != expected
+    return Decisions(
+        planned.origin,
+        tuple(str(shown).splitlines()),
+        0 if shown is plan else len(early),
+        (accepted or rejected)[0].before.step_s if plan.records else None,
+        tuple(map(_change, accepted)),
+        (last.step_s, expected.step_s) if edited and last and expected else None,
+        tuple(Rejected(each.strategy, each.decision, each.reason) for each in rejected),
+        len(compiled),
+        sum(record.wall_s for record in compiled),
+        () if expected is None else tuple(_further(expected, plan.records, planned.limit_bytes)),
+        None if planned.measured is None else planned.measured.seconds,
+        () if planned.profile is None else tuple(_planned_by(planned.profile)),
+    )
 
 
-def _accepted(record: Record) -> str:
-    """A step as compiled before and after; what it was compared by, such as a better schedule, beside it."""
-    after_s = record.before.step_s if record.after is None else record.after.step_s
-    change = f"{record.before.step_s:.4g} s to {after_s:.4g} s"
-    grounds = record.reason.removeprefix(change).lstrip(", ")
-    return f"  {record.strategy} [accepted]: {record.decision}: {change}" + f" ({grounds})" * bool(grounds)
+def _change(record: Record) -> Change:
+    before_s = record.before.step_s
+    after_s = before_s if record.after is None else record.after.step_s
+    grounds = record.reason.removeprefix(f"{before_s:.4g} s to {after_s:.4g} s").lstrip(", ")
+    return Change(record.strategy, record.decision, before_s, after_s, grounds)
 
 
-def _measured(profile: Profile) -> list[str]:
+def _planned_by(profile: Profile) -> Iterator[str]:
     """What was measured of the step the profile was taken of, and what was not."""
-    lines = []
     if profile.step is not None:
-        lines.append(f"planned by a profile of a step of {profile.step.seconds:.4g} s")
-    return [*lines, *(f"not measured, left to the tables: {line}" for line in profile.fallbacks())]
-
-
-def _expected(expected: Prediction, limit_bytes: int | None) -> list[str]:
-    bound_s = expected.bound_s or max(expected.compute_s, expected.communication_s)
-    over = f"{100 * (expected.step_s / bound_s - 1):.1f} % above its bound" if bound_s else "nothing to do"
-    lines = [
-        f"expected step: {expected.step_s:.4g} s, simulated: {over} "
-        f"(compute {expected.compute_s:.4g} s, communication {expected.communication_s:.4g} s, "
-        f"of which {expected.exposed_s:.4g} s exposed)"
-    ]
-    if expected.rematerialized_s:
-        share = 100 * expected.rematerialized_s / expected.step_s
-        lines.append(
-            f"XLA's own rematerialisation pass repeats kernels to save memory: {expected.rematerialized_s:.4g} s, "
-            f"{share:.1f} % of the step; a lower memory_limit lets the plan choose instead"
-        )
-    peak = f"peak memory: {expected.peak_bytes / _GIB:.2f} GiB a device"
-    if limit_bytes is not None:
-        peak += f" of {limit_bytes / _GIB:.2f} GiB"
-    lines.append(peak)
-    if expected.host_bytes:
-        copies = f"copies {expected.copy_s:.4g} s, of which {expected.exposed_copy_s:.4g} s exposed"
-        lines.append(f"host memory: {expected.host_bytes / _GIB:.2f} GiB for each device ({copies})")
-    return lines
+        yield f"planned by a profile of a step of {profile.step.seconds:.4g} s"
+    yield from (f"not measured, left to the tables: {line}" for line in profile.fallbacks())
 
 
 def _further(expected: Prediction, records: Sequence[Record], limit_bytes: int | None) -> Iterator[str]:
@@ -118,10 +168,6 @@ def _further(expected: Prediction, records: Sequence[Record], limit_bytes: int |
     else:
         share = 100 * expected.compute_s / expected.step_s if expected.step_s else 0.0
         yield f"compute bounds the step: kernels run {share:.1f} % of it"
-
-
-_NOTABLE = 0.02
-"""The share of a step that is worth hiding."""
 
 
 def _saves_s(record: Record, limit_bytes: int | None) -> float:

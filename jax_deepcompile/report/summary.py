@@ -6,7 +6,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.session import Planned
-from jax_deepcompile.report.text import arguments
+from jax_deepcompile.report.division import arguments
 from jax_deepcompile.summary import Summary, axes_text
 
 

@@ -22,7 +22,7 @@ def explained(step, *args) -> str:
     traced = sharded.trace(*args)
     assert traced.plan().prediction is not None
     assert "reduce-scatter" in traced.lower().compile().as_text()
-    return traced.explain()
+    return str(traced.explain())
 
 
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_deepcompile.report.text import arguments
+from jax_deepcompile.report.division import arguments
 from jax_deepcompile.step import ShardedStep
 from tests.equality.harness import assert_close
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import textwrap
 from pathlib import Path
@@ -95,9 +96,24 @@ def test_a_module_that_lacks_one_of_its_own_imports_says_which(file):
 
 
 @pytest.mark.pure
-def test_trace_prints_the_local_view(file, capsys):
+def test_trace_prints_a_summary_and_the_local_view(file, capsys):
     assert cli.main(["trace", f"{file}:make"]) == 0
-    assert "all_gather" in capsys.readouterr().out
+    head, *rest = capsys.readouterr().out.splitlines()
+    assert head.startswith("how it is divided, ")
+    assert any("all_gather[" in line for line in rest)
+
+
+@pytest.mark.pure
+def test_what_is_said_is_printed_as_one_json_document(file, capsys):
+    found = {}
+    for command in ("explain", "trace", "plan"):
+        assert cli.main([command, f"{file}:make", "--json"]) == 0
+        found[command] = json.loads(capsys.readouterr().out)
+    assert found["explain"]["headline"]["step"] == "step"
+    assert found["explain"]["headline"]["step_s"] is None
+    assert [each["kind"] for each in found["trace"]["division"]["arguments"]] == ["state", "batch"]
+    assert "all_gather[" in found["trace"]["jaxpr"]
+    assert Plan.from_json(json.dumps(found["plan"])).prediction is None
 
 
 @pytest.mark.pure
@@ -123,8 +139,8 @@ def test_mistakes_end_with_2_and_a_sentence(file, capsys, words, said):
 @pytest.mark.cpu_mesh
 def test_profile_measures_on_zeros_where_shapes_are_given(file, tmp_path, capsys):
     out = tmp_path / "profile.json"
-    assert cli.main(["profile", f"{file}:make", "--out", str(out), "--runs", "1"]) == 0
-    assert "collectives" in capsys.readouterr().out
+    assert cli.main(["profile", f"{file}:make", "--out", str(out), "--runs", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
     assert Profile.from_json(out.read_text(), "it").step is not None
 
 
@@ -179,11 +195,11 @@ def test_compare_judges_jit_and_ours_side_by_side(file, capsys):
 
 
 def test_compare_says_what_does_not_fit_and_goes_on(file, capsys):
-    assert cli.main(["compare", f"{file}:make", "--gpu", "h100", "--memory-limit", "1KiB"]) == 0
-    _, row, *left = capsys.readouterr().out.splitlines()
-    assert row.split()[0] == "jit"
-    assert [line.split(":")[0] for line in left] == ["fully sharded", "planned"]
-    assert all("more than the limit" in line for line in left)
+    assert cli.main(["compare", f"{file}:make", "--gpu", "h100", "--memory-limit", "1KiB", "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert [(each["name"], each["times_jit"]) for each in compared["systems"]] == [("jit", 1.0)]
+    assert [line.split(":")[0] for line in compared["left_out"]] == ["fully sharded", "planned"]
+    assert all("more than the limit" in line for line in compared["left_out"])
 
 
 @pytest.mark.pure

@@ -87,8 +87,7 @@ def test_a_traced_step_says_what_a_device_does():
 
 
 @pytest.mark.pure
-def test_utilisation_in_words():
+def test_utilisation_of_a_step_that_takes_no_time():
     half = Utilisation(H100_SXM.matmul_flops_per_s["bf16"], 4.0, H100_SXM.matmul_flops_per_s["bf16"])
     assert half.mfu(2.0) == 0.5
-    assert half.describe(2.0).startswith("2 examples/s a device, MFU 50.0% of the bf16 peak (products as written")
     assert half.mfu(0.0) == 0.0

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jax_deepcompile.report import text
+from jax_deepcompile.report.words import cut
 from tests.partition.steps import (
     ADAM,
     BATCH,
@@ -200,9 +200,9 @@ class TestUses:
 
     def test_of_many_lines_all_primitives_are_named(self):
         many = [f"  {name} at step.py:{line}" for line, name in enumerate(["sort"] * 7 + ["eig", "schur", "eig"])]
-        assert text._cut(many, names=True) == [*many[:7], "  … and 3 more: eig, schur"]  # pyright: ignore
-        assert text._cut(many)[-1] == "  … and 3 more"  # pyright: ignore
-        assert text._cut(many[:8], names=True) == many[:8]  # pyright: ignore
+        assert cut(many, names=True) == [*many[:7], "  … and 3 more: eig, schur"]
+        assert cut(many)[-1] == "  … and 3 more"
+        assert cut(many[:8], names=True) == many[:8]
 
     def test_what_nobody_gathers_is_reversed_in_parts(self):
         traced = trace(lambda w, batch: (w - 0.1 * w[:, ::-1], batch["x"].mean()), (D, 9), BATCH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -89,11 +90,51 @@ def test_explain_tells_decisions_and_expectations(planned):
     assert "pipeline_loops [accepted]" in text
     assert "keep_activations [accepted]" in text
     assert "parameters of every layer stay gathered" in text
-    assert f"expected step: {best.step_s:.4g} s" in text
-    assert f"peak memory: {best.peak_bytes / 2**30:.2f} GiB a device of 24.00 GiB" in text
+    assert f"memory at the peak: {best.peak_bytes / 2**30:.2f} GiB a device of 24.00 GiB" in text
     chain = [record for record in planned.plan().records if record.accepted]
     assert [record.before for record in chain[1:]] == [record.after for record in chain[:-1]]
     assert chain[-1].after == best
+    decisions = text.decisions
+    steps = [decisions.first_s, *(change.after_s for change in decisions.changes)]
+    assert [change.before_s for change in decisions.changes] == steps[:-1]
+    assert steps[-1] == best.step_s
+
+
+def test_explain_begins_with_what_one_quotes(planned):
+    head, step_s = planned.explain().headline, expected(planned.plan()).step_s
+    assert head.parameters == sum(math.prod(port.shape) for port in planned.program.inputs if ".params" in port.path)
+    assert (head.examples, head.tokens) == (2 * DEVICES, 2 * DEVICES * (LENGTH + 1))
+    assert (head.step_s, head.basis, head.mfu) == (
+        step_s,
+        "simulated of XLA's schedule",
+        planned.utilisation.mfu(step_s),
+    )
+    assert head.tokens_per_s == pytest.approx(2 * (LENGTH + 1) / step_s)
+    first = str(planned.explain()).splitlines()[:10]
+    for said in ("parameters", "64 x 513 tokens", "4 nodes of 8 H100 SXM", "published tables", "tokens/s/GPU", "MFU"):
+        assert any(said in line for line in first), said
+
+
+def test_parts_of_the_time_add_up_to_the_step(planned):
+    seconds = planned.explain().seconds
+    assert sum(part.seconds for part in seconds.parts) == pytest.approx(seconds.step_s, rel=1e-9)
+    waited_s = sum(part.seconds for part in seconds.parts if part.what.startswith("waiting for "))
+    assert waited_s == pytest.approx(seconds.exposed_s + seconds.exposed_copy_s, rel=1e-9)
+    ceilings = [ceiling.seconds for ceiling in seconds.ceilings]
+    assert ceilings == sorted(ceilings, reverse=True)
+    assert ceilings[0] <= seconds.bound_s <= seconds.step_s
+    assert any("models/llama.py:" in each.line for each in seconds.kernels)
+    assert 0 < sum(each.seconds for each in seconds.waits) <= waited_s
+
+
+def test_roles_add_up_to_the_peak(planned):
+    memory = planned.explain().memory
+    sizes = {each.role: each.bytes for each in memory.roles}
+    assert sum(sizes.values()) == memory.peak_bytes == expected(planned.plan()).peak_bytes
+    assert sizes["optimizer state"] == pytest.approx(2 * sizes["parameters"], rel=0.01)
+    assert {"kept for the backward pass", "gathered from other devices"} <= sizes.keys()
+    assert sizes.get("other", 0) < 0.02 * memory.peak_bytes
+    assert any("models/llama.py:" in block.line for block in memory.largest)
 
 
 def test_what_ends_a_cell_is_short(planned):
@@ -113,7 +154,13 @@ def test_what_ends_a_cell_is_short(planned):
 def test_the_next_run_keeps_the_plan(planned, cache):
     again = trace(cache_dir=cache)
     assert again.plan() == planned.plan()
-    assert "plan: kept from an earlier run" in again.explain()
+    kept, made = again.explain(), planned.explain()
+    assert "plan: kept from an earlier run" in kept
+    assert kept.headline == made.headline
+    assert "the plan was made elsewhere" in kept.seconds.unknown
+    assert sum(part.seconds for part in kept.seconds.parts) == pytest.approx(made.seconds.step_s)
+    assert sum(each.bytes for each in kept.memory.roles) == made.memory.peak_bytes
+    assert any(each.role == "temporaries, of which nothing is known" for each in kept.memory.roles)
 
 
 @pytest.mark.usefixtures("nothing_compiled")

@@ -35,7 +35,7 @@ step = deepcompile.shard(step, memory_limit="1GiB", cache_dir=sys.argv[1])
 _, value = step(*arguments)
 value.block_until_ready()
 found = {key: counts.get(f"/jax/compilation_cache/{key}", 0) for key in ("cache_hits", "cache_misses")}
-print(json.dumps(found | {"explain": step.explain(), "step": float(value)}))
+print(json.dumps(found | {"explain": str(step.explain()), "step": float(value)}))
 """
 
 

@@ -31,7 +31,7 @@ def test_the_planner_is_all_that_it_imports():
         ("lowering/gpus/h100_sxm.txtpb", True),
         ("costs/measured/new.json", True),
         ("_jax_compat.py", True),
-        ("report/text.py", False),
+        ("report/words.py", False),
         ("cli/main.py", False),
         ("errors.py", False),
         ("planner/__pycache__/plan.cpython-311.pyc", False),

@@ -45,7 +45,7 @@ def gradient_step(annotate: Callable) -> Callable:
 
 
 def listed(step: Callable, mesh: dict[str, int] | None = None) -> list[str]:
-    text = deepcompile.shard(step, mesh or {"fsdp": 8}).trace(*SHAPES).explain()
+    text = str(deepcompile.shard(step, mesh or {"fsdp": 8}).trace(*SHAPES).explain())
     _, _, found = text.partition("sharding annotations not followed, as divisions are derived here:\n")
     return [line.strip() for line in found.partition("\n\n")[0].splitlines()]
 

@@ -1,0 +1,239 @@
+"""What a compiled program's temporaries are, as far as its instructions show, where most memory is needed.
+
+Nothing is guessed from names: a gradient is what a reduction between devices reads or makes, what is kept for the
+backward pass is made before and read after it begins, of examples is what depends on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from jax_deepcompile.costs.buffers import Buffer, Value, buffers_of
+from jax_deepcompile.costs.dataflow import Flow, Place
+from jax_deepcompile.costs.memory import block_of, live_bytes_of
+from jax_deepcompile.costs.schedule import Schedule, schedule_of
+from jax_deepcompile.costs.sharing import overwrite
+from jax_deepcompile.hlo import opcodes
+from jax_deepcompile.hlo.reader import Instruction, Module, leaves
+
+
+class Holds(StrEnum):
+    """What a temporary is."""
+
+    GRADIENT = "gradients"
+    KEPT = "kept for the backward pass"
+    WORKING = "being computed"
+    GATHERED = "gathered from other devices"
+    WORKSPACE = "workspace of libraries"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Held:
+    """One block of memory that is needed at the peak.
+
+    Attributes:
+      bytes: of the block.
+      holds: what it is.
+      name: the instruction that makes what is in it.
+      op_name: the path of modules and primitives that it came from.
+      source: the user's ``file:line``; empty if unknown.
+      dims: of the array.
+    """
+
+    bytes: int
+    holds: Holds
+    name: str
+    op_name: str
+    source: str
+    dims: tuple[int, ...]
+
+
+def held_at_peak(module: Module, batch: Collection[int]) -> tuple[Held, ...]:
+    """The temporaries in the device's memory where most is needed, largest first.
+
+    Args:
+      module: scheduled, whose arguments are called ``inputs[0]`` and so on.
+      batch: which of those hold examples.
+    """
+    blocks = _Blocks(module, schedule_of(module), Flow.of(module), frozenset(f"inputs[{number}]" for number in batch))
+    return tuple(sorted((blocks.held(*each) for each in blocks.at_peak()), key=lambda held: -held.bytes))
+
+
+_FORWARDED = opcodes.FREE | opcodes.CONTROL
+"""They pass values on."""
+
+_MOVES = frozenset({"bitcast", "broadcast", "constant", "convert", "copy", "dynamic-slice"}) | frozenset(
+    {"dynamic-update-slice", "parameter", "reshape", "slice", "transpose", "tuple"}
+)
+_ADDS = _MOVES | {"add"}
+_REDUCTIONS = ("reduce-scatter", "all-reduce")
+
+
+@dataclass
+class _Blocks:
+    """The buffers of a module, by number, and what instructions tell of them."""
+
+    module: Module
+    schedule: Schedule
+    flow: Flow
+    batch: frozenset[str]
+
+    @cached_property
+    def buffers(self) -> list[Buffer]:
+        found = buffers_of(self.module, self.schedule)
+        return [each for each in found if each.is_temporary and not each.is_on_host]
+
+    @cached_property
+    def block_at(self) -> Mapping[Place, int]:
+        return {value.place: number for number, each in enumerate(self.buffers) for value in each.values}
+
+    def at_peak(self) -> Iterator[tuple[int, int]]:
+        """The bytes of each block that is needed then, and the buffer that lies in it at that time."""
+        groups = overwrite(self.module, self.schedule, self.buffers)
+        blocks = [block_of(values) for values in groups]
+        peak = int(live_bytes_of(blocks, len(self.schedule.order)).argmax())
+        for block, values in zip(blocks, groups, strict=True):
+            there = next((value for value in values if value.begin <= peak <= value.end), None)
+            if there is not None:
+                yield block.size_bytes, self.block_at[there.place]
+
+    @cached_property
+    def backward_from(self) -> int:
+        """The position from which the backward pass runs; after all if there is none that can be told."""
+        return next(
+            (
+                position
+                for position, each in enumerate(self.schedule.order)
+                if "transpose(" in each.op_name and opcodes.split(each.opcode)[0] in ("custom-call", "fusion", "dot")
+            ),
+            len(self.schedule.order),
+        )
+
+    def read_by(self, instruction: Instruction) -> list[Place]:
+        """The values that an instruction reads."""
+        home = self.schedule.home[instruction.name]
+        return [
+            self.flow.value_at[name, index]
+            for name in instruction.operands
+            for index, _ in leaves(home.by_name[name].shape)
+            if (name, index) in self.flow.value_at
+        ]
+
+    def made_by(self, instruction: Instruction) -> list[Place]:
+        places = [(instruction.name, index) for index, _ in leaves(instruction.shape)]
+        return [place for place in places if place in self.flow.arrays]
+
+    @cached_property
+    def works(self) -> list[Instruction]:
+        """All that makes values of its own, in order."""
+        skipped = ("-done", "-update")
+        return [
+            each
+            for each in self.schedule.order
+            if each.opcode not in _FORWARDED and not each.opcode.endswith(skipped) and each.target != "AllocateBuffer"
+        ]
+
+    @cached_property
+    def readers(self) -> Mapping[int, list[Instruction]]:
+        found: dict[int, list[Instruction]] = {}
+        for each in self.works:
+            for number in {self.block_at[place] for place in self.read_by(each) if place in self.block_at}:
+                found.setdefault(number, []).append(each)
+        return found
+
+    @cached_property
+    def writers(self) -> Mapping[int, list[Instruction]]:
+        found: dict[int, list[Instruction]] = {}
+        for each in self.works:
+            for number in {self.block_at[place] for place in self.made_by(each) if place in self.block_at}:
+                found.setdefault(number, []).append(each)
+        return found
+
+    @cached_property
+    def of_examples(self) -> frozenset[int]:
+        """The blocks whose values depend on the batch."""
+        given = {(each.name, ()) for each in self.module.entry.parameters if each.op_name in self.batch}
+        found: set[int] = set()
+        while True:
+            before = len(found)
+            for each in self.works:
+                read = self.read_by(each)
+                if any(place in given or self.block_at.get(place) in found for place in read):
+                    found |= {self.block_at[place] for place in self.made_by(each) if place in self.block_at}
+            if len(found) == before:
+                return frozenset(found)
+
+    def held(self, size_bytes: int, number: int) -> Held:
+        maker = self._maker(number)
+        dims = self.buffers[number].values[0].array.dims
+        return Held(size_bytes, self.holds(number), maker.name, maker.op_name, self.module.source(maker), dims)
+
+    def holds(self, number: int) -> Holds:
+        if any(map(self._is_workspace, self.buffers[number].values)):
+            return Holds.WORKSPACE
+        if self._comes_of(number, ("all-gather",), _MOVES):
+            return Holds.GATHERED
+        if self._is_gradient(number):
+            return Holds.GRADIENT
+        if number not in self.of_examples:
+            return Holds.OTHER
+        begin = self.buffers[number].values[0].begin
+        last = max((self.schedule.position[each.name] for each in self.readers.get(number, ())), default=begin)
+        return Holds.KEPT if begin < self.backward_from <= last else Holds.WORKING
+
+    def _is_workspace(self, value: Value) -> bool:
+        maker = self.schedule.order[self.schedule.position[value.name]]
+        return maker.opcode == "custom-call" and value.index not in ((), (0,)) and value.array.dtype in ("s8", "u8")
+
+    def _is_gradient(self, number: int) -> bool:
+        writers = self.writers.get(number, ())
+        if any(self.schedule.position[each.name] < self.backward_from for each in writers):
+            return False
+        return self._comes_of(number, _REDUCTIONS, _ADDS) or self._goes_to_reduction(number, frozenset())
+
+    def _comes_of(self, number: int, kinds: Sequence[str], through: frozenset[str]) -> bool:
+        """Whether collectives of these ``kinds`` made what is in a block, or kernels that only do ``through``."""
+        waiting, seen = [number], {number}
+        while waiting:
+            for writer in self.writers.get(waiting.pop(), ()):
+                if opcodes.split(writer.opcode)[0] in kinds:
+                    return True
+                if self._does(writer) <= through:
+                    read = {self.block_at[place] for place in self.read_by(writer) if place in self.block_at}
+                    waiting += read - seen
+                    seen |= read
+        return False
+
+    def _goes_to_reduction(self, number: int, seen: frozenset[int]) -> bool:
+        for reader in self.readers.get(number, ()):
+            if opcodes.split(reader.opcode)[0] in _REDUCTIONS:
+                return True
+            if self._does(reader) <= _MOVES:
+                made = {self.block_at[place] for place in self.made_by(reader) if place in self.block_at}
+                if any(self._goes_to_reduction(each, seen | {number}) for each in made - seen - {number}):
+                    return True
+        return False
+
+    def _does(self, instruction: Instruction) -> set[str]:
+        """The opcodes of a kernel, but for arithmetic with single numbers, as positions are."""
+        opcode, _ = opcodes.split(instruction.opcode)
+        if opcode != "fusion":
+            return {opcode}
+        steps = self.module.body(instruction).instructions
+        return {each.opcode for each in steps if any(array.dims for _, array in leaves(each.shape))}
+
+    def _maker(self, number: int) -> Instruction:
+        """What made the most of a block; of a stack, what makes each part of it."""
+        order, position = self.schedule.order, self.schedule.position
+        writers = self.writers.get(number) or [order[position[self.buffers[number].values[0].name]]]
+        maker = max(writers, key=lambda each: bool(each.op_name))
+        if "dynamic-update-slice" not in self._does(maker):
+            return maker
+        made_of = [place for place in self.read_by(maker) if self.block_at.get(place) != number]
+        largest = max(made_of, key=lambda place: self.flow.arrays[place].bytes, default=None)
+        part = order[position[largest[0]]] if largest else maker
+        return part if part.op_name and part.opcode not in ("parameter", "while") else maker

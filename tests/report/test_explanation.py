@@ -1,0 +1,64 @@
+"""What ``explain()`` returns, where nothing is compiled; of a planned Llama in ``tests/planner/test_planner.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.report.words import operation_text, users_line
+
+
+@pytest.mark.pure
+def test_where_nothing_is_compiled_nothing_is_made_up():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(nn.Dense(32, name="<b>")(x))
+
+    def step(params, x):
+        loss, grads = jax.value_and_grad(lambda params: jnp.mean(Net().apply(params, x) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    made = deepcompile.shard(step, {"fsdp": 8}).trace(jax.eval_shape(Net().init, jax.random.key(0), x), x)
+    explained = made.explain()
+    assert (explained.headline.step_s, explained.headline.mfu, explained.headline.tokens) == (None, None, None)
+    assert explained.headline.parameters == 8 * 32 + 32 + 32 * 4 + 4
+    assert explained.seconds.lines() == ["where the time goes: unknown, nothing was compiled to plan the step"]
+    assert explained.memory.peak_bytes is None
+    assert json.loads(explained.to_json()) == json.loads(json.dumps(dataclasses.asdict(explained)))
+    shown = explained._repr_html_()
+    assert shown.count("<details") == shown.count("</details>") == 5
+    assert "<b>" not in shown
+    assert "&lt;b&gt;" in shown
+    assert repr(explained) == str(explained)
+    assert "no such words" not in explained
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("op_name", "said"),
+    [
+        ("jit(f)/shard_map/jvp(Net)/Dense_0/dot_general", "Net/Dense_0 dot_general"),
+        ("jit(f)/shard_map/transpose(jvp(Net))/Dense_0/dot_general", "Net/Dense_0 @backward dot_general"),
+        ("jit(f)/shard_map/while/body/rematted_computation/mlp/add", "mlp @backward add"),
+        ("jit(f)/shard_map/jvp(Net)/(a/all_gather:b/all_gather)", "Net/a and 1 more all_gather"),
+        ("jit(f)/(all_gather:a/b/all_gather)", "a/b and 1 more all_gather"),
+        ("jit(f)/(all_gather:all_gather)", "2 all_gather"),
+        ("", ""),
+    ],
+)
+def test_operations_are_called_by_the_users_scopes(op_name: str, said: str):
+    assert operation_text(op_name) == said
+
+
+@pytest.mark.pure
+def test_lines_of_this_package_are_nobodys():
+    assert users_line(f"{deepcompile.__file__}:1") == ""
+    assert users_line("/mine/jax_deepcompile/step.py:1") == "/mine/jax_deepcompile/step.py:1"
