@@ -106,15 +106,19 @@ def plan(request: StepRequest, cluster: Cluster = HERE, out: Path | None = None)
     return str(made)
 
 
-def explain(request: StepRequest, cluster: Cluster = HERE, plan: Path | None = None) -> str:
+def explain(request: StepRequest, cluster: Cluster = HERE, plan: Path | None = None, html: Path | None = None) -> str:
     """Says what is decided for a step, and why.
 
     Args:
       plan: file with a plan to carry out instead of making one.
+      html: file for a page that shows it.
     """
     options = {} if plan is None else {"plan": Plan.from_json(plan.read_text(errors="replace"), str(plan))}
     step, args = sharded_step(request, cluster, **options)
-    return step.trace(*args).explain()
+    traced = step.trace(*args)
+    if html is not None:
+        traced.page().write(html)
+    return traced.explain()
 
 
 def profile(request: StepRequest, out: Path = Path("profile.json"), runs: Positive = 5) -> str:
@@ -139,8 +143,12 @@ def profile(request: StepRequest, out: Path = Path("profile.json"), runs: Positi
     return "\n".join([step_s + measured, *taken.fallbacks()])
 
 
-def compare(request: StepRequest, cluster: Cluster = HERE) -> str:
-    """Simulates jax.jit's FSDP and this package's side by side."""
+def compare(request: StepRequest, cluster: Cluster = HERE, html: Path | None = None) -> str:
+    """Simulates jax.jit's FSDP and this package's side by side.
+
+    Args:
+      html: file for a page that shows them one over the other.
+    """
     bare, args = sharded_step(request, cluster, passes=())
     ours, _ = sharded_step(request, cluster)
     mesh = bare.mesh
@@ -161,6 +169,9 @@ def compare(request: StepRequest, cluster: Cluster = HERE) -> str:
             left.append(f"{name}: {error}")
         else:
             rows.append((name, simulate(made, mesh), peak_bytes(made.memory_analysis())))
+    if html is not None:
+        beside = {name: run for name, run, _ in rows if name == "jit"}
+        ours.trace(*args).page(beside).write(html)
     return "\n".join([_table(rows, bare.trace(*args).utilisation), *left])
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self, TypeAlias, TypeVar
 
 from jax_deepcompile.costs.overlap import NONE, Taken
-from jax_deepcompile.costs.simulation import Event, Loop, Totals
+from jax_deepcompile.costs.simulation import Event, Loop, Totals, Wait
 from jax_deepcompile.costs.streams import Queue, Stream, Timing
 
 T = TypeVar("T")
@@ -41,9 +41,9 @@ class Player:
       taken: what each of them takes from kernels until then.
       trips: how often a step runs what is being played.
       loop: the innermost loop that it is in, by name; empty where events do not say.
-      is_recorded: whether events and loops are kept.
+      is_recorded: whether events, loops and waits are kept.
       totals: sums so far.
-      events, loops: what has been played.
+      events, loops, waits: what has been played.
     """
 
     now_s: float = 0.0
@@ -55,6 +55,7 @@ class Player:
     totals: Totals = field(default_factory=Totals)
     events: list[Event] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
 
     def play(self, timing: Timing, earliest_s: float, operands: Due, operation: Callable[[], Operation]) -> Due:
         """Runs a kernel, or sets another operation under way; tells when what it makes is there.
@@ -81,7 +82,7 @@ class Player:
         self.totals = self.totals.plus(Totals.of(timing, seconds))
         if self.is_recorded:
             recorded = operation()
-            where = recorded.op_name, recorded.source, timing.kind, timing.sent_bytes, self.loop
+            where = recorded.op_name, recorded.source, timing.kind, timing.sent_bytes, self.loop, timing.is_within_node
             self.events.append(Event(stream, recorded.name, begin_s, due[stream], self.trips, *where))
         return due
 
@@ -108,23 +109,26 @@ class Player:
             beside_s = max(0.0, max(self.free.get(other, {}).values(), default=0.0) - begin_s)
         return timing.seconds + min(beside_s / timing.both_ways, timing.seconds) * (timing.both_ways - 1)
 
-    def wait(self, due: Due) -> None:
-        """Holds the compute stream until all that ``due`` names is done."""
+    def wait(self, due: Due, name: str = "") -> None:
+        """Holds the compute stream until all that ``due`` names is done; ``name`` is what that is, where it is one."""
         for stream, end_s in sorted(due.items(), key=lambda item: item[1]):
             if end_s > self.now_s:
                 self.totals = self.totals.plus(Totals.of_wait(stream, end_s - self.now_s))
+                if self.is_recorded and stream is not Stream.COMPUTE:
+                    self.waits.append(Wait(stream, self.now_s, end_s, self.trips, self.loop, name))
                 self.now_s = end_s
 
     def longest(self, branches: Iterable[Callable[[Self], T]], end_s: Callable[[Self, T], float]) -> T:
         """Plays that one of ``branches`` which ends last by ``end_s``, and returns what it returns."""
         played = []
         for play in branches:
-            branch = replace(self, free=dict(self.free), taken=dict(self.taken), events=[], loops=[])
+            branch = replace(self, free=dict(self.free), taken=dict(self.taken), events=[], loops=[], waits=[])
             played.append((branch, play(branch)))
         branch, result = max(played, key=lambda each: end_s(*each))
         self.now_s, self.free, self.taken, self.totals = branch.now_s, branch.free, branch.taken, branch.totals
         self.events += branch.events
         self.loops += branch.loops
+        self.waits += branch.waits
         return result
 
     @property

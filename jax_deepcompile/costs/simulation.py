@@ -88,6 +88,7 @@ class Event:
       kind: its opcode, without ``-start``.
       sent_bytes: of a collective: what one device sends to others each time, in a ring.
       loop: name of the innermost while it is in; empty outside of loops.
+      is_within_node: of a collective: whether it is known that all that take part in it share a node.
     """
 
     stream: Stream
@@ -100,6 +101,28 @@ class Event:
     kind: str = ""
     sent_bytes: int = 0
     loop: str = ""
+    is_within_node: bool = False
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Compute that stands still.
+
+    Attributes:
+      stream: what it waits for.
+      start_s: from the beginning of the step; in a loop, in the trip that the timeline shows.
+      end_s: likewise.
+      trips: how often it does in a step.
+      loop: name of the innermost while it is in; empty outside of loops.
+      name: of the instruction it waits for; empty where that is not known.
+    """
+
+    stream: Stream
+    start_s: float
+    end_s: float
+    trips: int = 1
+    loop: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,6 +138,10 @@ class Loop:
       trip: sums over one trip.
       executions: how often the loop itself runs in a step.
       is_innermost: whether no other loop is in it.
+      began_s: when its first trip begins, from the beginning of the step; in a loop, in the trip that is shown.
+      shown_s: when that trip of it begins which the timeline shows: the first, or the second where trips leave
+        operations under way for the next one.
+      parent: name of the innermost loop that it is in; empty outside of loops.
     """
 
     name: str
@@ -125,6 +152,9 @@ class Loop:
     trip: Totals
     executions: int = 1
     is_innermost: bool = True
+    began_s: float = 0.0
+    shown_s: float = 0.0
+    parent: str = ""
 
     @property
     def coverable(self) -> float:
@@ -151,6 +181,7 @@ class Simulation(Summarized):
         every kernel reads and writes memory, for want of XLA's fusions, and collectives begin as early as they can.
       in_order_s: the most that collectives a loop needs, with those of the loops before it, and the compute after that
         loop take together: such a phase of the step has no other compute to hide its collectives under.
+      waits: what of the timeline's communication and copies is exposed; bodies of loops once.
     """
 
     step_s: float
@@ -160,6 +191,7 @@ class Simulation(Summarized):
     memory: MemoryUse
     in_order_s: float = 0.0
     is_scheduled: bool = True
+    waits: tuple[Wait, ...] = ()
 
     @property
     def compute_s(self) -> float:

@@ -36,13 +36,22 @@ def simulate(module: Module, costs: CostModel) -> Simulation:
     schedule.play(module.entry, run)
     alone_s = run.totals.compute_s - run.totals.slowed_s
     in_order_s = max((needed_s + alone_s - done_s for needed_s, done_s in schedule.loop_ends), default=0.0)
-    return Simulation(run.ended_s, run.totals, tuple(run.loops), tuple(run.events), memory_of(module), in_order_s)
+    return Simulation(
+        run.ended_s,
+        run.totals,
+        tuple(run.loops),
+        tuple(run.events),
+        memory_of(module),
+        in_order_s,
+        waits=tuple(run.waits),
+    )
 
 
 @dataclass(frozen=True)
 class _UnderWay:
     """An asynchronous operation that began, and when it ends."""
 
+    name: str
     timing: Timing
     end_s: float
 
@@ -63,7 +72,7 @@ class _Run(Player):
 
     def end(self, operation: _UnderWay) -> None:
         """Holds the compute stream until it has ended."""
-        self.wait({operation.timing.stream: operation.end_s})
+        self.wait({operation.timing.stream: operation.end_s}, operation.name)
         if operation.timing.stream.queue is Queue.NETWORK:
             self.waited_s += operation.timing.seconds
 
@@ -106,7 +115,7 @@ class _Schedule:
         due = run.play(timing, run.now_s, {}, lambda: said)
         if timing.stream is Stream.COMPUTE:
             return
-        under_way = _UnderWay(timing, due[timing.stream])
+        under_way = _UnderWay(instruction.name, timing, due[timing.stream])
         if is_start and not timing.is_sync:
             run.started[instruction.name] = under_way
         else:
@@ -134,18 +143,18 @@ class _Schedule:
             return after
 
         began_s, first = run.now_s, trip(run, self._under_way(computation, computation.operand(loop, 0), run))
+        where = began_s, began_s, run.loop
         steady, left = first, self._under_way(body, body.root, first)
         if left and trips > 1:
+            where = began_s, first.now_s, run.loop
             began_s, steady = first.now_s, trip(first, left)
             left = self._under_way(body, body.root, steady)
         trip_s = steady.now_s - began_s
         run.events += steady.events
         run.loops += steady.loops
-        run.loops.append(
-            Loop(
-                loop.name, loop.op_name, trips, counted is not None, trip_s, steady.totals, run.trips, not steady.loops
-            )
-        )
+        run.waits += steady.waits
+        in_all = trip_s, steady.totals, run.trips, not steady.loops
+        run.loops.append(Loop(loop.name, loop.op_name, trips, counted is not None, *in_all, *where))
         run.totals = run.totals.plus(first.totals).plus(steady.totals, trips - 1)
         waited_s = first.waited_s + (trips - 1) * steady.waited_s
         if not run.loop:

@@ -62,6 +62,7 @@ class Timing:
       is_memory_bound: of a kernel: whether it waits for device memory rather than for arithmetic.
       taken: of a collective or copy: what it takes from kernels beside it.
       both_ways: of a copy: how many times longer it takes while one the other way runs.
+      is_within_node: of a collective: whether it is known that all that take part in it share a node.
     """
 
     stream: Stream
@@ -73,3 +74,4 @@ class Timing:
     is_memory_bound: bool = False
     taken: Taken = NONE
     both_ways: float = 1.0
+    is_within_node: bool = False
