@@ -169,9 +169,11 @@ def compare(request: StepRequest, cluster: Cluster = HERE, html: Path | None = N
             left.append(f"{name}: {error}")
         else:
             rows.append((name, simulate(made, mesh), peak_bytes(made.memory_analysis())))
-    if html is not None:
-        beside = {name: run for name, run, _ in rows if name == "jit"}
-        ours.trace(*args).page(beside).write(html)
+    runs = {name: run for name, run, _ in rows}
+    if html is not None and "planned" in runs:
+        ours.trace(*args).page({name: run for name, run in runs.items() if name == "jit"}).write(html)
+    elif html is not None:
+        left.append(f"{html}: not written, as there is no planned step")
     return "\n".join([_table(rows, bare.trace(*args).utilisation), *left])
 
 

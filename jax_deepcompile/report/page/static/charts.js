@@ -25,7 +25,7 @@ function bytesText(bytes) {
   return `${bytes.toFixed(place ? 1 : 0)} ${units[place]}`;
 }
 
-// A series that is only rectangles or lines, in places that `build(put, from, to, pixels)` puts them at.
+// A series that is only rectangles or lines, in places that `build(put, from, to, pixels, rows)` puts them at.
 function drawn(build, { edge = 0, ...options } = {}) {
   return {
     width: 0, points: { show: false }, ...options,
@@ -46,7 +46,7 @@ function drawn(build, { edge = 0, ...options } = {}) {
           else { stroke.lineTo(x(time), last); stroke.lineTo(x(time), y(value)); }
           last = y(value);
         },
-      }, min, max, u.bbox.width);
+      }, min, max, u.bbox.width, u.bbox.height);
       return { fill, stroke, flags: 0 };
     },
   };
@@ -113,18 +113,8 @@ function laneItem(each, at) {
 function memoryChart(runs) {
   const peak = Math.max(...runs.map((run) => run.figures.peak_bytes)), { blocks } = runs[0];
   const top = 1.06 * (page.limit_bytes < 2 * peak ? Math.max(page.limit_bytes, peak) : peak);
-  const taken = drawn((put, from, to, pixels) => {
-    const pixel = (to - from) / pixels, rows = made?.bbox.height ?? 300, done = new Set();
-    for (let at = 0; at < blocks.starts.length && blocks.starts[at] < to; at++) {
-      if (blocks.ends[at] < from) continue;
-      const { low, high, category } = blocks.items[blocks.item[at]];
-      if (blocks.ends[at] - blocks.starts[at] < pixel) {
-        const cell = Math.round((blocks.starts[at] - from) / pixel) * 65536 + Math.round((low / top) * rows);
-        if (done.has(cell)) continue;
-        done.add(cell);
-      }
-      put.rect(blocks.starts[at], blocks.ends[at], low, high, colourOf(category));
-    }
+  const taken = drawn((put, from, to, pixels, rows) => {
+    eachBlock(blocks, from, to, pixels, top, rows, (start, end, low, high, category) => put.rect(start, end, low, high, colourOf(category)));
   }, { edge: 0.7 });
   const curves = runs.map((run, place) => drawn((put, from, to, pixels) => eachCorner(run.live, from, Math.min(to, run.step), pixels, put.corner),
     { width: 1.5, stroke: () => style("--ink"), dash: place ? [5, 4] : undefined }));

@@ -83,28 +83,49 @@ function above(values, value) {
   return low;
 }
 
-// Calls draw(start, end, category) for what of a lane is seen; what is less than a pixel is drawn with its neighbours.
+// Calls draw(start, end, category) for what of a lane is seen; what is hardly wider than a pixel is drawn with its neighbours.
 function eachSeen(lane, from, to, pixels, draw) {
-  const { starts, ends, item, items } = lane, pixel = (to - from) / pixels;
-  let at = above(ends, from);
+  const { starts, ends, item, items } = lane, pixel = (to - from) / pixels, narrow = 2 * pixel;
+  let at = above(ends, from), held = null;
   while (at < starts.length && starts[at] < to) {
     const start = starts[at];
     let end = ends[at], category = items[item[at]].category;
-    if (end - start < pixel) {
-      const weights = new Map();
-      let most = 0;
-      for (; at < starts.length && ends[at] - starts[at] < pixel && ends[at] - start < 1.5 * pixel; at++) {
-        const each = items[item[at]].category, weight = (weights.get(each) ?? 0) + ends[at] - starts[at];
-        weights.set(each, weight);
-        if (weight > most) [most, category] = [weight, each];
-        end = ends[at];
-      }
-      draw(start, Math.max(end, start + pixel), category);
-    } else {
+    if (end - start >= narrow) {
+      if (held) draw(held.start, held.end, held.category);
+      held = null;
       draw(start, end, category);
       at++;
+      continue;
+    }
+    const weights = new Map();
+    for (let most = 0; at < starts.length && ends[at] - starts[at] < narrow && ends[at] - start < 1.5 * narrow; at++) {
+      const each = items[item[at]].category, weight = (weights.get(each) ?? 0) + ends[at] - starts[at];
+      weights.set(each, weight);
+      if (weight > most) [most, category] = [weight, each];
+      end = Math.max(ends[at], start + pixel);
+    }
+    if (held && held.category === category && start - held.end < pixel) held.end = end;
+    else {
+      if (held) draw(held.start, held.end, held.category);
+      held = { start, end, category };
     }
   }
+  if (held) draw(held.start, held.end, held.category);
+}
+
+// The same of blocks of memory, of which `rows` of pixels hold `top` bytes: calls draw(start, end, low, high, category).
+function eachBlock(blocks, from, to, pixels, top, rows, draw) {
+  const { starts, ends, item, items } = blocks, pixel = (to - from) / pixels, held = new Map();
+  for (let at = 0; at < starts.length && starts[at] < to; at++) {
+    if (ends[at] < from) continue;
+    const { low, high, category } = items[item[at]], start = starts[at], end = ends[at];
+    if (end - start >= 3 * pixel && high - low >= top / rows) { draw(start, end, low, high, category); continue; }
+    const place = `${Math.round((low / top) * rows)} ${Math.round((high / top) * rows)} ${category}`, before = held.get(place);
+    if (before && start - before.end < pixel) { before.end = Math.max(before.end, end); continue; }
+    if (before) draw(before.start, before.end, before.low, before.high, category);
+    held.set(place, { start, end, low, high, category });
+  }
+  for (const { start, end, low, high, category } of held.values()) draw(start, end, low, high, category);
 }
 
 // The curve of live bytes as corners (time, bytes); where there are more of them than pixels, the most of each pixel.
