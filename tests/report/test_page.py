@@ -115,7 +115,7 @@ def test_memory_is_where_the_schedule_is(run):
 
 
 def test_a_program_that_is_not_compiled_has_no_blocks(run):
-    played = replace(run, memory=replace(run.memory, loops=(), names=(), live_bytes=(), held=()))
+    played = replace(run, memory=replace(run.memory, loops=(), held=()))
     assert (list(blocks(played)), list(live_bytes(played))) == ([], [])
 
 
@@ -174,7 +174,17 @@ def test_a_plan_that_was_not_made_here_is_compiled_for_its_page(run):
     found = traced(plan=Plan("")).page({"jit": run})
     assert [each["name"] for each in found.data["runs"]] == ["jit", "planned"]
     assert found.data["runs"][1]["figures"]["step_s"] > 0
-    assert [each["name"] for each in traced(plan=Plan("")).page().data["runs"]] == ["planned"]
+    alone = traced(plan=Plan("")).page().data
+    assert ([each["name"] for each in alone["runs"]], alone["shown"]) == (["planned"], [0, 0])
+
+
+@pytest.mark.cpu_mesh
+def test_what_is_not_compiled_may_stand_beside_it():
+    found = traced(plan=Plan(""))
+    before = deepcompile.simulate(found, found.compilation.context.use.mesh)
+    (first, _) = found.page({"before compilation": before}).data["runs"]
+    assert (first["scheduled"], first["memory"]["live"], first["memory"]["blocks"]) == (False, [], [])
+    assert sum(map(sum, first["lines"].values())) == pytest.approx(first["figures"]["step_s"], abs=1e-8)
 
 
 def test_without_devices_there_is_nothing_to_simulate():

@@ -14,8 +14,13 @@ _LEAST = 2e-4
 
 
 def live_bytes(simulation: Simulation) -> Iterator[tuple[float, str, int]]:
-    """From when on, in which loop, how much is needed, where that changes; in a loop, in the trip that is shown."""
+    """From when on, in which loop, how much is needed, where that changes; in a loop, in the trip that is shown.
+
+    Nothing of what is not compiled.
+    """
     memory, last = simulation.memory, None
+    if not memory.loops:
+        return
     for at_s, loop, size in zip(position_times(simulation), memory.loops, memory.live_bytes, strict=True):
         if (loop, size) != last:
             yield at_s, loop, size

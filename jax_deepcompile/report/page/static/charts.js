@@ -5,7 +5,7 @@ const COLOURS = {
   "all-gather": "--gather", "reduce-scatter": "--reduce", "to host": "--to-host", "from host": "--from-host",
   gathered: "--gather", "kept over a loop": "--kept", computed: "--computed", "reduced or moved": "--reduce",
 };
-const view = { from: 0, to: 1, step: 1, charts: [], selected: null };
+const view = { from: 0, to: 1, step: 1, gutter: 70, charts: [], selected: null };
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 let palette = {};
 function colourOf(category) {
@@ -62,7 +62,7 @@ function chart(place, height, series, axis, range) {
     axes: [
       { stroke: () => style("--soft"), grid: { stroke: () => style("--line"), width: 1 }, ticks: { show: false }, space: 80, size: 28,
         values: (u, splits) => splits.map(secondsText) },
-      { stroke: () => style("--soft"), ticks: { show: false }, size: 116, font: "12px system-ui, sans-serif", ...axis },
+      { stroke: () => style("--soft"), ticks: { show: false }, size: view.gutter, font: "12px system-ui, sans-serif", ...axis },
     ],
   }, [[0, view.step], ...series.map(() => [0, 0])], document.getElementById(place));
   return made;
@@ -72,6 +72,7 @@ function chart(place, height, series, axis, range) {
 function timelineChart(runs) {
   const lanes = runs.flatMap((run, place) => run.lanes.map((lane) => ({ lane, run, label: runs.length > 1 ? `${"AB"[place]} ${lane.name}` : lane.name })));
   lanes.forEach((each, place) => { each.high = lanes.length - place - 0.1 - (runs.length > 1 && each.run === runs[1] ? 0.5 : 0); each.low = each.high - 0.8; });
+  view.gutter = 14 + 6.6 * Math.max(...lanes.map(({ label }) => label.length));
   const bottom = runs.length > 1 ? -0.5 : 0, middles = lanes.map((each) => (each.low + each.high) / 2);
   const bars = drawn((put, from, to, pixels) => {
     for (const { lane, low, high } of lanes) {
@@ -130,7 +131,11 @@ function memoryChart(runs) {
       const item = blocks.items[blocks.item[at]];
       if (item.low <= value && value < item.high && blocks.starts[at] <= time && time < blocks.ends[at]) return blockItem(runs[0], blocks, at);
     }
-    return { chart: "memory", text: runs.map((run) => `${run.name}: ${bytesText(run.live.items[run.live.item[Math.max(0, above(run.live.starts, time) - 1)]].bytes)} needed at ${secondsText(time)}`).join("\n") };
+    const needed = ({ name, step, live }) => {
+      const item = time > step ? undefined : live.items[live.item[Math.max(0, above(live.starts, time) - 1)]];
+      return item ? `${name}: ${bytesText(item.bytes)} needed at ${secondsText(time)}` : `${name}: nothing is known to be needed at ${secondsText(time)}`;
+    };
+    return { chart: "memory", text: runs.map(needed).join("\n") };
   };
   return made;
 }
