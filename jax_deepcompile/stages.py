@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from jax_deepcompile import errors
 from jax_deepcompile.compiler import Compilation, Runs
+from jax_deepcompile.costs.simulate import simulate
+from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.utilisation import Utilisation, utilisation_of
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
@@ -19,6 +24,7 @@ from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.division import Division, division_of
 from jax_deepcompile.report.explanation import Explanation, explain
+from jax_deepcompile.report.page.page import AFTER, Page, page_of, ways
 from jax_deepcompile.report.summary import summary_of_stage, summary_of_trace
 from jax_deepcompile.summary import Summarized, Summary
 
@@ -72,6 +78,26 @@ class TracedStep(Summarized):
         """What every argument is, how state is divided and what is sent, before planning."""
         made = self.compilation
         return division_of(made.program, made.partitioned, made.sharded, made.traced.reasons)
+
+    def page(self, beside: Mapping[str, Simulation] | None = None) -> Page:
+        """What runs when, where memory goes and what was decided, as one HTML file: ``page().write("step.html")``.
+
+        It shows the step before any change, after each that was accepted, and as planned; a plan that was not made in
+        this process is compiled for it, and shown alone.
+
+        Args:
+          beside: other steps to compare it with, by what to call them, such as ``{"jit": deepcompile.simulate(...)}``.
+
+        Raises:
+          ArgumentError: the mesh is abstract: there are no devices to simulate a step on.
+          MemoryExceededError: it does not fit.
+        """
+        mesh, planned = self.compilation.context.use.mesh, self.compilation.planned
+        if not isinstance(mesh, Mesh):
+            raise errors.ArgumentError("page", "mesh", mesh, "a jax.sharding.Mesh of the devices that the step is for")
+        shown = ways(planned) or {AFTER: simulate(self.lower().compile(), mesh, planned.profile)}
+        runs = {**(beside or {}), **shown, AFTER: shown[AFTER]}
+        return page_of(planned, self.sharded, runs, self.utilisation, mesh.devices.flat[0].device_kind)
 
     def dump(self, folder: str | os.PathLike) -> None:
         """Writes the program before and after every stage and every kind of decision into ``folder``, to read.

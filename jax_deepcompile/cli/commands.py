@@ -116,15 +116,19 @@ def plan(request: StepRequest, cluster: Cluster = HERE, out: Path | None = None)
     return made.to_json() if request.json else str(made)
 
 
-def explain(request: StepRequest, cluster: Cluster = HERE, plan: Path | None = None) -> str:
+def explain(request: StepRequest, cluster: Cluster = HERE, plan: Path | None = None, html: Path | None = None) -> str:
     """Says what is decided for a step, and why.
 
     Args:
       plan: file with a plan to carry out instead of making one.
+      html: file for a page that shows it.
     """
     options = {} if plan is None else {"plan": Plan.from_json(plan.read_text(errors="replace"), str(plan))}
     step, args = sharded_step(request, cluster, **options)
-    explained = step.trace(*args).explain()
+    traced = step.trace(*args)
+    if html is not None:
+        traced.page().write(html)
+    explained = traced.explain()
     return explained.to_json() if request.json else str(explained)
 
 
@@ -152,8 +156,12 @@ def profile(request: StepRequest, out: Path = Path("profile.json"), runs: Positi
     return "\n".join([step_s + measured, *taken.fallbacks()])
 
 
-def compare(request: StepRequest, cluster: Cluster = HERE) -> str:
-    """Simulates jax.jit's FSDP and this package's side by side."""
+def compare(request: StepRequest, cluster: Cluster = HERE, html: Path | None = None) -> str:
+    """Simulates jax.jit's FSDP and this package's side by side.
+
+    Args:
+      html: file for a page that shows them one over the other.
+    """
     bare, args = sharded_step(request, cluster, passes=())
     ours, _ = sharded_step(request, cluster)
     mesh = bare.mesh
@@ -166,7 +174,7 @@ def compare(request: StepRequest, cluster: Cluster = HERE) -> str:
         "fully sharded": lambda: bare.lower(*args).compile(),
         "planned": lambda: ours.lower(*args).compile(),
     }
-    achieves, rows, left = bare.trace(*args).utilisation, [], []
+    achieves, rows, runs, left = bare.trace(*args).utilisation, [], {}, []
     for name, compiled in systems.items():
         try:
             made = compiled()
@@ -175,6 +183,11 @@ def compare(request: StepRequest, cluster: Cluster = HERE) -> str:
         else:
             played, peak = simulate(made, mesh), peak_bytes(made.memory_analysis())
             rows.append(_Compared.of(name, played, peak, rows[0].step_s if rows else played.step_s, achieves))
+            runs[name] = played
+    if html is not None and "planned" in runs:
+        ours.trace(*args).page({name: run for name, run in runs.items() if name == "jit"}).write(html)
+    elif html is not None:
+        left.append(f"{html}: not written, as there is no planned step")
     if request.json:
         return _document({"systems": [dataclasses.asdict(row) for row in rows], "left_out": left})
     return "\n".join([_table(rows), *left])

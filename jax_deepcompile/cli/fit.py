@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -96,13 +98,14 @@ def _takes(fits: Prediction | None, needed_bytes: int) -> str:
     return f"{fits.step_s:.4g} s, {fits.peak_bytes / _GIB:.2f} GiB{host}"
 
 
-def fit(request: StepRequest, cluster: Cluster = HERE) -> Text:
+def fit(request: StepRequest, cluster: Cluster = HERE) -> str:
     """Finds the largest batch and the longest sequence that train, and what a step takes under ever less memory.
 
     All of it is planned and simulated; sizes are tried by what saves memory alone, and those that are printed planned.
     """
     step, args = sharded_step(request, cluster)
-    return Text(what_fits(step, args, request.step))
+    found = what_fits(step, args, request.step)
+    return json.dumps(dataclasses.asdict(found)) if request.json else Text(found)
 
 
 def what_fits(step: ShardedStep, args: tuple, what: str) -> Fit:

@@ -8,12 +8,30 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jax_deepcompile.costs.buffers import Value, buffers_of
-from jax_deepcompile.costs.packing import Block, packed_bytes
-from jax_deepcompile.costs.schedule import schedule_of
+from jax_deepcompile.costs.packing import Block, packed
+from jax_deepcompile.costs.schedule import NESTING, Schedule, schedule_of
 from jax_deepcompile.costs.sharing import overwrite
 from jax_deepcompile.hlo.reader import Module
 
 _POINTER_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory that temporaries take without pause, one after another.
+
+    Attributes:
+      bytes: how much.
+      address: from the beginning of the memory for temporaries.
+      begin, end: positions among ``MemoryUse.names`` from which and until when it is needed.
+      names: the instructions whose results are in it, in order.
+    """
+
+    bytes: int
+    address: int
+    begin: int
+    end: int
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -28,6 +46,9 @@ class MemoryUse:
       names: the instructions in the order in which they run, those of a loop's body once.
       live_bytes: what is needed while each of them runs: arguments, results and temporaries, without gaps.
       peak_values: the temporaries needed where most are needed: pairs (bytes, instruction), largest first.
+      loops: for each of ``names`` the innermost while it is in; empty outside of loops. None of a program that is not
+        compiled.
+      held: where temporaries are and when; none of a program that is not compiled.
     """
 
     argument_bytes: int
@@ -37,6 +58,8 @@ class MemoryUse:
     names: tuple[str, ...] = field(repr=False)
     live_bytes: tuple[int, ...] = field(repr=False)
     peak_values: tuple[tuple[int, str], ...] = field(repr=False)
+    loops: tuple[str, ...] = field(default=(), repr=False)
+    held: tuple[Held, ...] = field(default=(), repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -60,18 +83,40 @@ def memory_of(module: Module) -> MemoryUse:
         outputs += _POINTER_BYTES * len(module.entry.root.shape)
     groups = overwrite(module, schedule, [buffer for buffer in device if buffer.is_temporary])
     blocks = [block_of(group) for group in groups]
-    live = live_bytes_of(blocks, len(schedule.order))
+    live, packing = live_bytes_of(blocks, len(schedule.order)), packed(blocks)
     peak = int(np.argmax(live))
     needed = [value for group in groups for value in group if value.begin <= peak <= value.end]
     return MemoryUse(
         argument_bytes=arguments,
         output_bytes=outputs,
-        temporary_bytes=packed_bytes(blocks),
+        temporary_bytes=packing.bytes,
         host_bytes=sum(buffer.bytes for buffer in buffers if buffer.is_on_host),
         names=tuple(instruction.name for instruction in schedule.order),
         live_bytes=tuple(int(size) + arguments + outputs for size in live),
         peak_values=tuple(sorted(((value.array.bytes, value.name) for value in needed), reverse=True)),
+        loops=_loops(module, schedule),
+        held=tuple(
+            Held(block.size_bytes, address, begin, end, _names(group, begin, end))
+            for group, block, address in zip(groups, blocks, packing.addresses, strict=True)
+            for begin, end in block.stretches()
+        ),
     )
+
+
+def _names(values: Sequence[Value], begin: int, end: int) -> tuple[str, ...]:
+    """The instructions that compute those of ``values`` that are needed within a stretch."""
+    ordered = sorted(values, key=lambda value: value.begin)
+    return tuple(dict.fromkeys(value.name for value in ordered if begin <= value.begin <= end))
+
+
+def _loops(module: Module, schedule: Schedule) -> tuple[str, ...]:
+    """For each position of ``schedule`` the innermost while it is in."""
+    loop_of = {module.entry.name: ""}
+    for caller in reversed(schedule.order):  # what it runs comes before it
+        if caller.opcode in NESTING:
+            around = loop_of[schedule.home[caller.name].name]
+            loop_of |= dict.fromkeys(caller.called, caller.name if caller.opcode == "while" else around)
+    return tuple(loop_of[schedule.home[step.name].name] for step in schedule.order)
 
 
 def block_of(values: Sequence[Value]) -> Block:

@@ -51,7 +51,8 @@ def _collective(
     is_sync = bool(settings.get("is_sync", False))
     sent = sent_bytes(kind, size_bytes, groups.size)
     taken = costs.taken_by_collective(sent, seconds)
-    return Timing(Stream(kind), seconds, kind, size_bytes, is_sync, sent, taken=taken)
+    is_within = kind != "collective-permute" and 1 < ranks == groups.size
+    return Timing(Stream(kind), seconds, kind, size_bytes, is_sync, sent, taken=taken, is_within_node=is_within)
 
 
 def _direction(instruction: Instruction, operands: list[Instruction]) -> Direction | None:

@@ -39,12 +39,27 @@ class Block:
         return merged
 
 
-def packed_bytes(blocks: Sequence[Block]) -> int:
-    """Bytes of memory that hold all ``blocks``."""
+@dataclass(frozen=True)
+class Packing:
+    """Where blocks are.
+
+    Attributes:
+      bytes: of memory that hold all of them.
+      addresses: of each of them, from the beginning of that memory.
+    """
+
+    bytes: int
+    addresses: tuple[int, ...]
+
+
+def packed(blocks: Sequence[Block]) -> Packing:
+    """Memory for all ``blocks``."""
     clock = _Clock(blocks)
-    by_size = sorted(blocks, key=lambda block: (-block.size_bytes, -max(clock.elapsed([need]) for need in block.needs)))
-    by_time = sorted(blocks, key=lambda block: (-clock.elapsed(block.needs), -block.size_bytes))
-    return min(_height(by_size), _height(by_time))
+    longest = [max(clock.elapsed([need]) for need in block.needs) for block in blocks]
+    elapsed, sizes = [clock.elapsed(block.needs) for block in blocks], [block.size_bytes for block in blocks]
+    by_size = sorted(range(len(blocks)), key=lambda at: (-sizes[at], -longest[at]))
+    by_time = sorted(range(len(blocks)), key=lambda at: (-elapsed[at], -sizes[at]))
+    return min(_placed(blocks, by_size), _placed(blocks, by_time), key=lambda packing: packing.bytes)
 
 
 class _Clock:
@@ -59,23 +74,24 @@ class _Clock:
         return int(np.searchsorted(self._events, last) - np.searchsorted(self._events, first))
 
 
-def _height(blocks: Sequence[Block]) -> int:
-    """Bytes taken when blocks are placed one after another, each into the tightest gap."""
+def _placed(blocks: Sequence[Block], order: Sequence[int]) -> Packing:
+    """``blocks`` placed one after another in ``order``, each into the tightest gap."""
     stretches = [block.stretches() for block in blocks]
     total = sum(map(len, stretches))
     begins, ends, bottoms, tops = (np.empty(total, np.int64) for _ in range(4))
-    placed, height = 0, 0
-    for block, needed in zip(blocks, stretches, strict=True):
-        size = -(-block.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    placed, height, addresses = 0, 0, [0] * len(blocks)
+    for at in order:
+        needed = stretches[at]
+        size = -(-blocks[at].size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         meets = np.zeros(placed, bool)
         for begin, end in needed:
             meets |= (begins[:placed] <= end) & (ends[:placed] >= begin)
-        bottom = _tightest(bottoms[:placed][meets], tops[:placed][meets], size)
+        addresses[at] = bottom = _tightest(bottoms[:placed][meets], tops[:placed][meets], size)
         for begin, end in needed:
             begins[placed], ends[placed], bottoms[placed], tops[placed] = begin, end, bottom, bottom + size
             placed += 1
         height = max(height, bottom + size)
-    return height
+    return Packing(height, tuple(addresses))
 
 
 def _tightest(bottoms: np.ndarray, tops: np.ndarray, size: int) -> int:

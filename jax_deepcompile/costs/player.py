@@ -41,7 +41,7 @@ class Player:
       taken: what each of them takes from kernels until then.
       trips: how often a step runs what is being played.
       loop: the innermost loop that it is in, by name; empty where events do not say.
-      is_recorded: whether events and loops are kept.
+      is_recorded: whether events, loops and waits are kept.
       totals: sums so far.
       events, loops, waits: what has been played.
     """
@@ -82,7 +82,15 @@ class Player:
         self.totals = self.totals.plus(Totals.of(timing, seconds))
         if self.is_recorded:
             recorded = operation()
-            where = recorded.op_name, recorded.source, timing.kind, timing.sent_bytes, self.loop, timing.part
+            where = (
+                recorded.op_name,
+                recorded.source,
+                timing.kind,
+                timing.sent_bytes,
+                self.loop,
+                timing.part,
+                timing.is_within_node,
+            )
             self.events.append(Event(stream, recorded.name, begin_s, due[stream], self.trips, *where))
         return due
 
@@ -115,8 +123,8 @@ class Player:
             if end_s > self.now_s:
                 waited_s = end_s - self.now_s
                 self.totals = self.totals.plus(Totals.of_wait(stream, waited_s))
-                if operation is not None and stream is not Stream.COMPUTE:
-                    said = operation.name, operation.op_name, operation.source
+                if self.is_recorded and stream is not Stream.COMPUTE:
+                    said = ("", "", "") if operation is None else (operation.name, operation.op_name, operation.source)
                     self.waits.append(Wait(stream, *said, self.now_s, waited_s, self.trips, self.loop))
                 self.now_s = end_s
 

@@ -50,8 +50,9 @@ def simulate_program(program: Program, costs: CostModel, thresholds: Thresholds 
     jaxprs, run = _Jaxprs(program, costs, thresholds or Thresholds()), _Run()
     outputs = jaxprs.play(program.jaxpr, [{}] * len(program.inputs), run, "")
     run.wait(merged([*outputs, *run.free.values()]))
-    loops, events = tuple(run.loops), tuple(run.events)
-    return Simulation(run.now_s, run.totals, loops, events, memory_of_program(program), is_scheduled=False)
+    loops, events, memory = tuple(run.loops), tuple(run.events), memory_of_program(program)
+    waits = tuple(run.waits)
+    return Simulation(run.now_s, run.totals, loops, events, memory, is_scheduled=False, waits=waits)
 
 
 @dataclass

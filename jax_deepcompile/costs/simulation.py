@@ -90,6 +90,7 @@ class Event:
       sent_bytes: of a collective: what one device sends to others each time, in a ring.
       loop: name of the innermost while it is in; empty outside of loops.
       part: of a kernel: what it is a part of.
+      is_within_node: of a collective: whether it is known that all that take part in it share a node.
     """
 
     stream: Stream
@@ -103,6 +104,7 @@ class Event:
     sent_bytes: int = 0
     loop: str = ""
     part: Part = Part.OTHER
+    is_within_node: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Wait:
 
     Attributes:
       stream: that it waited for.
-      name, op_name, source: of the operation on it; see ``Event``.
+      name, op_name, source: of the operation on it; see ``Event``; empty where that is not known.
       start_s: from the beginning of the step; in a loop, in the first trip.
       seconds: that it waited each time.
       trips: how often in a step.
@@ -127,6 +129,10 @@ class Wait:
     trips: int = 1
     loop: str = ""
 
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.seconds
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -141,6 +147,10 @@ class Loop:
       trip: sums over one trip.
       executions: how often the loop itself runs in a step.
       is_innermost: whether no other loop is in it.
+      began_s: when its first trip begins, from the beginning of the step; in a loop, in the trip that is shown.
+      shown_s: when that trip of it begins which the timeline shows: the first, or the second where trips leave
+        operations under way for the next one.
+      parent: name of the innermost loop that it is in; empty outside of loops.
     """
 
     name: str
@@ -151,6 +161,9 @@ class Loop:
     trip: Totals
     executions: int = 1
     is_innermost: bool = True
+    began_s: float = 0.0
+    shown_s: float = 0.0
+    parent: str = ""
 
     @property
     def coverable(self) -> float:
@@ -175,9 +188,9 @@ class Simulation(Summarized):
       memory: what is in the device's memory when.
       is_scheduled: whether XLA's schedule of the compiled step was played. If not, its program was, before compilation:
         every kernel reads and writes memory, for want of XLA's fusions, and collectives begin as early as they can.
-      waits: what compute waited for, likewise; empty where it was not compiled.
       in_order_s: the most that collectives a loop needs, with those of the loops before it, and the compute after that
         loop take together: such a phase of the step has no other compute to hide its collectives under.
+      waits: what of the timeline's communication and copies is exposed; bodies of loops once.
     """
 
     step_s: float

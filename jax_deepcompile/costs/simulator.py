@@ -136,19 +136,18 @@ class _Schedule:
             return after
 
         began_s, first = run.now_s, trip(run, self._under_way(computation, computation.operand(loop, 0), run))
+        where = began_s, began_s, run.loop
         steady, left = first, self._under_way(body, body.root, first)
         if left and trips > 1:
+            where = began_s, first.now_s, run.loop
             began_s, steady = first.now_s, trip(first, left)
             left = self._under_way(body, body.root, steady)
         trip_s = steady.now_s - began_s
         run.events += steady.events
         run.loops += steady.loops
         run.waits += steady.waits
-        run.loops.append(
-            Loop(
-                loop.name, loop.op_name, trips, counted is not None, trip_s, steady.totals, run.trips, not steady.loops
-            )
-        )
+        in_all = trip_s, steady.totals, run.trips, not steady.loops
+        run.loops.append(Loop(loop.name, loop.op_name, trips, counted is not None, *in_all, *where))
         run.totals = run.totals.plus(first.totals).plus(steady.totals, trips - 1)
         waited_s = first.waited_s + (trips - 1) * steady.waited_s
         if not run.loop:

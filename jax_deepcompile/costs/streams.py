@@ -91,6 +91,7 @@ class Timing:
       taken: of a collective or copy: what it takes from kernels beside it.
       both_ways: of a copy: how many times longer it takes while one the other way runs.
       part: of a kernel: what it is a part of.
+      is_within_node: of a collective: whether it is known that all that take part in it share a node.
     """
 
     stream: Stream
@@ -103,3 +104,4 @@ class Timing:
     taken: Taken = NONE
     both_ways: float = 1.0
     part: Part = Part.OTHER
+    is_within_node: bool = False

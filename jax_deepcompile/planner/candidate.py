@@ -85,12 +85,14 @@ class Candidate:
       program: the base program rewritten by them.
       evaluation: None as long as it is not compiled.
       rivals: of what a search found best, the other plans that simulate fastest, with their predictions.
+      way: of what a search found best: the step before any change, and after each that was accepted.
     """
 
     plan: Plan
     program: Program
     evaluation: Evaluation | None = None
     rivals: tuple[Plan, ...] = ()
+    way: tuple[Simulation, ...] = ()
 
     @property
     def evaluated(self) -> Evaluation:

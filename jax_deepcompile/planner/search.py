@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import strictly_limited, two_collectives
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment, compiled, evaluate
@@ -164,7 +165,14 @@ class _Search:
             best = self._closed(strategy, best)
         records = _that_led_to(best.prediction, self.records)
         found = _fitting(best, self.environment, records, partial(self._with_more_on_host, main, best))
-        return dataclasses.replace(found, rivals=self._rivals(best))
+        return dataclasses.replace(found, rivals=self._rivals(best), way=tuple(self._way(records)))
+
+    def _way(self, records: Sequence[Record]) -> Iterator[Simulation]:
+        """The step before any change, and after each of ``records``, of all that was evaluated, that was accepted."""
+        yield self.accepted[0].simulation
+        for record, each in zip(records, self.evaluated, strict=True):
+            if record.accepted and each.candidate is not None:
+                yield each.candidate.simulation
 
     def _with_more_on_host(self, strategies: Sequence[Strategy], best: Candidate) -> Candidate | None:
         """What would fit the device if its host had more memory, where nothing fits with what it has."""

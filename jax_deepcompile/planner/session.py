@@ -20,6 +20,7 @@ from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.hardware import CPU_HOST, known_hardware
 from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
@@ -77,6 +78,8 @@ class Planned(Summarized):
       measured: this very step, run; None if it was not.
       rivals: other plans that simulate about as fast, to be measured beside this one.
       evaluation: what compiler and simulator made of it, if they did in this process; None of a plan from elsewhere.
+      way: the step as simulated before any change, and after each that ``plan.records`` say was accepted; empty where
+        it was not planned in this process.
     """
 
     program: Program
@@ -87,6 +90,7 @@ class Planned(Summarized):
     measured: StepTime | None = None
     rivals: tuple[Plan, ...] = ()
     evaluation: Evaluation | None = None
+    way: tuple[Simulation, ...] = ()
 
     def rows(self) -> Rows:
         """What is expected or measured."""
@@ -142,7 +146,7 @@ def fastest_of(each: Sequence[Planned], seconds: Sequence[float], profile: Profi
     if options.cache_dir is not None:
         PlanCache(options.cache_dir, Selection.of(options.passes).kinds).store(plan)
     origin = f"{each[best].origin}, the fastest of {len(each)} that were run"
-    return replace(each[best], plan=plan, origin=origin, profile=profile, rivals=())
+    return replace(each[best], plan=plan, origin=origin, profile=profile, rivals=(), way=())
 
 
 @dataclass(frozen=True)
@@ -258,7 +262,8 @@ def _found_or_made(task: _Task) -> Planned:
     if cache is not None:
         cache.store(made.plan)
     origin = "made for this run"
-    return Planned(made.program, made.plan, limit, origin, rivals=made.rivals, evaluation=made.evaluation)
+    seen = {"evaluation": made.evaluation, "way": made.way}
+    return Planned(made.program, made.plan, limit, origin, rivals=made.rivals, **seen)
 
 
 def _agreed(task: _Task) -> Planned:

@@ -16,6 +16,7 @@ from jax_deepcompile.cli.commands import Cluster, load_step, use_virtual_devices
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.lowering.xla_options import DOUBLE_BUFFERING
 from jax_deepcompile.planner.plan import Plan
+from tests.report.pages import data_of
 
 STEP = """
 import jax
@@ -186,20 +187,30 @@ def test_a_plan_that_is_none_or_sets_more_than_plans_do_is_refused(file, tmp_pat
 
 
 @pytest.mark.h100_aot
-def test_compare_judges_jit_and_ours_side_by_side(file, capsys):
-    assert cli.main(["compare", f"{file}:make", "--gpu", "h100", "--nics-per-node", "1"]) == 0
+def test_compare_judges_jit_and_ours_side_by_side(file, capsys, tmp_path):
+    html = tmp_path / "page.html"
+    assert cli.main(["compare", f"{file}:make", "--gpu", "h100", "--nics-per-node", "1", "--html", str(html)]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["step", "s"]
     assert [row.split()[0] for row in rows] == ["jit", "fully", "planned"]
     assert rows[0].split()[2] == "1.00"
+    data = data_of(html.read_text())
+    assert (data["runs"][0]["name"], data["runs"][-1]["name"]) == ("jit", "planned")
+    for row, run in ((rows[0], data["runs"][0]), (rows[2], data["runs"][-1])):
+        assert float(row.split()[1]) == pytest.approx(run["figures"]["step_s"], rel=1e-3)
 
 
-def test_compare_says_what_does_not_fit_and_goes_on(file, capsys):
-    assert cli.main(["compare", f"{file}:make", "--gpu", "h100", "--memory-limit", "1KiB", "--json"]) == 0
+def test_compare_says_what_does_not_fit_and_goes_on(file, capsys, tmp_path):
+    html = tmp_path / "page.html"
+    words = ["compare", f"{file}:make", "--gpu", "h100", "--memory-limit", "1KiB", "--html", str(html), "--json"]
+    assert cli.main(words) == 0
     compared = json.loads(capsys.readouterr().out)
     assert [(each["name"], each["times_jit"]) for each in compared["systems"]] == [("jit", 1.0)]
-    assert [line.split(":")[0] for line in compared["left_out"]] == ["fully sharded", "planned"]
-    assert all("more than the limit" in line for line in compared["left_out"])
+    *left, unwritten = compared["left_out"]
+    assert [line.split(":")[0] for line in left] == ["fully sharded", "planned"]
+    assert all("more than the limit" in line for line in left)
+    assert unwritten == f"{html}: not written, as there is no planned step"
+    assert not html.exists()
 
 
 @pytest.mark.pure

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from jax_deepcompile.costs.memory import MemoryUse, memory_of
@@ -211,6 +213,13 @@ ROOT %r = f32[] custom-call(%f), custom_call_target="sum"
     # The carried array and n: m may take the carried buffer, as what was in it is dead once n is there. w stays put.
     assert use.temporary_bytes == 2 * SIZE
     assert set(use.names) >= {"n", "m", "l"}
+    assert {name: loop for name, loop in zip(use.names, use.loops, strict=True) if loop} == dict.fromkeys(
+        [*"siwnmo", *"cy"], "l"
+    )
+    assert {each.address for each in use.held} == {0, SIZE}
+    for one, other in itertools.combinations(use.held, 2):
+        apart = one.end < other.begin or other.end < one.begin
+        assert apart or one.address + one.bytes <= other.address or other.address + other.bytes <= one.address
 
 
 def test_branches_share_their_result_and_not_their_temporaries_with_each_other():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jax_deepcompile.costs.packing import Block, packed_bytes
+from jax_deepcompile.costs.packing import Block, packed
 
 pytestmark = pytest.mark.pure
 
@@ -25,7 +25,7 @@ def block(size_kib: int, *stretches: tuple[int, int]) -> Block:
     ],
 )
 def test_blocks(blocks: list[Block], total_kib: int):
-    assert packed_bytes(blocks) == total_kib * 1024
+    assert packed(blocks).bytes == total_kib * 1024
 
 
 def test_gaps_count():
@@ -34,14 +34,14 @@ def test_gaps_count():
     needed_kib = (
         max(sum(b.size_bytes for b in blocks if b.needs[0][0] <= at <= b.needs[0][1]) for at in range(6)) / 1024
     )
-    assert packed_bytes(blocks) >= needed_kib * 1024
+    assert packed(blocks).bytes >= needed_kib * 1024
 
 
 def test_of_two_orders_the_better_one():
     """By size alone, 6 KiB would go below, and what lives throughout above the 8 KiB that follow."""
     blocks = [block(8, (2, 3)), block(6, (0, 1)), block(1, (0, 3))]
-    assert packed_bytes(blocks) == 9 * 1024
+    assert packed(blocks).bytes == 9 * 1024
 
 
 def test_addresses_are_aligned():
-    assert packed_bytes([Block(1, ((0, 1),)), Block(257, ((0, 1),))]) == 256 + 512
+    assert packed([Block(1, ((0, 1),)), Block(257, ((0, 1),))]).bytes == 256 + 512

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jax_deepcompile import errors
+from jax_deepcompile.costs.simulation import Wait
 from jax_deepcompile.costs.simulator import simulate
 from jax_deepcompile.costs.streams import Queue, Stream
 from jax_deepcompile.hlo import opcodes
@@ -38,6 +39,11 @@ def test_a_gather_half_hidden():
         (Stream.ALL_GATHER, "start", 0.0),
         (Stream.COMPUTE, "copy", 0.0),
     ]
+    assert run.waits == (Wait(Stream.ALL_GATHER, 0.5, 0.75, name="start"),)
+
+
+def test_what_is_hidden_is_not_waited_for():
+    assert simulate(module(f"{GATHER}{START}\n{WORK}\n{WORK.replace('copy', 'b', 1)}\n{DONE}"), COSTS).waits == ()
 
 
 def test_a_synchronous_gather_is_exposed():
@@ -133,6 +139,8 @@ def test_a_loop_is_its_trip_times_its_count():
     assert (loop.trip_s, loop.trip.compute_s, loop.trip.exposed_communication_s) == pytest.approx((0.75, 0.5, 0.25))
     assert {event.trips for event in run.timeline} == {10}
     assert run.gathered_bytes == 1_000_000
+    assert (loop.began_s, loop.shown_s, loop.parent) == (0.0, 0.0, "")
+    assert run.waits == (Wait(Stream.ALL_GATHER, 0.5, 0.75, 10, "loop", "start"),)
 
 
 def test_what_a_loop_runs_synchronously_counts_once_in_its_bound():
@@ -176,6 +184,10 @@ backend_config={{"known_trip_count":{{"n":"3"}}}}
     assert run.loops[0].trip_s == pytest.approx(0.75)
     assert (run.step_s, run.compute_s, run.communication_s) == pytest.approx((3.0, 1.5, 3.0))
     assert run.exposed_communication_s == pytest.approx(1.5)
+    assert (run.loops[0].began_s, run.loops[0].shown_s) == pytest.approx((0.0, 1.25))
+    in_loop, after = run.waits
+    assert (in_loop.loop, in_loop.name, in_loop.trips, in_loop.start_s) == ("loop", "start", 3, pytest.approx(1.25))
+    assert (after.loop, after.name, after.end_s) == ("", "start", pytest.approx(3.0))
 
 
 def test_a_conditional_costs_its_dearer_branch():

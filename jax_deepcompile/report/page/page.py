@@ -1,0 +1,117 @@
+"""The page itself: its data inside of a template, with the library that draws it; nothing is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jax_deepcompile.costs.simulation import Simulation
+from jax_deepcompile.costs.utilisation import Utilisation
+from jax_deepcompile.ir.program import Program, Role
+from jax_deepcompile.planner.plan import Prediction, Record
+from jax_deepcompile.planner.session import Planned
+from jax_deepcompile.report.page.placements import leaves
+from jax_deepcompile.report.page.runs import run_data
+from jax_deepcompile.summary import Summarized, Summary, size_text
+
+BEFORE, AFTER = "as divided", "planned"
+
+
+@dataclass(frozen=True, repr=False)
+class Page(Summarized):
+    """A page about a step: ``write`` it, and open the file.
+
+    Attributes:
+      title: what it is about.
+      data: all that it draws, as JSON has it.
+    """
+
+    title: str
+    data: Mapping[str, Any]
+
+    def html(self) -> str:
+        """The whole of it. Whatever names and paths hold, they are text."""
+        parts = {
+            "title": html.escape(self.title),
+            "style": _static("uPlot.min.css") + _static("page.css"),
+            "data": _inside_script(json.dumps(self.data, separators=(",", ":"), allow_nan=False)),
+            "library": f"/*! {_static('uPlot.LICENSE')} */\n{_static('uPlot.iife.min.js')}",
+            "script": "".join(_static(name) for name in ("data.js", "charts.js", "page.js")),
+        }
+        pieces = _static("page.html").split("%%")
+        return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+
+    def write(self, path: str | os.PathLike) -> Path:
+        """Writes it to ``path``, which is returned."""
+        Path(path).write_text(self.html(), encoding="utf-8")
+        return Path(path)
+
+    def _summary(self) -> Summary:
+        runs = ", ".join(run["name"] for run in self.data["runs"])
+        return Summary(f"Page {self.title}", (("runs", runs), ("size", size_text(len(self.html())))))
+
+
+def page_of(
+    planned: Planned, divided: Program, runs: Mapping[str, Simulation], achieves: Utilisation | None, devices: str
+) -> Page:
+    """The page about a planned step.
+
+    Args:
+      divided: its program before any change.
+      runs: the step simulated, by what to call it; the last is ``planned``, as it will run, and at first stands beside
+        the first.
+      achieves: what the step's model FLOPs and examples are, if they are known.
+      devices: what kind they are.
+    """
+    program, plan = planned.program, planned.plan
+    tokens = _tokens(program) / program.mesh.devices.size
+    data = {
+        "devices": f"{program.mesh.devices.size} x {devices}",
+        "origin": planned.origin,
+        "limit_bytes": planned.limit_bytes,
+        "runs": [run_data(name, run, achieves, tokens) for name, run in runs.items()],
+        "shown": [len(runs) - 1, 0],
+        "decisions": [each.describe() for each in plan.decisions],
+        "records": [_record(record) for record in plan.records],
+        "leaves": list(leaves(program, divided)),
+    }
+    return Page(f"{program.name} on {program.mesh_text}", data)
+
+
+def ways(planned: Planned) -> dict[str, Simulation]:
+    """The step before any change, after each accepted one, and after all, by names; empty where nobody simulated it."""
+    accepted = [record for record in planned.plan.records if record.accepted and record.after is not None]
+    names = [BEFORE, *(f"after {place}. {record.strategy}" for place, record in enumerate(accepted, 1))]
+    if len(names) != len(planned.way):
+        return {}
+    return dict(zip([*names[:-1], AFTER], planned.way, strict=True))
+
+
+def _tokens(program: Program) -> int:
+    """Of the whole batch: its numbers, where it is a matrix of integers."""
+    batch = [port for port in program.inputs if port.role is Role.BATCH and "int" in port.dtype]
+    return max((math.prod(port.shape) for port in batch if len(port.shape) == 2), default=0)
+
+
+def _record(record: Record) -> dict[str, Any]:
+    def figures(prediction: Prediction | None) -> list[float] | None:
+        return None if prediction is None else [prediction.step_s, prediction.peak_bytes]
+
+    said = {name: getattr(record, name) for name in ("strategy", "decision", "accepted", "reason")}
+    return said | {"before": figures(record.before), "after": figures(record.after)}
+
+
+def _inside_script(text: str) -> str:
+    """JSON that ends no script and opens no comment, whatever is in it."""
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _static(name: str) -> str:
+    return (files("jax_deepcompile.report.page") / "static" / name).read_text(encoding="utf-8")

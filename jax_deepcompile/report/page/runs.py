@@ -1,0 +1,159 @@
+"""One simulated step as the page draws it: plain numbers and names, columns rather than rows."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jax_deepcompile.costs.simulation import Event, Loop, Simulation
+from jax_deepcompile.costs.streams import Stream
+from jax_deepcompile.costs.utilisation import Utilisation
+from jax_deepcompile.report.page.memory import Block, blocks, live_bytes
+
+_PACKAGE = str(Path(__file__).parents[2])
+
+_ATTENTION = ("dot_product_attention", "fmha")
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
+
+WITHIN = " in a node"
+
+REST = "first trips of loops, and what ends after the last kernel"
+"""The seconds of a step that no line has."""
+
+NO_LINE = "no line of yours"
+
+
+@dataclass
+class Words:
+    """Texts, each once, by number."""
+
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+
+def run_data(name: str, simulation: Simulation, achieves: Utilisation | None, tokens: float) -> dict[str, Any]:
+    """A run called ``name``; seconds are nanoseconds in columns, and loops are their numbers, -1 outside of all.
+
+    Args:
+      achieves: what its model FLOPs and examples are, if they are known.
+      tokens: of a device's part of the batch; 0 where it has none.
+    """
+    words, number = Words(), {loop.name: place for place, loop in enumerate(simulation.loops)}
+    by_name = {event.name: place for place, event in enumerate(simulation.timeline)}
+    return {
+        "name": name,
+        "scheduled": simulation.is_scheduled,
+        "figures": _figures(simulation, achieves, tokens),
+        "loops": [_loop(loop, number) for loop in simulation.loops],
+        "events": [_event(event, number, words) for event in simulation.timeline],
+        "waits": [
+            [_ns(wait.start_s), _ns(wait.end_s), number.get(wait.loop, -1), by_name.get(wait.name, -1), wait.stream]
+            for wait in simulation.waits
+        ],
+        "collectives": _collectives(simulation),
+        "lines": line_seconds(simulation),
+        "memory": {
+            "arguments": simulation.memory.argument_bytes,
+            "outputs": simulation.memory.output_bytes,
+            "live": [[_ns(at_s), number.get(loop, -1), size] for at_s, loop, size in live_bytes(simulation)],
+            "blocks": [_block(block, number, by_name, words) for block in blocks(simulation)],
+        },
+        "words": list(words.numbers),
+    }
+
+
+def line_seconds(simulation: Simulation) -> dict[str, list[float]]:
+    """What each of the user's lines takes of a step: seconds of kernels, and of waiting for what it sends or copies.
+
+    All of them together are the step.
+    """
+    seconds: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    sources = {event.name: _line(event.source) or NO_LINE for event in simulation.timeline}
+    for event in simulation.timeline:
+        if event.stream is Stream.COMPUTE:
+            seconds[sources[event.name]][0] += event.trips * (event.end_s - event.start_s)
+    for wait in simulation.waits:
+        seconds[sources.get(wait.name, NO_LINE)][1] += wait.trips * (wait.end_s - wait.start_s)
+    seconds[REST][1] = simulation.step_s - sum(map(sum, seconds.values()))
+    return {line: [round(each, 9) for each in both] for line, both in seconds.items()}
+
+
+def category(event: Event) -> str:
+    """What the page colours an operation by."""
+    if event.stream is not Stream.COMPUTE:
+        return event.stream.value + WITHIN * event.is_within_node
+    if "rematted_computation" in event.op_name:
+        return "computed again"
+    if any(each in event.op_name or each in event.name for each in _ATTENTION):
+        return "attention"
+    library = event.kind == "custom-call" or any(each in event.name for each in ("gemm", "matmul", "conv_"))
+    return "products" if library or event.op_name.endswith(_PRODUCTS) else "other kernels"
+
+
+def _figures(run: Simulation, achieves: Utilisation | None, tokens: float) -> dict[str, float]:
+    figures = {
+        "step_s": run.step_s,
+        "bound_s": run.bound_s,
+        "compute_s": run.compute_s,
+        "communication_s": run.communication_s,
+        "exposed_communication_s": run.exposed_communication_s,
+        "copy_s": run.copy_s,
+        "exposed_copy_s": run.exposed_copy_s,
+        "sent_bytes": run.sent_bytes,
+        "peak_bytes": run.peak_bytes,
+        "host_bytes": run.memory.host_bytes,
+    }
+    if achieves is not None and run.step_s:
+        figures |= {"mfu": achieves.mfu(run.step_s), "examples_per_s": achieves.examples / run.step_s}
+        figures |= {"tokens_per_s": tokens / run.step_s}
+    return figures
+
+
+def _loop(loop: Loop, number: Mapping[str, int]) -> list[Any]:
+    times = _ns(loop.began_s), _ns(loop.shown_s), _ns(loop.trip_s)
+    return [loop.name, number.get(loop.parent, -1), loop.trip_count, *times]
+
+
+def _event(event: Event, number: Mapping[str, int], words: Words) -> list[Any]:
+    said = words(event.name), words(event.op_name), words(_line(event.source)), words(category(event))
+    return [_ns(event.start_s), _ns(event.end_s), number.get(event.loop, -1), event.trips, event.sent_bytes, *said]
+
+
+def _block(block: Block, number: Mapping[str, int], events: Mapping[str, int], words: Words) -> list[Any]:
+    where = _ns(block.begin_s), _ns(block.end_s), number.get(block.loop, -1), block.held.address, block.held.bytes
+    return [*where, events.get(block.made_by, -1), words(block.role)]
+
+
+def _collectives(simulation: Simulation) -> list[list[Any]]:
+    """Kind, launches, seconds, seconds exposed and bytes sent, of collectives and copies, most seconds first."""
+    rows: dict[str, list[Any]] = {}
+    kinds = {event.name: category(event) for event in simulation.timeline if event.stream is not Stream.COMPUTE}
+    for event in simulation.timeline:
+        if kind := kinds.get(event.name):
+            row = rows.setdefault(kind, [kind, 0, 0.0, 0.0, 0])
+            row[1] += event.trips
+            row[2] += event.trips * (event.end_s - event.start_s)
+            row[4] += event.trips * event.sent_bytes
+    for wait in simulation.waits:
+        kind = kinds.get(wait.name, wait.stream.value)
+        rows.setdefault(kind, [kind, 0, 0.0, 0.0, 0])[3] += wait.trips * (wait.end_s - wait.start_s)
+    return sorted(rows.values(), key=lambda row: -row[2])
+
+
+def _line(source: str) -> str:
+    """``file:line`` as seen from here, if that is shorter; empty for lines of this package."""
+    path, colon, line = source.rpartition(":")
+    if not colon or path.startswith(_PACKAGE):
+        return ""
+    return min(path, os.path.relpath(path), key=len) + colon + line
+
+
+def _ns(seconds: float) -> int:
+    return round(1e9 * seconds)

@@ -1,0 +1,231 @@
+"""The page: what it draws adds up, whatever names hold is text, and nothing is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile import errors
+from jax_deepcompile.costs.simulation import Event, Simulation
+from jax_deepcompile.costs.simulator import simulate
+from jax_deepcompile.costs.streams import Stream
+from jax_deepcompile.planner.plan import Plan, Prediction, Record
+from jax_deepcompile.planner.session import Planned
+from jax_deepcompile.report.page.memory import blocks, live_bytes, position_times
+from jax_deepcompile.report.page.page import Page, page_of, ways
+from jax_deepcompile.report.page.placements import leaves
+from jax_deepcompile.report.page.runs import NO_LINE, REST, category, line_seconds, run_data
+from tests.costs.snippets import COSTS, module
+from tests.costs.test_simulator import BODY, START, WHILE
+from tests.report.pages import data_of
+
+pytestmark = pytest.mark.pure
+
+HOSTILE = "</script><script>alert(1)</script><!-- ' \" & \u2028"
+SHAPES = {"w": jax.ShapeDtypeStruct((4, 16, 16), jnp.float32)}, jax.ShapeDtypeStruct((16, 16), jnp.float32)
+LINE = 'metadata={op_name="step/dot_general" source_file="train.py" source_line=7}'
+
+
+def step(params, batch):
+    def loss(params):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        return jnp.mean(jax.lax.scan(layer, batch, params["w"])[0] ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+
+def traced(**options):
+    return deepcompile.shard(step, {"fsdp": 8}, state_argnums=0, **options).trace(*SHAPES)
+
+
+@pytest.fixture(scope="module")
+def run() -> Simulation:
+    """Ten trips of a copy, 0.5 s, beside a gather of 0.75 s at line 7."""
+    return simulate(module(WHILE, BODY.replace(START, f"{START}, {LINE}")), COSTS)
+
+
+@pytest.fixture(scope="module")
+def page(run) -> Page:
+    """A planned step, before and after one change, with names that nobody expects."""
+    found = traced(plan=Plan(""))
+    prediction = Prediction(run.step_s, run.compute_s, 0.0, 0.0, run.peak_bytes)
+    record = Record("prefetch", HOSTILE, prediction, prediction, True, "7 s to 7 s", 0.1)
+    (first, *others) = run.timeline
+    named = replace(run, timeline=(replace(first, op_name=HOSTILE, source=f"{HOSTILE}:1"), *others))
+    plan = Plan("", prediction=prediction, records=(record,))
+    planned = Planned(replace(found.sharded, name=HOSTILE), plan, 10**6, HOSTILE, way=(run, named))
+    return page_of(planned, found.sharded, ways(planned), None, HOSTILE)
+
+
+def test_lines_add_up_to_the_step(run):
+    lines = line_seconds(run)
+    assert lines == {NO_LINE: [5.0, 0.0], "train.py:7": [0.0, 2.5], REST: [0.0, 0.0]}
+    assert sum(map(sum, lines.values())) == pytest.approx(run.step_s)
+
+
+def test_what_no_line_has_is_said(run):
+    lines = line_seconds(replace(run, step_s=8.0, waits=()))
+    assert lines == {NO_LINE: [5.0, 0.0], REST: [0.0, 3.0]}
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        (Event(Stream.COMPUTE, "fusion", 0, 1, op_name="layers/dot_general"), "products"),
+        (Event(Stream.COMPUTE, "custom-call.1", 0, 1, kind="custom-call"), "products"),
+        (Event(Stream.COMPUTE, "dot_product_attention_fwd.1", 0, 1, kind="custom-call"), "attention"),
+        (Event(Stream.COMPUTE, "fusion", 0, 1, op_name="rematted_computation/dot_general"), "computed again"),
+        (Event(Stream.COMPUTE, "fusion", 0, 1, op_name="dot_general/mul"), "other kernels"),
+        (Event(Stream.ALL_GATHER, "gather", 0, 1, op_name="dot_general"), "all-gather"),
+        (Event(Stream.ALL_GATHER, "gather", 0, 1, is_within_node=True), "all-gather in a node"),
+        (Event(Stream.TO_HOST, "copy", 0, 1), "to host"),
+    ],
+)
+def test_categories(event, expected):
+    assert category(event) == expected
+
+
+def test_a_loop_is_in_the_data_once_with_its_trips(run):
+    data = run_data("planned", run, None, 0)
+    assert data["loops"] == [["loop", -1, 10, 0, 0, 750_000_000]]
+    assert [event[:4] for event in data["events"]] == [[0, 750_000_000, 0, 10], [0, 500_000_000, 0, 10]]
+    assert data["waits"] == [[500_000_000, 750_000_000, 0, 0, "all-gather"]]
+    assert data["collectives"] == [["all-gather in a node", 10, 7.5, 2.5, 10 * 75_000]]
+    assert "mfu" not in data["figures"]
+
+
+def test_memory_is_where_the_schedule_is(run):
+    times = dict(zip(run.memory.names, position_times(run), strict=True))
+    assert (times["copy"], times["done"], times["init"]) == (0.0, 0.75, 0.0)
+    assert max(size for _, _, size in live_bytes(run)) == run.memory.live_peak_bytes
+    found = list(blocks(run))
+    assert {each.loop for each in found} <= {"", "loop"}
+    assert all(0 <= each.begin_s < each.end_s <= run.step_s for each in found)
+    assert any(each.made_by == "start" and each.role == "gathered" and each.loop == "loop" for each in found)
+
+
+def test_a_program_that_is_not_compiled_has_no_blocks(run):
+    played = replace(run, memory=replace(run.memory, loops=(), held=()))
+    assert (list(blocks(played)), list(live_bytes(played))) == ([], [])
+
+
+def test_leaves_say_where_they_are_and_what_gathers_them():
+    found = traced().sharded
+    (parameter, batch) = leaves(found, found)
+    assert parameter == {
+        "name": "w",
+        "role": "param",
+        "type": "float32[4,16,16]",
+        "placement": "shard(1: fsdp)",
+        "bytes": 4 * 2 * 16 * 4,
+        "memory": "device",
+        "gathered": ["w @forward", "w @backward"],
+    }
+    assert (batch["role"], batch["gathered"]) == ("batch", [])
+
+
+def test_ways_have_the_names_of_what_was_accepted(run):
+    prediction = Prediction(1.0, 1.0, 0.0, 0.0, 1)
+    accepted, rejected = (Record("prefetch", "", prediction, prediction, taken, "", 0.1) for taken in (True, False))
+    plan = Plan("", records=(accepted, rejected, accepted))
+    planned = Planned(traced(plan=Plan("")).sharded, plan, None, "", way=(run, run, run))
+    assert list(ways(planned)) == ["as divided", "after 1. prefetch", "planned"]
+    assert ways(replace(planned, way=())) == {}
+    assert list(ways(replace(planned, plan=Plan(""), way=(run,)))) == ["planned"]
+
+
+def test_nothing_is_loaded_from_elsewhere(page):
+    html = page.html()
+    assert "default-src 'none'" in html
+    assert not re.search(r"\b(src|href)\s*=|url\(|@import|\bimport\b[\s(]|\bfetch\(|XMLHttpRequest|WebSocket", html)
+    assert "Copyright (c) 2022 Leon Sorokin" in html
+    assert len(html) < 200_000
+
+
+def test_names_are_text_whatever_they_hold(page):
+    html = page.html()
+    assert html.count("<script") == html.count("</script>") == 3
+    assert "alert(1)</script>" not in html
+    data = data_of(html)
+    assert data["origin"] == data["records"][0]["decision"] == HOSTILE
+    assert HOSTILE in data["runs"][1]["words"]
+
+
+def test_a_page_is_written_and_has_a_short_repr(page, tmp_path):
+    path = page.write(tmp_path / "page.html")
+    assert path.read_text(encoding="utf-8") == page.html()
+    assert len(repr(page)) < 400
+    with pytest.raises(OSError, match="nowhere"):
+        page.write(tmp_path / "nowhere" / "page.html")
+
+
+@pytest.mark.cpu_mesh
+def test_a_plan_that_was_not_made_here_is_compiled_for_its_page(run):
+    found = traced(plan=Plan("")).page({"jit": run})
+    assert [each["name"] for each in found.data["runs"]] == ["jit", "planned"]
+    assert found.data["runs"][1]["figures"]["step_s"] > 0
+    alone = traced(plan=Plan("")).page().data
+    assert ([each["name"] for each in alone["runs"]], alone["shown"]) == (["planned"], [0, 0])
+
+
+@pytest.mark.cpu_mesh
+def test_what_is_not_compiled_may_stand_beside_it():
+    found = traced(plan=Plan(""))
+    before = deepcompile.simulate(found, found.compilation.context.use.mesh)
+    (first, _) = found.page({"before compilation": before}).data["runs"]
+    assert (first["scheduled"], first["memory"]["live"], first["memory"]["blocks"]) == (False, [], [])
+    assert sum(map(sum, first["lines"].values())) == pytest.approx(first["figures"]["step_s"], abs=1e-8)
+
+
+def test_without_devices_there_is_nothing_to_simulate():
+    found = deepcompile.shard(step, AbstractMesh((8,), ("fsdp",)), state_argnums=0).trace(*SHAPES)
+    with pytest.raises(errors.ArgumentError, match="page"):
+        found.page()
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+USE = """<script>
+addEventListener("error", (event) => { document.title = `failed: ${event.message}`; });
+const said = [];
+for (const key of ["ArrowDown", "ArrowDown", ".", "+", "ArrowRight", "0"]) {
+  document.getElementById("timeline").dispatchEvent(new KeyboardEvent("keydown", { key }));
+  said.push(document.getElementById("details").textContent.split("\\n")[0]);
+}
+const [, memory] = view.charts;
+said.push(memory.find(view.step / 2, 1).text.split("\\n")[0], `${view.from} ${view.to} ${view.step}`);
+document.body.append(element("pre", said.join("\\n"), { id: "said" }));
+</script></body>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed; Debian has it as the package chromium")
+def test_it_draws_in_headless_chromium(page, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(page.html().replace("</body>", USE), encoding="utf-8")
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [str(CHROMIUM), *flags, path.as_uri()], capture_output=True, text=True, timeout=120, check=True, env=environment
+    )
+    dom = done.stdout
+    assert "<title>failed: " not in dom
+    assert dom.count("<canvas") == 2
+    assert "<script>alert(1)" not in dom
+    (said,) = re.findall(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)
+    compute, exposed, next_exposed, *_, argument, shown = said.split("\n")
+    assert compute.startswith("planned: other kernels: copy")
+    assert exposed == next_exposed == "planned: compute waits for all-gather in a node start"
+    assert argument.startswith("planned: ")
+    assert shown == "0 7500000000 7500000000"
+    assert '<td class="line">step</td>' in dom
