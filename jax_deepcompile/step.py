@@ -27,6 +27,7 @@ from jax_deepcompile.ir.program import Port
 from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
 from jax_deepcompile.microbatch_counts import compilation_of
 from jax_deepcompile.options import StepOptions
+from jax_deepcompile.planner.limits import MemoryLimit
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.summary import summary_of_step
@@ -234,6 +235,12 @@ class ShardedStep(Summarized, Generic[P, R]):
         if self._last is None:
             raise errors.NotTracedError(self._context.name)
         return explain_compilation(self._last)
+
+    def plot_memory_curve(self, limits: Sequence[MemoryLimit], ax: Any = None) -> Any:
+        """As ``TracedStep.plot_memory_curve``, for the last shapes traced."""
+        if self._last is None:
+            raise errors.NotTracedError(self._context.name)
+        return TracedStep(self._last, ()).plot_memory_curve(limits, ax)
 
     def _summary(self) -> Summary:
         last = None if self._last is None else TracedStep(self._last, ())._summary()

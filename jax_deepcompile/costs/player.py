@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self, TypeAlias, TypeVar
 
 from jax_deepcompile.costs.overlap import NONE, Taken
-from jax_deepcompile.costs.simulation import Event, Loop, Totals
+from jax_deepcompile.costs.simulation import Event, Loop, Repeated, Totals
 from jax_deepcompile.costs.streams import Queue, Stream, Timing
 
 T = TypeVar("T")
@@ -41,9 +41,10 @@ class Player:
       taken: what each of them takes from kernels until then.
       trips: how often a step runs what is being played.
       loop: the innermost loop that it is in, by name; empty where events do not say.
-      is_recorded: whether events and loops are kept.
+      is_recorded: whether ``events`` and ``loops`` are kept.
       totals: sums so far.
-      events, loops: what has been played.
+      events, loops: what has been played, bodies of loops once.
+      played: likewise, with all trips.
     """
 
     now_s: float = 0.0
@@ -55,6 +56,7 @@ class Player:
     totals: Totals = field(default_factory=Totals)
     events: list[Event] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
+    played: list[Event | Repeated] = field(default_factory=list)
 
     def play(self, timing: Timing, earliest_s: float, operands: Due, operation: Callable[[], Operation]) -> Due:
         """Runs a kernel, or sets another operation under way; tells when what it makes is there.
@@ -79,10 +81,11 @@ class Player:
         if stream is not Stream.COMPUTE:
             self.free[stream.queue], self.taken[stream.queue] = due, timing.taken
         self.totals = self.totals.plus(Totals.of(timing, seconds))
+        recorded = operation()
+        where = recorded.op_name, recorded.source, timing.kind, timing.sent_bytes, self.loop
+        self.played.append(Event(stream, recorded.name, begin_s, due[stream], self.trips, *where))
         if self.is_recorded:
-            recorded = operation()
-            where = recorded.op_name, recorded.source, timing.kind, timing.sent_bytes, self.loop
-            self.events.append(Event(stream, recorded.name, begin_s, due[stream], self.trips, *where))
+            self.events.append(self.played[-1])
         return due
 
     def _kernel_s(self, timing: Timing) -> float:
@@ -119,12 +122,13 @@ class Player:
         """Plays that one of ``branches`` which ends last by ``end_s``, and returns what it returns."""
         played = []
         for play in branches:
-            branch = replace(self, free=dict(self.free), taken=dict(self.taken), events=[], loops=[])
+            branch = replace(self, free=dict(self.free), taken=dict(self.taken), events=[], loops=[], played=[])
             played.append((branch, play(branch)))
         branch, result = max(played, key=lambda each: end_s(*each))
         self.now_s, self.free, self.taken, self.totals = branch.now_s, branch.free, branch.taken, branch.totals
         self.events += branch.events
         self.loops += branch.loops
+        self.played += branch.played
         return result
 
     @property
