@@ -13,6 +13,7 @@ import jax
 from jax_deepcompile import errors
 from jax_deepcompile.compiler import Compilation, Runs, plan
 from jax_deepcompile.costs.utilisation import Utilisation, utilisation_of
+from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.partition.partition import Partitioned
@@ -35,6 +36,11 @@ class TracedStep(Summarized):
     def _summary(self) -> Summary:
         made = self.compilation
         return summary_of_trace(made.traced.program, made.sharded, made.planned_already)
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """What it is for."""
+        return self.compilation.context.use.mesh
 
     @property
     def program(self) -> Program:

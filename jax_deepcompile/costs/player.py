@@ -83,9 +83,10 @@ class Player:
         self.totals = self.totals.plus(Totals.of(timing, seconds))
         recorded = operation()
         where = recorded.op_name, recorded.source, timing.kind, timing.sent_bytes, self.loop
-        self.played.append(Event(stream, recorded.name, begin_s, due[stream], self.trips, *where))
+        event = Event(stream, recorded.name, begin_s, due[stream], self.trips, *where)
+        self.played.append(event)
         if self.is_recorded:
-            self.events.append(self.played[-1])
+            self.events.append(event)
         return due
 
     def _kernel_s(self, timing: Timing) -> float:

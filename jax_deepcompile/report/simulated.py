@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from jax.sharding import Mesh
 
@@ -12,9 +14,12 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.simulate import HasProgram, HasText
 from jax_deepcompile.costs.simulate import simulate as simulation_of
-from jax_deepcompile.costs.simulation import Simulation
+from jax_deepcompile.costs.simulation import Event, Simulation
 from jax_deepcompile.report import chrome_trace, plots, timeline
 from jax_deepcompile.summary import Summary
+
+Timelines: TypeAlias = Mapping[int, Sequence[Event]]
+"""What devices ran when, by their numbers in the mesh."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,22 +32,32 @@ class SimulatedStep(Simulation):
 
     devices: int = 1
 
-    def write_trace(self, file: str | os.PathLike, rank: int = 0) -> None:
+    def write_trace(self, file: str | os.PathLike, measured: Timelines | None = None) -> tuple[Path, ...]:
         """Writes the step for Perfetto or Holistic Trace Analysis to open, each operation as often as it runs.
 
         Args:
-          file: ending in ``.json`` or ``.json.gz``.
-          rank: of the device whose trace it is to be; all do the same.
+          file: ending in ``.json`` or ``.json.gz``; of rank 0, those of others are called so too: ``x.rank1.json``.
+          measured: what devices ran when, by rank, such as ``step.profile(...).timelines``. Each of them has a file,
+            with the simulated step beside it on the same clock. By default the simulated step alone is written, as rank
+            0's, as all do the same.
+
+        Returns:
+          The files.
 
         Raises:
-          ArgumentError: there is no such rank, or ``file`` ends otherwise.
+          ArgumentError: ``file`` ends otherwise, or its folder is not there.
         """
-        if rank not in range(self.devices):
-            raise errors.ArgumentError("write_trace", "rank", rank, f"the number of a device, below {self.devices}")
-        path = chrome_trace.required(file)
-        live_bytes = timeline.live_bytes(self)
-        told = {"rank": rank, "world_size": self.devices, "live_bytes": live_bytes}
-        chrome_trace.write(path, chrome_trace.chrome_trace("simulated", self.unrolled(), **told))
+        path, simulated = chrome_trace.required(file), list(self.unrolled())
+        if not measured:
+            live_bytes = timeline.live_bytes(self)
+            trace = chrome_trace.chrome_trace("simulated", simulated, world_size=self.devices, live_bytes=live_bytes)
+            return (chrome_trace.write(path, trace),)
+        paths = []
+        for rank, events in measured.items():
+            told = {"rank": rank, "world_size": self.devices, "beside": {"simulated": simulated}}
+            trace = chrome_trace.chrome_trace("measured", events, **told)
+            paths.append(chrome_trace.write(chrome_trace.path_of_rank(path, rank), trace))
+        return tuple(paths)
 
     def plot_timeline(self, start_s: float = 0.0, end_s: float | None = None, ax: Any = None) -> Any:
         """Draws what runs when, a row for each stream, with what compute waits for.

@@ -28,11 +28,11 @@ class Wait:
 
 
 def waits(events: Iterable[Event]) -> Iterator[Wait]:
-    """The gaps between kernels, from the beginning of the step to the end of all ``events``, in order."""
+    """The gaps between kernels, from the beginning of the step to the end of all ``events``."""
     events = list(events)
     causes = {_ns(event.end_s): event for event in events if event.stream is not Stream.COMPUTE}
     ended_s = max((event.end_s for event in events), default=0.0)
-    kernels = [(event.start_s, event.end_s) for event in events if event.stream is Stream.COMPUTE]
+    kernels = merged((event.start_s, event.end_s) for event in events if event.stream is Stream.COMPUTE)
     for (_, before_s), (after_s, _) in pairwise([(0.0, 0.0), *kernels, (ended_s, ended_s)]):
         if _ns(after_s) > _ns(before_s):
             yield Wait(before_s, after_s, causes.get(_ns(after_s)))
