@@ -344,7 +344,7 @@ class BoundStep(Summarized):
     def _summary(self) -> Summary:
         bound = f", bound to a {type(self._instance).__name__}"
         summary = self._step._summary()
-        return Summary(summary.title + bound, summary.rows)
+        return Summary(summary.title + bound, summary.rows, summary.trees)
 
     def explain(self) -> Text:
         return self._step.explain()
