@@ -180,6 +180,12 @@ class KernelNeedsGpuError(DeepCompileError, RuntimeError):
         jax-cuda12-plugin. Install that, of jax's version and with --no-deps, or plan where the GPUs are.""")
 
 
+class MissingExtraError(DeepCompileError, ImportError):
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"""{what} needs {package}, which is not installed: pip install {package}, or all that comes
+        with it by pip install 'jax-deepcompile[{extra}]'.""")
+
+
 class ProfileFormatError(DeepCompileError, ValueError):
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"""{name} is not a profile: {problem}. Take the profile again (deepcompile profile); profiles

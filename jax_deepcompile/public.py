@@ -4,7 +4,6 @@
 
 from jax_deepcompile.api import shard
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.costs.simulate import simulate
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering import targets
 from jax_deepcompile.partition.rules.base import OpRule, RuleBuilder
@@ -25,6 +24,7 @@ from jax_deepcompile.planner.strategies import (
     UnshardUnrolled,
 )
 from jax_deepcompile.planner.strategy import Proposal, Stage, Strategy
+from jax_deepcompile.report.simulated import simulate
 from jax_deepcompile.step import ShardedStep
 from jax_deepcompile.transforms.decision import Decision
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,18 @@ import jax
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
-from jax_deepcompile.compiler import Compilation, Runs
+from jax_deepcompile.compiler import Compilation, Runs, plan
 from jax_deepcompile.costs.simulate import simulate
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.utilisation import Utilisation, utilisation_of
+from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.partition.partition import Partitioned
-from jax_deepcompile.planner.limits import require_fit
+from jax_deepcompile.planner.limits import MemoryLimit, require_fit
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.session import Planned
+from jax_deepcompile.report import plots
 from jax_deepcompile.report.division import Division, division_of
 from jax_deepcompile.report.explanation import Explanation, explain
 from jax_deepcompile.report.page.page import AFTER, Page, page_of, ways
@@ -39,6 +41,11 @@ class TracedStep(Summarized):
     def _summary(self) -> Summary:
         made = self.compilation
         return summary_of_trace(made.traced.program, made.sharded, made.planned_already)
+
+    @property
+    def mesh(self) -> AnyMesh:
+        """What it is for."""
+        return self.compilation.context.use.mesh
 
     @property
     def program(self) -> Program:
@@ -106,12 +113,41 @@ class TracedStep(Summarized):
         """
         self.compilation.dump(Path(folder))
 
+    def plot_memory_curve(self, limits: Sequence[MemoryLimit], ax: Any = None) -> Any:
+        """Draws seconds a step, simulated, over memory limits; plans once for each.
+
+        Args:
+          limits: as ``shard(memory_limit=...)`` takes them.
+          ax: matplotlib's axes to draw on; by default new ones.
+
+        Returns:
+          The axes.
+
+        Raises:
+          MissingExtraError: matplotlib is not installed.
+          MemoryLimitError: one of ``limits`` is not understood.
+        """
+        return plots.memory_curve_plot([_limited(self.compilation, limit) for limit in limits], ax)
+
     def lower(self) -> LoweredStep:
         """Plans, and lowers to StableHLO for the platform of the mesh."""
         made, platform = self.compilation, self.compilation.context.use.platform
         shapes = made.placed_shapes(self._shapes)
         lowered = made.jitted.trace(*shapes).lower(lowering_platforms=(platform,))
         return LoweredStep(lowered, platform, made.planned, made.runs)
+
+
+def _limited(made: Compilation, limit: MemoryLimit) -> plots.LimitedStep:
+    """``made`` planned under ``limit``."""
+    options = replace(made.context.options, memory_limit=limit, plan=None, measure=False)
+    try:
+        planned = plan(made.sharded, replace(made.context, options=options))
+    except errors.MemoryExceededError as error:
+        return plots.LimitedStep(error.limit_bytes, None)
+    expected = planned.plan.prediction
+    assert expected is not None, "under a limit every plan is simulated"
+    assert planned.limit_bytes is not None
+    return plots.LimitedStep(planned.limit_bytes, expected.step_s)
 
 
 def explain_compilation(made: Compilation) -> Explanation:

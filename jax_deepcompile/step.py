@@ -27,6 +27,7 @@ from jax_deepcompile.ir.program import Port
 from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
 from jax_deepcompile.microbatch_counts import compilation_of
 from jax_deepcompile.options import StepOptions
+from jax_deepcompile.planner.limits import MemoryLimit
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.explanation import Explanation
@@ -236,6 +237,12 @@ class ShardedStep(Summarized, Generic[P, R]):
             raise errors.NotTracedError(self._context.name)
         return explain_compilation(self._last)
 
+    def plot_memory_curve(self, limits: Sequence[MemoryLimit], ax: Any = None) -> Any:
+        """As ``TracedStep.plot_memory_curve``, for the last shapes traced."""
+        if self._last is None:
+            raise errors.NotTracedError(self._context.name)
+        return TracedStep(self._last, ()).plot_memory_curve(limits, ax)
+
     def _summary(self) -> Summary:
         last = None if self._last is None else TracedStep(self._last, ())._summary()
         return summary_of_step(self._context.name, self.mesh, last)
@@ -338,7 +345,7 @@ class BoundStep(Summarized):
     def _summary(self) -> Summary:
         bound = f", bound to a {type(self._instance).__name__}"
         summary = self._step._summary()
-        return Summary(summary.title + bound, summary.rows)
+        return Summary(summary.title + bound, summary.rows, summary.trees)
 
     def explain(self) -> Explanation:
         return self._step.explain()

@@ -43,8 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"compiler", "options", "microbatch_counts", "stages"},
     "api": {"frontend", "costs", "planner", "options", "step"},
     "__init__": {"public"},
-    "public": {"api", "step", "costs", "ir", "lowering", "partition", "planner", "transforms"},
-    "cli": {"api", "step", "costs", "lowering", "planner", "runtime"},
+    "public": {"api", "step", "costs", "ir", "lowering", "partition", "planner", "report", "transforms"},
+    "cli": {"api", "step", "stages", "costs", "lowering", "planner", "report", "runtime"},
     "__main__": {"cli"},
 }
 """What each folder or file of the package may import from the package, besides what all may."""

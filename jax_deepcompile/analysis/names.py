@@ -18,13 +18,12 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_function
 from jax_deepcompile.analysis.dataflow import variables
-from jax_deepcompile.analysis.gathers import Gather, derived
+from jax_deepcompile.analysis.gathers import Gather, derived, is_gather_loop
 from jax_deepcompile.analysis.loops import Loop, Path, computing_scans, loops_in, reduces_gradients
+from jax_deepcompile.ir.paths import parts_of
 from jax_deepcompile.ir.primitives import DEVICE_SUMS, NONLOCAL, Cond, Scan
 from jax_deepcompile.ir.program import Program, Role
 
-_PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|\.?(\w+)")
-_ARGUMENTS = re.compile(r"^\(([\w, ]+)\)\[(\d+)\]")
 _WORD = re.compile(r"[\w./-]+")
 _TRANSFORMED = re.compile(r"^\w+\((.*)\)$")
 _NOT_SCOPES = frozenset({"", "rematted_computation", "checkpoint", "while", "body", "cond", "closed_call"})
@@ -77,7 +76,7 @@ def _origin(eqn: Any, scoped: bool) -> tuple:
 
 def parameter_names(program: Program) -> list[str]:
     """What each input is called: parameters of one tree by their paths in it, whatever modules there are beside."""
-    paths = [_parts(port.path) for port in program.inputs]
+    paths = [parts_of(port.path) for port in program.inputs]
     arrays = [path for path, port in zip(paths, program.inputs, strict=True) if port.role is Role.PARAM and port.shape]
     argument, *rest = _shared(arrays) or [""]
     tree = [argument, *itertools.takewhile("params".__eq__, rest)] if argument else []
@@ -117,6 +116,20 @@ def gradient_names(program: Program, path: Path) -> dict[Any, str]:
         known = known if eqn is None else dict(_pairs(jaxpr.outvars, eqn.outvars, known))
         _spread(jaxpr, known)
     return known
+
+
+def gathered_in(program: Program) -> dict[int, list[str]]:
+    """For inputs of ``program`` the loops in which they are gathered, in words, by the positions of the inputs."""
+    found: dict[str, dict[str, None]] = {}
+    for path in [(), *(path for path, _ in loops_in(program.jaxpr))]:
+        *_, (_, body) = _way_to(program, path)
+        known = _inputs_at(program, path)
+        for eqn in body.eqns:
+            if eqn.primitive.name == "all_gather" or is_gather_loop(eqn):
+                where = program.loop_names.get(path, "a loop") if path else f"outside of loops{_phase(eqn)}"
+                for atom in variables(eqn.invars):
+                    found.setdefault(known.get(atom, ""), {})[where] = None
+    return {index: list(found[name]) for index, name in enumerate(parameter_names(program)) if name and name in found}
 
 
 def value_names(jaxpr: Any, phased: bool = False) -> dict[Any, str]:
@@ -219,17 +232,6 @@ def _made_of(eqn: Any, known: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
         for atom in operands:
             if atom.aval.size == made[0].aval.size or name in DEVICE_SUMS:
                 yield atom, known[made[0]]
-
-
-def _parts(path: str) -> list[str]:
-    """``state.params['embed']['kernel'].value`` in pieces; the attribute that NNX keeps values in is left out.
-
-    Of arguments that are one to the compiler, as NNX objects are, ``(model, optimizer)[1]`` is ``optimizer``.
-    """
-    if several := _ARGUMENTS.match(path):
-        path = several[1].split(", ")[int(several[2])] + path[several.end() :]
-    found = [next(filter(None, each.groups())) for each in _PART.finditer(path)]
-    return found[:-1] if len(found) > 1 and found[-1] == "value" else found
 
 
 def _phase(eqn: Any) -> str:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.api import shard
+from jax_deepcompile.cli.traces import checked, write_trace
 from jax_deepcompile.cli.values import bounded
 from jax_deepcompile.costs.devices import as_if_here
 from jax_deepcompile.costs.simulate import simulate
@@ -116,44 +117,59 @@ def plan(request: StepRequest, cluster: Cluster = HERE, out: Path | None = None)
     return made.to_json() if request.json else str(made)
 
 
-def explain(request: StepRequest, cluster: Cluster = HERE, plan: Path | None = None, html: Path | None = None) -> str:
+def explain(
+    request: StepRequest,
+    cluster: Cluster = HERE,
+    plan: Path | None = None,
+    html: Path | None = None,
+    trace: Path | None = None,
+) -> str:
     """Says what is decided for a step, and why.
 
     Args:
       plan: file with a plan to carry out instead of making one.
       html: file for a page that shows it.
+      trace: file, such as trace.json, for the simulated step as Perfetto and Holistic Trace Analysis open it.
     """
+    trace = checked(trace)
     options = {} if plan is None else {"plan": Plan.from_json(plan.read_text(errors="replace"), str(plan))}
     step, args = sharded_step(request, cluster, **options)
     traced = step.trace(*args)
     if html is not None:
         traced.page().write(html)
-    explained = traced.explain()
-    return explained.to_json() if request.json else str(explained)
+    written, explained = write_trace(trace, traced), traced.explain()
+    return explained.to_json() if request.json else "\n".join([str(explained), *written])
 
 
-def profile(request: StepRequest, out: Path = Path("profile.json"), runs: Positive = 5) -> str:
+def profile(
+    request: StepRequest, out: Path = Path("profile.json"), runs: Positive = 5, trace: Path | None = None
+) -> str:
     """Measures a step on the devices of this process, on zeros where it is given shapes.
 
     Args:
       out: file for the profile as JSON.
       runs: measurements of everything.
+      trace: file, such as trace.json, for one measured step of each device and the simulated one beside it, as Perfetto
+        and Holistic Trace Analysis open them.
 
     Raises:
       DevicesNotAttachedError: the devices are not here.
     """
+    trace = checked(trace)
 
     def zeros(leaf: Any) -> Any:
         return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
     step, args = sharded_step(request, HERE)
-    taken = step.profile(*jax.tree.map(zeros, args), runs=runs).profile
+    measured = step.profile(*jax.tree.map(zeros, args), runs=runs)
+    taken = measured.profile
     out.write_text(taken.to_json())
+    traces = write_trace(trace, step.trace(*measured.args), measured.timelines) if trace else []
     if request.json:
         return taken.to_json()
-    measured = f"{len(taken.ops)} ops, {len(taken.collectives)} collectives, {len(taken.copies)} copies to {out}"
+    entries = f"{len(taken.ops)} ops, {len(taken.collectives)} collectives, {len(taken.copies)} copies to {out}"
     step_s = f"step {1e3 * taken.step.seconds:.3f} ms\n" if taken.step is not None else ""
-    return "\n".join([step_s + measured, *taken.fallbacks()])
+    return "\n".join([step_s + entries, *traces, *taken.fallbacks()])
 
 
 def compare(request: StepRequest, cluster: Cluster = HERE, html: Path | None = None) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self, TypeAlias, TypeVar
 
 from jax_deepcompile.costs.overlap import NONE, Taken
-from jax_deepcompile.costs.simulation import Event, Loop, Totals, Wait
+from jax_deepcompile.costs.simulation import Event, Loop, Repeated, Totals, Wait
 from jax_deepcompile.costs.streams import Queue, Stream, Timing
 
 T = TypeVar("T")
@@ -43,7 +43,8 @@ class Player:
       loop: the innermost loop that it is in, by name; empty where events do not say.
       is_recorded: whether events, loops and waits are kept.
       totals: sums so far.
-      events, loops, waits: what has been played.
+      events, loops, waits: what has been played, bodies of loops once.
+      played: likewise, with all trips.
     """
 
     now_s: float = 0.0
@@ -56,6 +57,7 @@ class Player:
     events: list[Event] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
+    played: list[Event | Repeated] = field(default_factory=list)
 
     def play(self, timing: Timing, earliest_s: float, operands: Due, operation: Callable[[], Operation]) -> Due:
         """Runs a kernel, or sets another operation under way; tells when what it makes is there.
@@ -80,18 +82,13 @@ class Player:
         if stream is not Stream.COMPUTE:
             self.free[stream.queue], self.taken[stream.queue] = due, timing.taken
         self.totals = self.totals.plus(Totals.of(timing, seconds))
+        recorded = operation()
+        what = recorded.op_name, recorded.source, timing.kind, timing.sent_bytes
+        where = self.loop, timing.part, timing.is_within_node
+        event = Event(stream, recorded.name, begin_s, due[stream], self.trips, *what, *where)
+        self.played.append(event)
         if self.is_recorded:
-            recorded = operation()
-            where = (
-                recorded.op_name,
-                recorded.source,
-                timing.kind,
-                timing.sent_bytes,
-                self.loop,
-                timing.part,
-                timing.is_within_node,
-            )
-            self.events.append(Event(stream, recorded.name, begin_s, due[stream], self.trips, *where))
+            self.events.append(event)
         return due
 
     def _kernel_s(self, timing: Timing) -> float:
@@ -132,13 +129,15 @@ class Player:
         """Plays that one of ``branches`` which ends last by ``end_s``, and returns what it returns."""
         played = []
         for play in branches:
-            branch = replace(self, free=dict(self.free), taken=dict(self.taken), events=[], loops=[], waits=[])
+            fresh = {name: [] for name in ("events", "loops", "waits", "played")}
+            branch = replace(self, free=dict(self.free), taken=dict(self.taken), **fresh)
             played.append((branch, play(branch)))
         branch, result = max(played, key=lambda each: end_s(*each))
         self.now_s, self.free, self.taken, self.totals = branch.now_s, branch.free, branch.taken, branch.totals
         self.events += branch.events
         self.loops += branch.loops
         self.waits += branch.waits
+        self.played += branch.played
         return result
 
     @property

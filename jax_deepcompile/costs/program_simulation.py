@@ -25,7 +25,7 @@ from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.player import Due, Operation, Player, merged
 from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.costs.program_time import combined_timings, timings_of
-from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
+from jax_deepcompile.costs.simulation import Loop, Repeated, Simulation, Totals
 from jax_deepcompile.costs.streams import Queue, Stream, Timing
 from jax_deepcompile.ir.primitives import Scan, While
 from jax_deepcompile.ir.program import Program
@@ -51,8 +51,8 @@ def simulate_program(program: Program, costs: CostModel, thresholds: Thresholds 
     outputs = jaxprs.play(program.jaxpr, [{}] * len(program.inputs), run, "")
     run.wait(merged([*outputs, *run.free.values()]))
     loops, events, memory = tuple(run.loops), tuple(run.events), memory_of_program(program)
-    waits = tuple(run.waits)
-    return Simulation(run.now_s, run.totals, loops, events, memory, is_scheduled=False, waits=waits)
+    record = {"waits": tuple(run.waits), "played": tuple(run.played)}
+    return Simulation(run.now_s, run.totals, loops, events, memory, is_scheduled=False, **record)
 
 
 @dataclass
@@ -83,6 +83,7 @@ class _Jaxprs:
     costs: CostModel
     thresholds: Thresholds
     timings: dict[int, list[Timing | None]] = field(default_factory=dict)
+    operations: dict[str, Operation] = field(default_factory=dict)
 
     def play(self, jaxpr: Any, operands: Sequence[Due], run: _Run, path: str) -> list[Due]:
         """Plays a jaxpr whose operands are due at ``operands``; returns when its results are."""
@@ -119,7 +120,12 @@ class _Jaxprs:
         """Runs a kernel, or sets another operation under way; tells when what it makes is there."""
         if timing.stream is Stream.COMPUTE and not timing.seconds:
             return operands
-        return run.play(timing, run.began_s, operands, lambda: Operation(name, name_path(eqn), user_source(eqn)))
+        return run.play(timing, run.began_s, operands, lambda: self._operation(eqn, name))
+
+    def _operation(self, eqn: Any, name: str) -> Operation:
+        if name not in self.operations:
+            self.operations[name] = Operation(name, name_path(eqn), user_source(eqn))
+        return self.operations[name]
 
     def _scan(self, eqn: Any, operands: list[Due], run: _Run, name: str) -> list[Due]:
         scan = Scan(eqn)
@@ -153,18 +159,20 @@ class _Jaxprs:
     ) -> Sequence[Due]:
         """Plays trips until one leaves behind what it began with, and takes the others to be like it."""
         totals, outside = run.totals, (run.trips, run.began_s, run.is_recorded)
-        played, trip_s, delays = 0, 0.0, {}
+        played, trip_s, delays, around, last = 0, 0.0, {}, run.played, ()
         run.trips *= loop.trip_count
         while played < loop.trip_count:
             before, began_s, free = run.late(carried), run.now_s, dict(run.free)
-            run.began_s, run.totals = began_s, Totals()
-            carried = trip(carried)
+            run.began_s, run.totals, run.played = began_s, Totals(), []
+            around.extend(last)
+            carried, last = trip(carried), tuple(run.played)
             totals, played = totals.plus(run.totals), played + 1
             trip_s, delays = run.now_s - began_s, _paces(free, run, began_s)
             if run.late(carried) == before or played == _MOST_TRIPS:
                 break
             run.is_recorded = False
         left = loop.trip_count - played
+        run.played = [*around, Repeated(1 + left, dict.fromkeys(Queue, trip_s) | delays, last)]
         run.now_s += left * trip_s
         run.free = {queue: _delayed(due, delays, left) for queue, due in run.free.items()}
         carried = [_delayed(due, delays, left) for due in carried]

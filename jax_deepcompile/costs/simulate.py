@@ -43,29 +43,7 @@ class HasProgram(Protocol):
 
 
 def simulate(step: HasText | HasProgram, mesh: Mesh, profile: Profile | None = None) -> Simulation:
-    """Simulates one execution of a step: of a compiled one from its scheduled HLO, of a traced one from its program.
-
-    A compiled step is played in the order that XLA chose. A traced one is planned, and its program played with
-    collectives begun as early as their operands and the network allow, whatever memory that takes, and kernels that XLA
-    has yet to fuse: it ranks programs before they are compiled, and its seconds are not those of the compiled step. The
-    result's ``is_scheduled`` says which it is, and so does its text.
-
-    >>> import jax, jax.numpy as jnp, numpy as np
-    >>> mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
-    >>> compiled = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((512, 512), jnp.float32)).compile()
-    >>> simulation = simulate(compiled, mesh)
-    >>> simulation.is_scheduled, simulation.step_s > 0, simulation.communication_s
-    (True, True, 0.0)
-
-    Args:
-      step: compiled by ``jax.jit`` or by this package, or traced by ``ShardedStep.trace``; for the devices of
-        ``mesh``, which need not be attached.
-      mesh: tells the kind of the devices and which of them share a node.
-      profile: measured times, which go before those of the tables: of collectives and copies, and, if it was taken of
-        this step, of its kernels.
-
-    Returns:
-      Seconds a step, of compute, of communication and of it exposed, with the timeline; see ``Simulation``.
+    """Simulates one execution of a step; see ``report.simulated.simulate``, which is what users call.
 
     Raises:
       ArgumentError: ``step`` or ``mesh`` is something else.

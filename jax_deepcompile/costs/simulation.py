@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax_deepcompile.costs.memory import MemoryUse
-from jax_deepcompile.costs.streams import REMATERIALIZED, Part, Stream, Timing
+from jax_deepcompile.costs.streams import REMATERIALIZED, Part, Queue, Stream, Timing
 from jax_deepcompile.summary import Summarized, Summary, size_text
 
 
@@ -135,6 +135,32 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """Trips of a loop that go alike.
+
+    Attributes:
+      trips: how many.
+      paces: by how many seconds operations on each queue are later from one trip to the next.
+      body: what the first of them plays, in the order of issue.
+    """
+
+    trips: int
+    paces: Mapping[Queue, float]
+    body: tuple[Event | Repeated, ...]
+
+
+def unrolled(played: Sequence[Event | Repeated], delays: Mapping[Queue, float]) -> Iterator[Event]:
+    """Every operation as often as it runs, with everything on a queue later by its delay."""
+    for each in played:
+        if isinstance(each, Event):
+            delay_s = delays[each.stream.queue]
+            yield replace(each, start_s=each.start_s + delay_s, end_s=each.end_s + delay_s, trips=1)
+        else:
+            for trip in range(each.trips):
+                yield from unrolled(each.body, {queue: delays[queue] + trip * each.paces[queue] for queue in Queue})
+
+
+@dataclass(frozen=True)
 class Loop:
     """A while.
 
@@ -191,6 +217,7 @@ class Simulation(Summarized):
       in_order_s: the most that collectives a loop needs, with those of the loops before it, and the compute after that
         loop take together: such a phase of the step has no other compute to hide its collectives under.
       waits: what of the timeline's communication and copies is exposed; bodies of loops once.
+      played: what ran when, as ``timeline``, but with all trips of loops.
     """
 
     step_s: float
@@ -201,6 +228,11 @@ class Simulation(Summarized):
     in_order_s: float = 0.0
     is_scheduled: bool = True
     waits: tuple[Wait, ...] = ()
+    played: tuple[Event | Repeated, ...] = ()
+
+    def unrolled(self) -> Iterator[Event]:
+        """Every operation of the step as often as it runs, in the order of issue; each event is of one trip."""
+        return unrolled(self.played, dict.fromkeys(Queue, 0.0))
 
     @property
     def compute_s(self) -> float:

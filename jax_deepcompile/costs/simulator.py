@@ -16,7 +16,7 @@ from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.memory import memory_of
 from jax_deepcompile.costs.operation import timing_of
 from jax_deepcompile.costs.player import Operation, Player
-from jax_deepcompile.costs.simulation import Loop, Simulation
+from jax_deepcompile.costs.simulation import Loop, Repeated, Simulation
 from jax_deepcompile.costs.streams import Queue, Stream, Timing
 from jax_deepcompile.hlo import opcodes
 from jax_deepcompile.hlo.reader import Computation, Instruction, Module
@@ -36,8 +36,9 @@ def simulate(module: Module, costs: CostModel) -> Simulation:
     schedule.play(module.entry, run)
     alone_s = run.totals.compute_s - run.totals.slowed_s
     in_order_s = max((needed_s + alone_s - done_s for needed_s, done_s in schedule.loop_ends), default=0.0)
-    played = tuple(run.loops), tuple(run.events), memory_of(module)
-    return Simulation(run.ended_s, run.totals, *played, in_order_s, waits=tuple(run.waits))
+    loops, events, memory = tuple(run.loops), tuple(run.events), memory_of(module)
+    record = {"waits": tuple(run.waits), "played": tuple(run.played)}
+    return Simulation(run.ended_s, run.totals, loops, events, memory, in_order_s, **record)
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,10 @@ class _Schedule:
             where = began_s, first.now_s, run.loop
             began_s, steady = first.now_s, trip(first, left)
             left = self._under_way(body, body.root, steady)
+            run.played += first.played
         trip_s = steady.now_s - began_s
+        alike = trips if steady is first else trips - 1
+        run.played.append(Repeated(alike, dict.fromkeys(Queue, trip_s), tuple(steady.played)))
         run.events += steady.events
         run.loops += steady.loops
         run.waits += steady.waits

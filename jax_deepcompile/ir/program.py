@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from jax.extend import core as jex
 
+from jax_deepcompile.ir.paths import Leaf, tree_of
 from jax_deepcompile.ir.placement import MeshAxes, Placement
-from jax_deepcompile.summary import Summarized, Summary, axes_text, size_text
+from jax_deepcompile.summary import Branch, Summarized, Summary, axes_text, size_text
 
 
 class Role(StrEnum):
@@ -102,17 +103,48 @@ class Program(Summarized):
 
     def state_rows(self) -> tuple[tuple[str, str], ...]:
         """Its state's leaves and bytes, for a summary."""
-        avals = [var.aval for var, port in zip(self.jaxpr.jaxpr.invars, self.inputs, strict=True) if port.role.is_state]
-        size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
-        where = "a device" if self.view is View.LOCAL else "in all"
-        return (("state", f"{size_text(size)} {where}, {len(avals)} leaves"),)
+        leaves = [var for var, port in zip(self.jaxpr.jaxpr.invars, self.inputs, strict=True) if port.role.is_state]
+        size = sum(map(_bytes, leaves))
+        return (("state", f"{size_text(size)} {self._where}, {len(leaves)} leaves"),)
+
+    @property
+    def _where(self) -> str:
+        return "a device" if self.view is View.LOCAL else "in all"
+
+    def state_tree(self, gathered: Mapping[int, Sequence[str]] | None = None) -> Branch:
+        """Its state, to look at: how each leaf is divided and what it takes; nothing but shapes is read.
+
+        Args:
+          gathered: where what an input holds is gathered, in words, by the position of the input.
+        """
+        known = gathered or {}
+        pairs = enumerate(zip(self.inputs, self.jaxpr.jaxpr.invars, strict=True))
+        state = [(at, port, _bytes(var)) for at, (port, var) in pairs if port.role.is_state]
+        leaves = [Leaf(port.path, size, tuple(self._facts(port, size, known.get(at, ())))) for at, port, size in state]
+        return tree_of("state", leaves, self._where)
+
+    def _facts(self, port: Port, size: int, gathered: Sequence[str]) -> Iterator[str]:
+        yield f"{port.dtype}[{','.join(map(str, port.shape))}]"
+        if port.placement is not None:
+            how = port.placement.on_devices(self.mesh)
+            local = ",".join(map(str, how.local_shape(port.shape, self.mesh.devices)))
+            yield how.describe(self.mesh.devices) + (f" = [{local}]" if how.is_split else "")
+        yield f"{size_text(size)} {self._where}"
+        if port.memory_kind != "device":
+            yield "on the host between steps"
+        if gathered:
+            yield f"gathered: {', '.join(gathered)}"
 
     def _summary(self) -> Summary:
         roles = Counter("state" if port.role.is_state else str(port.role) for port in self.inputs)
         inputs = ", ".join(f"{count} {role}" for role, count in roles.items())
         rows = (("mesh", self.mesh_text), ("inputs", inputs), *self.state_rows())
-        return Summary(f"Program {self.name}, {self.view} view; print() shows its jaxpr", rows)
+        return Summary(f"Program {self.name}, {self.view} view; print() shows its jaxpr", rows, (self.state_tree(),))
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in zip(self.mesh.names, self.mesh.sizes, strict=True))
         return f"# {self.name}: {self.view} view on {mesh}\n{self.jaxpr}"
+
+
+def _bytes(var: Any) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize

@@ -18,6 +18,7 @@ from jax_deepcompile.lowering.compile import alone_options, compile_options, hos
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.runtime.parallel import interruptible
+from jax_deepcompile.summary import Summarized, Summary
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 
 
@@ -76,8 +77,8 @@ class Evaluation:
     argument_bytes: int
 
 
-@dataclass(frozen=True)
-class Candidate:
+@dataclass(frozen=True, repr=False)
+class Candidate(Summarized):
     """A plan carried out.
 
     Attributes:
@@ -93,6 +94,13 @@ class Candidate:
     evaluation: Evaluation | None = None
     rivals: tuple[Plan, ...] = ()
     way: tuple[Simulation, ...] = ()
+
+    def _summary(self) -> Summary:
+        expected = (("expected step", "not compiled"),) if self.evaluation is None else self.prediction.rows()
+        mesh = ("mesh", self.program.mesh_text)
+        return Summary(
+            f"Candidate {self.program.name}", (mesh, *self.plan.rows(), *expected), self.plan._summary().trees
+        )
 
     @property
     def evaluated(self) -> Evaluation:

@@ -18,7 +18,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options
 from jax_deepcompile.lowering.latencies import Latency, latency_options
 from jax_deepcompile.lowering.xla_options import known, objection_to
-from jax_deepcompile.summary import Summarized, Summary, Text, cut, size_text
+from jax_deepcompile.summary import Branch, Summarized, Summary, Text, cut, size_text
 from jax_deepcompile.transforms import TRANSFORMS, carry_out, in_order
 from jax_deepcompile.transforms.decision import Decision, nearest
 
@@ -91,8 +91,11 @@ class Record:
     wall_s: float
 
     def __repr__(self) -> str:
-        verdict = "accepted" if self.accepted else "rejected"
-        return f"Record({self.strategy}, {verdict}: {self.decision}: {self.reason})"
+        return f"Record({self.strategy}, {_verdict(self)}: {self.decision}: {self.reason})"
+
+
+def _verdict(record: Record) -> str:
+    return "accepted" if record.accepted else "rejected"
 
 
 @dataclass(frozen=True, repr=False)
@@ -208,7 +211,10 @@ class Plan(Summarized):
         return Text("\n".join(lines))
 
     def _summary(self) -> Summary:
-        return Summary("Plan", (*self.rows(), *self.expected_rows()))
+        told = tuple(Branch(each.describe()) for each in self.decisions)
+        became = tuple(Branch(each.strategy, (_verdict(each), each.decision, each.reason)) for each in self.records)
+        trees = Branch("decisions", (f"{len(told)}",), told), Branch("candidates", (f"{len(became)}",), became)
+        return Summary("Plan", (*self.rows(), *self.expected_rows()), tuple(tree for tree in trees if tree.parts))
 
     def rows(self) -> Rows:
         """Decisions, the first of many, and what they came of."""

@@ -17,8 +17,10 @@ def measure_step(step: StepRuns, runs: int, warmups: int) -> StepTime:
     return StepTime(median_seconds(step, runs, warmups), measured(runs))
 
 
-def measure_ops(step: StepRuns, ops: Sequence[ExecutedOp], module_name: str, runs: int) -> tuple[OpTime, ...]:
-    """Device time of each op in ``runs`` runs, each traced by itself.
+def measure_ops(
+    step: StepRuns, ops: Sequence[ExecutedOp], module_name: str, runs: int
+) -> tuple[tuple[OpTime, ...], Trace]:
+    """Device time of each op in ``runs`` runs, each traced by itself, and the last of the traces.
 
     Should the profiler fail, the step runs all the same, as often: in a run of several processes no one waits for it.
 
@@ -28,7 +30,8 @@ def measure_ops(step: StepRuns, ops: Sequence[ExecutedOp], module_name: str, run
       module_name: of the compiled step.
       runs: how many to trace.
     """
-    return op_times(ops, [traced(step, module_name)[1] for _ in range(runs)])
+    traces = [traced(step, module_name)[1] for _ in range(runs)]
+    return op_times(ops, traces), traces[-1]
 
 
 def unmeasured(ops: Sequence[ExecutedOp], why: str) -> tuple[OpTime, ...]:

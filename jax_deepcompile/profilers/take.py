@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.entries import OpTime, StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.costs.simulation import Event
 from jax_deepcompile.hlo import reader as hlo
 from jax_deepcompile.ir.placement import AnyMesh, attached
 from jax_deepcompile.ir.program import Program
@@ -20,6 +21,7 @@ from jax_deepcompile.profilers.op_time import measure_ops, measure_step, unmeasu
 from jax_deepcompile.profilers.probes import NOT_ATTACHED, ProbeLimits
 from jax_deepcompile.profilers.processes import of_first_process
 from jax_deepcompile.profilers.runs import StepRuns
+from jax_deepcompile.profilers.timelines import timelines_of
 from jax_deepcompile.summary import Summarized, Summary
 
 
@@ -30,10 +32,13 @@ class Taken(Summarized):
     Attributes:
       profile: what was measured.
       args: the arguments, with the state that the measured runs returned where the step donates it.
+      timelines: what each device of this process ran when in the last run that was traced, by its number in the mesh;
+        empty where nothing was traced.
     """
 
     profile: Profile
     args: tuple
+    timelines: Mapping[int, tuple[Event, ...]] = field(default_factory=dict)
 
     def _summary(self) -> Summary:
         rows = self.profile._summary().rows
@@ -81,7 +86,7 @@ def take_profile(
     digest = fingerprint(program_text(program), machine, compiler_options)
     if known is not None and known.fingerprint == digest:
         return Taken(known, args)
-    ops, step_time, args = _run(step, args, compiled, program, mesh, runs)
+    ops, step_time, args, timelines = _run(step, args, compiled, program, mesh, runs)
     memory = measure_memory(compiled, mesh)
     planned_from = "" if base is None else fingerprint(program_text(base), machine)
     profile = Profile(digest, machine, ops=ops, step=step_time, memory=memory, program=planned_from)
@@ -94,17 +99,18 @@ def take_profile(
             digest, machine, collectives=measure_collectives(mesh, limits), copies=measure_copies(mesh, limits)
         )
         profile = profile.merge(probed)
-    return Taken(of_first_process(profile, mesh) or profile, args)
+    return Taken(of_first_process(profile, mesh) or profile, args, timelines)
 
 
 def _run(
     step: Callable, args: tuple, compiled: Executable, program: Program, mesh: AnyMesh, runs: int
-) -> tuple[tuple[OpTime, ...], StepTime | None, tuple]:
-    """Times of the ops and of whole runs, and the arguments of the next call."""
+) -> tuple[tuple[OpTime, ...], StepTime | None, tuple, Mapping[int, tuple[Event, ...]]]:
+    """Times of the ops and of whole runs, the arguments of the next call, and what ran when."""
     module = hlo.read(compiled.as_text() or "")
     ops = executed_ops(module, program)
     if not attached(mesh):
-        return unmeasured(ops, NOT_ATTACHED), None, args
+        return unmeasured(ops, NOT_ATTACHED), None, args, {}
     step_runs = StepRuns(step, args, program)
     step_time = measure_step(step_runs, runs, warmups=1)
-    return measure_ops(step_runs, ops, module.name, runs), step_time, step_runs.args
+    times, trace = measure_ops(step_runs, ops, module.name, runs)
+    return times, step_time, step_runs.args, timelines_of(trace, module, mesh)

@@ -25,17 +25,37 @@ _HOST_EVENTS_OF_THE_CPU_BACKEND = 2
 
 
 @dataclass(frozen=True)
+class Span:
+    """One execution of an HLO op.
+
+    Attributes:
+      device: its ordinal.
+      op: name of the HLO op.
+      kernel: name of what ran.
+      start_s, end_s: on the profiler's clock, one for all devices.
+    """
+
+    device: int
+    op: str
+    kernel: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
 class Trace:
     """Device time of one traced call.
 
     Attributes:
       seconds: by (device ordinal, name of the HLO op), summed over its executions.
       events: how many events that was, by the same.
+      spans: each of them.
       problem: why there is none; empty if there is.
     """
 
     seconds: dict[tuple[int, str], float] = field(default_factory=dict)
     events: Counter[tuple[int, str]] = field(default_factory=Counter)
+    spans: list[Span] = field(default_factory=list)
     problem: str = ""
 
 
@@ -84,14 +104,16 @@ def read_profiles(profiles: Sequence[Any], module_name: str) -> Trace:
         planes = [plane for profile in profiles for plane in profile.planes]
         gpus = [plane for plane in planes if plane.name.startswith(_GPU)]
         for plane in gpus or planes:
-            for device, op, seconds in _op_events(plane, module_name):
+            for device, op, event in _op_events(plane, module_name):
+                seconds, start_s = event.duration_ns / _NS_PER_S, event.start_ns / _NS_PER_S
                 trace.seconds[device, op] = trace.seconds.get((device, op), 0.0) + seconds
                 trace.events[device, op] += 1
+                trace.spans.append(Span(device, op, event.name, start_s, start_s + seconds))
     return trace
 
 
-def _op_events(plane: Any, module_name: str) -> Iterator[tuple[int, str, float]]:
-    """Device ordinal, name of the HLO op and seconds of each event of the module."""
+def _op_events(plane: Any, module_name: str) -> Iterator[tuple[int, str, Any]]:
+    """Device ordinal, name of the HLO op and the event, for each of the module."""
     on_gpu = plane.name.startswith(_GPU)
     for line in plane.lines:
         if on_gpu and not line.name.startswith(_STREAM):
@@ -100,4 +122,4 @@ def _op_events(plane: Any, module_name: str) -> Iterator[tuple[int, str, float]]
             found = dict(event.stats)
             if found.get("hlo_module") == module_name and "hlo_op" in found:
                 device = int(plane.name.removeprefix(_GPU) if on_gpu else found["device_ordinal"])
-                yield device, found["hlo_op"], event.duration_ns / _NS_PER_S
+                yield device, found["hlo_op"], event

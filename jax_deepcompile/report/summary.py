@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import AbstractMesh, Mesh
 
+from jax_deepcompile.analysis.names import gathered_in
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.division import arguments
@@ -17,14 +18,15 @@ def summary_of_step(name: str, mesh: Mesh | AbstractMesh, traced: Summary | None
     rows = (("mesh", f"{axes} ({kind})"),)
     if traced is None:
         return Summary(f"ShardedStep {name}", (*rows, ("shapes", "none yet: call it, or trace(...) it")))
-    return Summary(f"ShardedStep {name}", (*rows, *traced.rows[1:]))
+    return Summary(f"ShardedStep {name}", (*rows, *traced.rows[1:]), traced.trees)
 
 
 def summary_of_trace(program: Program, sharded: Program, planned: Planned | None) -> Summary:
     """Of a ``TracedStep``."""
     rows = (("mesh", program.mesh_text), ("arguments", arguments(program)), *sharded.state_rows())
     planning = (("plan", "not planned yet"),) if planned is None else planned.rows()
-    return Summary(f"TracedStep {program.name}", (*rows, *planning))
+    placed = sharded if planned is None else planned.program
+    return Summary(f"TracedStep {program.name}", (*rows, *planning), (placed.state_tree(gathered_in(sharded)),))
 
 
 def summary_of_stage(kind: str, planned: Planned) -> Summary:

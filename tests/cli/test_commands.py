@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import textwrap
@@ -128,6 +129,7 @@ def test_a_decorated_step_keeps_its_own_mesh(file, capsys):
     ("words", "said"),
     [
         (["{file}:other"], "my_train_step has no function other"),
+        (["{file}:make", "--trace", "trace.txt"], "expected a file that ends in .json or .json.gz"),
         (["{file}:make", "--plan", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
     ],
 )
@@ -142,7 +144,17 @@ def test_profile_measures_on_zeros_where_shapes_are_given(file, tmp_path, capsys
     out = tmp_path / "profile.json"
     assert cli.main(["profile", f"{file}:make", "--out", str(out), "--runs", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
+    trace = tmp_path / "trace.json"
+    assert cli.main(["profile", f"{file}:make", "--out", str(out), "--runs", "1", "--trace", str(trace)]) == 0
+    printed = capsys.readouterr().out
+    assert "collectives" in printed
+    assert f"trace of the measured and the simulated step: {trace} and 7 more, one a device" in printed
     assert Profile.from_json(out.read_text(), "it").step is not None
+    for rank, path in enumerate([trace, *(tmp_path / f"trace.rank{rank}.json" for rank in range(1, 8))]):
+        found = json.loads(path.read_text())
+        assert found["distributedInfo"] == {"backend": "nccl", "rank": rank, "world_size": 8}
+        names = {row["name"].split()[0] for row in found["traceEvents"] if "stream" in row["args"]}
+        assert {"ncclDevKernel_AllGather", "ncclDevKernel_ReduceScatter"} < names
 
 
 @pytest.mark.h100_aot
@@ -152,8 +164,13 @@ def test_a_plan_is_written_and_explained(file, tmp_path, capsys):
     plan = Plan.from_json(out.read_text(), "it")
     assert plan.prediction is not None
     capsys.readouterr()
-    assert cli.main(["explain", f"{file}:make", "--gpu", "h100", "--nodes", "2", "--plan", str(out)]) == 0
-    assert "plan: given" in capsys.readouterr().out
+    trace = tmp_path / "trace.json.gz"
+    told = ["explain", f"{file}:make", "--gpu", "h100", "--nodes", "2", "--plan", str(out), "--trace"]
+    assert cli.main([*told, str(trace)]) == 0
+    printed = capsys.readouterr().out
+    assert "plan: given" in printed
+    assert printed.endswith(f"trace of the simulated step: {trace}\n")
+    assert json.loads(gzip.decompress(trace.read_bytes()))["distributedInfo"]["world_size"] == 16
 
 
 @pytest.mark.cpu_mesh

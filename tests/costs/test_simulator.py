@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from jax_deepcompile import errors
@@ -10,18 +12,21 @@ from jax_deepcompile.costs.simulator import simulate
 from jax_deepcompile.costs.streams import Queue, Stream
 from jax_deepcompile.hlo import opcodes
 from jax_deepcompile.hlo import reader as hlo
-from tests.costs.snippets import ADDER, COSTS, GROUPS, module
+from tests.costs.snippets import (
+    ADDER,
+    BODY,
+    COSTS,
+    DONE,
+    GATHER,
+    GROUPS,
+    START,
+    WHILE,
+    WORK,
+    leaving_a_gather_for_the_next_trip,
+    module,
+)
 
 pytestmark = pytest.mark.pure
-
-# Gathers 100 kB, 0.75 s; copies 0.25 MB of device memory, 0.5 s.
-GATHER = """
-%w = f32[6250]{0} parameter(0)
-%x = f32[62500]{0} parameter(1)
-"""
-START = f"%start = (f32[6250]{{0}}, f32[25000]{{0}}) all-gather-start(%w), {GROUPS}, dimensions={{0}}"
-DONE = "%done = f32[25000]{0} all-gather-done(%start)"
-WORK = "%copy = f32[62500]{0} copy(%x)"
 
 
 def test_an_exposed_gather():
@@ -107,30 +112,6 @@ def test_copies_to_and_from_the_host_have_streams_of_their_own():
     assert {event.stream for event in run.timeline} == {Stream.TO_HOST, Stream.FROM_HOST}
 
 
-BODY = f"""%body (s: (s32[], f32[6250], f32[62500])) -> (s32[], f32[6250], f32[62500]) {{
-  %s = (s32[], f32[6250]{{0}}, f32[62500]{{0}}) parameter(0)
-  %i = s32[] get-tuple-element(%s), index=0
-  %w = f32[6250]{{0}} get-tuple-element(%s), index=1
-  %x = f32[62500]{{0}} get-tuple-element(%s), index=2
-  {START}
-  {WORK}
-  {DONE}
-  ROOT %r = (s32[], f32[6250]{{0}}, f32[62500]{{0}}) tuple(%i, %w, %copy)
-}}
-
-%cond (c: (s32[], f32[6250], f32[62500])) -> pred[] {{
-  %c = (s32[], f32[6250]{{0}}, f32[62500]{{0}}) parameter(0)
-  %j = s32[] get-tuple-element(%c), index=0
-  %bound = s32[] constant(10)
-  ROOT %lt = pred[] compare(%j, %bound), direction=LT
-}}
-"""
-WHILE = """
-%init = (s32[], f32[6250]{0}, f32[62500]{0}) parameter(0)
-ROOT %loop = (s32[], f32[6250]{0}, f32[62500]{0}) while(%init), condition=%cond, body=%body
-"""
-
-
 def test_a_loop_is_its_trip_times_its_count():
     run = simulate(module(WHILE, BODY), COSTS)
     assert (run.step_s, run.compute_s, run.exposed_communication_s) == pytest.approx((7.5, 5.0, 2.5))
@@ -155,32 +136,7 @@ def test_a_loop_without_a_count_runs_once_and_says_so():
 
 
 def test_a_gather_that_a_trip_leaves_for_the_next():
-    """Three trips: 0.5 s of work each beside a gather of 0.75 s begun one trip (or, the first, the loop) earlier."""
-    handle = "(f32[6250]{0}, f32[25000]{0})"
-    body = f"""%body (s: (f32[6250], f32[62500], {handle})) -> (f32[6250], f32[62500], {handle}) {{
-  %s = (f32[6250]{{0}}, f32[62500]{{0}}, {handle}) parameter(0)
-  %w = f32[6250]{{0}} get-tuple-element(%s), index=0
-  %x = f32[62500]{{0}} get-tuple-element(%s), index=1
-  %begun = {handle} get-tuple-element(%s), index=2
-  {DONE.replace("%start", "%begun")}
-  {START}
-  {WORK}
-  ROOT %r = (f32[6250]{{0}}, f32[62500]{{0}}, {handle}) tuple(%w, %copy, %start)
-}}
-"""
-    condition = f"""%cond (c: (f32[6250], f32[62500], {handle})) -> pred[] {{
-  %c = (f32[6250]{{0}}, f32[62500]{{0}}, {handle}) parameter(0)
-  ROOT %true = pred[] constant(true)
-}}
-"""
-    entry = f"""{GATHER}{START}
-%init = (f32[6250]{{0}}, f32[62500]{{0}}, {handle}) tuple(%w, %x, %start)
-%loop = (f32[6250]{{0}}, f32[62500]{{0}}, {handle}) while(%init), condition=%cond, body=%body, \
-backend_config={{"known_trip_count":{{"n":"3"}}}}
-%last = {handle} get-tuple-element(%loop), index=2
-{DONE.replace("%start", "%last")}
-"""
-    run = simulate(module(entry, body, condition), COSTS)
+    run = simulate(leaving_a_gather_for_the_next_trip(), COSTS)
     assert run.loops[0].trip_s == pytest.approx(0.75)
     assert (run.step_s, run.compute_s, run.communication_s) == pytest.approx((3.0, 1.5, 3.0))
     assert run.exposed_communication_s == pytest.approx(1.5)
@@ -188,6 +144,25 @@ backend_config={{"known_trip_count":{{"n":"3"}}}}
     in_loop, after = run.waits
     assert (in_loop.loop, in_loop.name, in_loop.trips, in_loop.start_s) == ("loop", "start", 3, pytest.approx(1.25))
     assert (after.loop, after.name, after.end_s) == ("", "start", pytest.approx(3.0))
+
+
+@pytest.mark.parametrize(
+    "played", [module(WHILE, BODY), leaving_a_gather_for_the_next_trip()], ids=["alike", "carried"]
+)
+def test_unrolled_all_trips_of_a_loop_are_there_and_last_as_long(played: hlo.Module):
+    run = simulate(played, COSTS)
+    events = list(run.unrolled())
+    in_all = {event.name: [each for each in events if each.name == event.name] for event in run.timeline}
+    assert {name: len(each) for name, each in in_all.items()} == {
+        name: sum(event.trips for event in run.timeline if event.name == name) for name in in_all
+    }
+    assert {event.trips for event in events} == {1}
+    assert max(event.end_s for event in events) == pytest.approx(run.step_s)
+    kernels = [event for event in events if event.stream is Stream.COMPUTE]
+    gathers = [event for event in events if event.stream is not Stream.COMPUTE]
+    for each, seconds in ((kernels, run.compute_s), (gathers, run.communication_s)):
+        assert sum(event.end_s - event.start_s for event in each) == pytest.approx(seconds)
+        assert all(before.end_s <= after.start_s + 1e-9 for before, after in pairwise(each))
 
 
 def test_a_conditional_costs_its_dearer_branch():

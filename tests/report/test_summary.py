@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.ir.paths import Leaf, tree_of
 from jax_deepcompile.report.words import line_text
 from jax_deepcompile.summary import Summary, Text, size_text
 from jax_deepcompile.transforms.unshard import ReusedGathers
@@ -275,6 +276,69 @@ def test_a_table_of_what_is_shown():
     assert "a<br>b" in html
     step = deepcompile.shard(train_step, {"fsdp": 8})
     assert step._repr_html_() == step._summary().html()
+
+
+def tree_rows(shown: str) -> list[str]:
+    """What is in each row of the trees, without tags."""
+    rows = re.findall(r"<b>(.*?)</b> <small>(.*?)</small>", shown)
+    return [": ".join(filter(None, row)) for row in rows]
+
+
+@pytest.mark.pure
+def test_a_notebook_unfolds_the_state_with_its_shards_and_where_it_is_gathered(traced):
+    """Whose arrays are shapes alone: there is none to touch."""
+    step, stage = traced
+    shown = stage._repr_html_()
+    rows = tree_rows(shown)
+    assert rows[0] == "state: 38 leaves, 46.8 KiB a device"
+    assert "step: int32[] · replicate · 4 B a device" in rows
+    key = "key/kernel, value/kernel: float32[3,32,2,8] · shard(1: fsdp) = [3,4,2,8] · 768 B a device"
+    assert f"{key} · gathered: layers @forward, layers @backward" in rows
+    assert key in rows, "moments are as parameters are, and are not gathered"
+    assert "mu, nu: 12 leaves, 15.6 KiB a device" in rows
+    assert shown.count("<details") == shown.count("</details>") > 3
+    assert tree_rows(step._repr_html_()) == rows
+    assert tree_rows(stage.sharded._repr_html_())[0] == rows[0]
+    assert tree_rows(stage.program._repr_html_())[0] == "state: 38 leaves, 374.6 KiB in all"
+
+
+@pytest.mark.pure
+def test_a_plan_and_a_candidate_unfold_their_decisions(traced):
+    plan = traced[1].plan().having(ReusedGathers, [ReusedGathers(("head/<b>",))])
+    (row,) = (row for row in tree_rows(plan._repr_html_()) if "head/" in row)
+    assert "head/&lt;b&gt;" in row
+    candidate = deepcompile.Candidate(plan, traced[1].sharded)
+    assert row in tree_rows(candidate._repr_html_())
+    assert "expected step  not compiled" in repr(candidate)
+    assert len(repr(candidate)) < MOST
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("names", ["layers_{}", "<i>{}", "&" * 100 + "{}"], ids=["plain", "a tag", "long"])
+@pytest.mark.parametrize("different", [False, True])
+def test_thousands_of_leaves_fold_and_stay_short(names: str, different: bool):
+    leaves = [
+        Leaf(f"s['{names.format(number)}']['{name}']", 4, (f"f32[{number * different}]",))
+        for number in range(3000)
+        for name in ("kernel", "bias", "a" * 5000)
+    ]
+    shown = tree_of("state", leaves).html()
+    assert len(shown) < 200_000
+    assert shown.count("<details") == shown.count("</details>")
+    assert "<i>" not in shown
+    rows = tree_rows(shown)
+    assert rows[0] == "s: 9000 leaves, 35.2 KiB"
+    assert ("more</div>" in shown) == different
+    assert different or [row for row in rows if "and 2999 like it" in row]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("path", ["", "s", "s" + "['a']" * 3000, "s['a" + "'" * 50 + "']", "(a, b)[1]['<script>']"])
+def test_whatever_a_path_looks_like_it_is_a_tree(path: str):
+    shown = tree_of("state", [Leaf(path, 4, ("f32[]",)), Leaf("s['other']", 4, ("f32[1]",))]).html()
+    assert "f32[]" in shown
+    assert "<script>" not in shown
+    assert len(shown) < 2000
 
 
 @pytest.mark.pure

@@ -1,0 +1,211 @@
+"""Steps as Chrome traces: JSON that Perfetto and Holistic Trace Analysis open, one file a rank.
+
+Names and fields are those that PyTorch's profiler writes for GPUs: kernels have a stream and a correlation, collectives
+are called ``ncclDevKernel_…`` and copies ``Memcpy …``, the step is a ``ProfilerStep``, and ``distributedInfo`` has the
+rank. An analyser takes every event with a stream for one of the same GPU, so that one step of a file has streams: of a
+measured step with the simulated one beside it, the measured one. Times are whole microseconds: what has fractions is
+shortened by Holistic Trace Analysis, each kernel by itself, and gaps come in between.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from jax_deepcompile import errors
+from jax_deepcompile.costs.simulation import Event
+from jax_deepcompile.costs.streams import Stream
+from jax_deepcompile.report import timeline
+
+Json: TypeAlias = dict[str, Any]
+
+_US_PER_S, _NS_PER_S = 1e6, 1e9
+_FIRST_STREAM = 7
+"""CUDA's first stream that is not its own."""
+_STREAMS = list(Stream)
+_STEP_ROW, _WAITS_ROW = 1, 2
+_LANES = 100
+"""From one row of a stream's to the next: operations that run at once have one each."""
+_KERNELS = {
+    Stream.ALL_GATHER: "AllGather",
+    Stream.ALL_REDUCE: "AllReduce",
+    Stream.ALL_TO_ALL: "AllToAll",
+    Stream.BROADCAST: "Broadcast",
+    Stream.PERMUTE: "SendRecv",
+    Stream.RAGGED_ALL_TO_ALL: "RaggedAllToAll",
+    Stream.REDUCE_SCATTER: "ReduceScatter",
+}
+_COPIES = {Stream.TO_HOST: "Memcpy DtoH (Device -> Pinned)", Stream.FROM_HOST: "Memcpy HtoD (Pinned -> Device)"}
+_TAKEN_FOR_OTHERS = ("Sync", "Memcpy", "Memset")
+"""What in the name of a kernel makes an analyser take it for something else."""
+
+
+def chrome_trace(
+    name: str,
+    events: Iterable[Event],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    beside: Mapping[str, Iterable[Event]] | None = None,
+    live_bytes: tuple[Sequence[float], Sequence[int]] = ((), ()),
+) -> Json:
+    """One step of one device.
+
+    Args:
+      name: what ``events`` are, such as ``simulated``.
+      events: each of one trip, on one clock that begins with the step, in seconds.
+      rank: of the device among ``world_size``.
+      beside: other steps by name, on the same clock, to look at only.
+      live_bytes: seconds, and bytes of device memory needed from then on.
+
+    Returns:
+      What ``json.dumps`` makes a trace of.
+    """
+    steps = {f"{name}, rank {rank}": events, **(beside or {})}
+    processes = [_Process(number, title, rank if number == 0 else None) for number, title in enumerate(steps)]
+    rows = [row for process, each in zip(processes, steps.values(), strict=True) for row in process.rows(list(each))]
+    return {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": world_size},
+        "traceEvents": [*rows, *_memory(*live_bytes)],
+    }
+
+
+def required(file: str | os.PathLike) -> Path:
+    """``file`` as a path, if what opens traces would open it.
+
+    Raises:
+      ArgumentError: it ends in neither ``.json`` nor ``.json.gz``, or its folder is not there.
+    """
+    path = Path(file)
+    if not path.name.endswith((".json", ".json.gz")) or not path.parent.is_dir():
+        expected = "a file that ends in .json or .json.gz, in a folder that is there"
+        raise errors.ArgumentError("write_trace", "file", str(file), expected)
+    return path
+
+
+def write(path: Path, trace: Json) -> Path:
+    """Writes ``trace``, an event a line; compressed where ``path`` ends in ``.gz``."""
+    head = json.dumps({key: value for key, value in trace.items() if key != "traceEvents"})
+    rows = ",\n".join(map(json.dumps, trace["traceEvents"]))
+    with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
+        file.write(f'{head[:-1]}, "traceEvents": [\n{rows}\n]}}\n')
+    return path
+
+
+def path_of_rank(path: Path, rank: int) -> Path:
+    """``trace.json`` of rank 0 is ``trace.rank1.json`` of rank 1."""
+    end = ".json.gz" if path.name.endswith(".gz") else ".json"
+    return path if rank == 0 else path.with_name(f"{path.name.removesuffix(end)}.rank{rank}{end}")
+
+
+@dataclass(frozen=True)
+class _Process:
+    """What a trace calls a process: the rows of one step.
+
+    Attributes:
+      number: in the trace.
+      name: of the step.
+      rank: of the GPU whose events these are to an analyser; None where they are only to be looked at.
+    """
+
+    number: int
+    name: str
+    rank: int | None
+
+    def rows(self, events: Sequence[Event]) -> Iterator[Json]:
+        yield self._named("process", self.name)
+        ended_s = max((event.end_s for event in events), default=0.0)
+        waits = [(f"waits for {_name(wait.cause)}", wait.start_s, wait.end_s) for wait in timeline.waits(events)]
+        yield from self._annotations(_STEP_ROW, "step", [("ProfilerStep#1", 0.0, ended_s)])
+        yield from self._annotations(_WAITS_ROW, "compute waits", waits)
+        lanes, said = _lanes(events), {}
+        for lane, stream in sorted({(lane, event.stream) for lane, event in zip(lanes, events, strict=True)}):
+            yield self._named("thread", str(stream), _stream(stream) + lane)
+        for correlation, (lane, event) in enumerate(zip(lanes, events, strict=True), 1):
+            if event.name not in said:
+                said[event.name] = {"name": _name(event), "args": _origin(event)}
+            launched = {"stream": _stream(event.stream), "device": self.rank, "correlation": correlation}
+            args = said[event.name]["args"] | {"nanoseconds": round((event.end_s - event.start_s) * _NS_PER_S)}
+            yield {
+                "ph": "X",
+                "name": said[event.name]["name"],
+                "cat": self._category(event),
+                **self._span(_stream(event.stream) + lane, event.start_s, event.end_s),
+                "args": args if self.rank is None else launched | args,
+            }
+
+    def _category(self, event: Event) -> str:
+        if self.rank is None:
+            return "beside"
+        return "gpu_memcpy" if event.stream.is_copy else "kernel"
+
+    def _annotations(self, thread: int, title: str, spans: Iterable[tuple[str, float, float]]) -> Iterator[Json]:
+        yield self._named("thread", title, thread)
+        for name, start_s, end_s in spans:
+            yield {"ph": "X", "name": name, "cat": "user_annotation", **self._span(thread, start_s, end_s), "args": {}}
+
+    def _named(self, what: str, name: str, thread: int = 0) -> Json:
+        where = {"pid": self.number, "tid": thread, "ts": 0}
+        return {"ph": "M", "name": f"{what}_name", **where, "args": {"name": name}}
+
+    def _span(self, thread: int, start_s: float, end_s: float) -> Json:
+        """Beginning and duration; what follows on another begins exactly where it ends."""
+        start, end = _us(start_s), _us(end_s)
+        return {"pid": self.number, "tid": thread, "ts": start, "dur": end - start}
+
+
+def _lanes(events: Sequence[Event]) -> list[int]:
+    """The row of its stream that each event is in: the first one that is free."""
+    free: dict[tuple[Stream, int], int] = {}
+    lanes = []
+    for event in events:
+        lane = 0
+        while free.get((event.stream, lane), 0) > _us(event.start_s):
+            lane += _LANES
+        free[event.stream, lane] = _us(event.end_s)
+        lanes.append(lane)
+    return lanes
+
+
+def _name(event: Event | None) -> str:
+    """What an analyser tells kernels, collectives and copies by."""
+    if event is None:
+        return "what nobody recorded"
+    if event.stream.is_copy:
+        return _COPIES[event.stream]
+    if event.stream is not Stream.COMPUTE:
+        scope = timeline.scope(event.op_name)[0]
+        return f"ncclDevKernel_{_KERNELS[event.stream]}" + f" {scope}" * bool(scope)
+    name = timeline.title(event)
+    for part in _TAKEN_FOR_OTHERS:
+        name = name.replace(part, part.lower())
+    return f"_{name}" if name.startswith(("nccl", "dma")) else name
+
+
+def _origin(event: Event) -> Json:
+    sent = {"sent bytes": event.sent_bytes} if event.sent_bytes else {}
+    return {"op": event.name, "path": event.op_name, "line": timeline.line(event)} | sent
+
+
+def _memory(seconds: Sequence[float], sizes: Sequence[int]) -> Iterator[Json]:
+    before = None
+    for at_s, size in zip(seconds, sizes, strict=True):
+        if size != before:
+            where = {"pid": 0, "tid": 0, "ts": _us(at_s)}
+            yield {"ph": "C", "name": "live bytes", **where, "args": {"bytes": size}}
+        before = size
+
+
+def _stream(stream: Stream) -> int:
+    return _FIRST_STREAM + _STREAMS.index(stream)
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * _US_PER_S)
