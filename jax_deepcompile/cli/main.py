@@ -75,12 +75,12 @@ def _commands(rest: Sequence[str], watch: interrupts.Watch) -> dict[str, Callabl
     from jax_deepcompile.cli import commands, experiments, fit
 
     def train() -> int:
-        """Trains an experiment's model on text."""
-        return experiments.run("train", rest, watch)
+        """Trains an experiment's model, or that of a config of yours."""
+        return experiments.train(rest, watch)
 
     def bench() -> int:
         """Measures a benchmark, on GPUs that are not here or on one that is."""
-        return experiments.run("bench", rest, watch)
+        return experiments.bench(rest)
 
     return {
         "train": train,

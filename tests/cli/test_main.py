@@ -1,13 +1,14 @@
 import os
 import runpy
 import sys
+from pathlib import Path
 
 import pytest
 
-from experiments import command
-from experiments.config import load
 from jax_deepcompile.cli import main as cli
+from jax_deepcompile.cli import train as command
 from jax_deepcompile.runtime import interrupts
+from jax_deepcompile.training.find import load
 
 pytestmark = pytest.mark.pure
 
@@ -46,7 +47,7 @@ def test_the_version_is_printed(capsys, monkeypatch):
 def test_the_documented_line(asked, place):
     words = ["--steps", "40", "--out", "DIR", "--optimizer.learning-rate", "1e-3", "--train.seed=2"]
     assert cli.main(["train", *words[: place - 1], "tiny_llama", *words[place - 1 :]]) == 0
-    run, before = asked["run"], load("tiny_llama")
+    run, before = asked["run"], load("tiny_llama", [Path(__file__).parents[2] / "experiments"])
     assert asked["folder"] == "DIR"
     assert (run.experiment.train.steps, run.experiment.train.seed) == (40, 2)
     assert run.experiment.optimizer.learning_rate == 1e-3

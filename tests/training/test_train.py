@@ -8,23 +8,25 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from rich.console import Console
 
-from experiments import train as training
-from experiments.checkpoints import claim_folder
-from experiments.command import parse
-from experiments.config import ConfigError, Experiment, Mesh
-from experiments.data import load_text, training_batches
-from experiments.language_models import language_model
-from experiments.loop import training_steps
-from experiments.metrics import read_metrics
-from experiments.train import check_batch_size, make_mesh, make_optimizer, train
+from jax_deepcompile.cli.train import parse
+from jax_deepcompile.training import train as training
+from jax_deepcompile.training.checkpoints import claim_folder
+from jax_deepcompile.training.config import ConfigError, Experiment, Mesh
+from jax_deepcompile.training.data import load_data, training_batches
+from jax_deepcompile.training.loop import training_steps
+from jax_deepcompile.training.metrics import read_metrics
+from jax_deepcompile.training.model import build_model
+from jax_deepcompile.training.train import check_batch_size, make_mesh, make_optimizer, train
 
 STEPS = 6
+FOLDERS = (Path(__file__).parents[2] / "experiments",)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     words = f"""--model.d-model 16 --model.n-heads 2 --model.n-kv-heads 1 --model.d-ff 16 --model.n-layers 1
         --model.remat-policy None --data.sequence-length 16 --data.batch-size 8 --optimizer.learning-rate 0.03
         --steps {STEPS} --train.held-out-batches 2 --train.checkpoint-every-steps 2"""
-    return parse("tiny_llama", [*words.split(), "--data", str(text)]).experiment
+    return parse("tiny_llama", [*words.split(), "--data", str(text)], FOLDERS).experiment
 
 
 @dataclasses.dataclass
@@ -76,9 +78,9 @@ def test_a_run_ends_with_the_loss_beside_the_entropy(run):
 
 @pytest.mark.cpu_mesh
 def test_the_sharded_run_has_the_losses_of_the_plain_step_on_one_device(experiment, run):
-    text = load_text(experiment.data)
+    text = load_data(experiment.data)
     batches = training_batches(text.training, experiment.data)
-    model = language_model(experiment.model, experiment.data.sequence_length)
+    model = build_model(experiment.model, experiment.data.sequence_length)
     state = training.make_create_state(model, make_optimizer(experiment.optimizer, STEPS))(jax.random.key(0))
     step = jax.jit(training.make_train_step(model, 0))
     losses = []

@@ -12,10 +12,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from experiments.config import ConfigError, Experiment, Train, flatten, spell
-from experiments.manifest import MANIFEST, damage, write_manifest
-from experiments.metrics import metrics_path
 from jax_deepcompile.runtime.files import write_whole
+from jax_deepcompile.training.config import ConfigError, Experiment, Train, flatten, spell
+from jax_deepcompile.training.manifest import MANIFEST, damage, write_manifest
+from jax_deepcompile.training.metrics import metrics_path
 
 # A change of these is a different run; a change of the others (more steps, another log interval) is the same one.
 _SAME_ON_RESUME = ("model.", "data.", "optimizer.")

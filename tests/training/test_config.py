@@ -1,27 +1,32 @@
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.command import parse
-from experiments.config import ConfigError, flatten, load, names, spell
-from experiments.language_models import language_model
+from jax_deepcompile.cli.train import parse
+from jax_deepcompile.training.config import ConfigError, flatten, spell
+from jax_deepcompile.training.find import load, names
+from jax_deepcompile.training.model import build_model
 
 pytestmark = pytest.mark.pure
 
+FOLDERS = (Path(__file__).parents[2] / "experiments",)
+
 
 def test_every_experiment_has_a_description():
-    assert {"tiny_llama", "tiny_gpt2", "tiny_mixtral"} <= set(names())
-    assert all(names().values())
+    assert {"tiny_llama", "tiny_gpt2", "tiny_mixtral"} <= set(names(FOLDERS))
+    assert all(names(FOLDERS).values())
 
 
 def test_modules_without_a_config_are_not_experiments():
-    assert not {"config", "data", "train", "__init__"} & set(names())
+    assert not {"config", "data", "train", "__init__"} & set(names(FOLDERS))
 
 
-@pytest.mark.parametrize("name", sorted(names()))
+@pytest.mark.parametrize("name", sorted(names(FOLDERS)))
 def test_every_experiment_has_a_model_with_a_loss(name):
-    experiment = load(name)
-    model = language_model(experiment.model, experiment.data.sequence_length)
+    experiment = load(name, FOLDERS)
+    model = build_model(experiment.model, experiment.data.sequence_length)
     params = jax.eval_shape(model.init, jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((2, experiment.data.sequence_length), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}
@@ -35,18 +40,18 @@ def test_an_unknown_name_gets_the_nearest_and_all():
     with pytest.raises(
         ConfigError, match=r"^there is no experiment 'tinyllama'; the nearest is 'tiny_llama'; there are "
     ):
-        load("tinyllama")
+        load("tinyllama", FOLDERS)
     with pytest.raises(ConfigError, match=r"^there is no experiment 'qqq'; there are "):
-        load("qqq")
+        load("qqq", FOLDERS)
 
 
 def test_a_module_of_the_package_is_not_addressed_as_an_experiment():
     with pytest.raises(ConfigError, match="there is no experiment 'data'"):
-        load("data")
+        load("data", FOLDERS)
 
 
 def test_flatten_names_every_setting_in_order():
-    settings = flatten(load("tiny_llama"), "x.")
+    settings = flatten(load("tiny_llama", FOLDERS), "x.")
     assert list(settings)[:2] == ["x.model.vocab_size", "x.model.d_model"]
     assert list(settings)[-1] == "x.train.explain"
     assert settings["x.model.dtype"] is jnp.float32
@@ -81,12 +86,12 @@ def test_flatten_names_every_setting_in_order():
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_nearest(name, options, sentence):
-    experiment = parse(name, [f"--{options}"]).experiment
+    experiment = parse(name, [f"--{options}"], FOLDERS).experiment
     with pytest.raises(ConfigError) as caught:
-        language_model(experiment.model, experiment.data.sequence_length)
+        build_model(experiment.model, experiment.data.sequence_length)
     assert str(caught.value) == sentence
 
 
 def test_a_model_that_is_not_registered_says_how_to_register_it():
-    with pytest.raises(TypeError, match=r"for a object: decorate a function .* with @language_model\.register"):
-        language_model(object(), 8)
+    with pytest.raises(ConfigError, match=r"for a object: decorate a function .* with @build_model\.register"):
+        build_model(object(), 8)

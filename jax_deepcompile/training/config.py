@@ -1,23 +1,16 @@
-"""What an experiment is made of: the options of ``deepcompile train NAME``, with units in their names.
+"""What an experiment is made of: the options of ``deepcompile train NAME``, with units in their names."""
 
-An experiment is a module that assigns ``CONFIG``, an :class:`Experiment`; its name is the module's. It lies in this
-package, or in the folder that the user gives.
-"""
-
-import ast
 import dataclasses
-import importlib
 import typing
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from jax_deepcompile.cli.values import bounded, nearest_name
+from jax_deepcompile.cli.values import bounded
 
 
 class ConfigError(ValueError):
@@ -33,6 +26,8 @@ NotNegative = Annotated[float, bounded(float, 0)]
 @dataclasses.dataclass(frozen=True)
 class Data:
     """Bytes of text, packed into sequences. ``files`` are paths, directories or globs; none is Python's own library."""
+
+    target: ClassVar[str] = "byte"
 
     files: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--data"])] = ()
     sequence_length: Annotated[int, bounded(int, 2)] = 128
@@ -85,10 +80,14 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One training run. ``model`` is a model's own config, registered with ``language_model``."""
+    """One training run.
+
+    ``model`` is a model's own config, registered with ``build_model``; ``data`` are text, or what is registered with
+    ``load_data``.
+    """
 
     model: Any
-    data: Data = Data()
+    data: Any = Data()
     optimizer: Optimizer = Optimizer()
     mesh: Mesh = Mesh()
     train: Train = Train()
@@ -125,37 +124,6 @@ def _named(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     )
 
 
-def names(own: Path | None = None) -> dict[str, str]:
-    """Every experiment by name, with the first line of its docstring. Read from the source: nothing is imported."""
-    found = {}
-    for folder in (Path(__file__).parent, own) if own is not None else (Path(__file__).parent,):
-        for path in sorted(folder.glob("*.py")):
-            try:
-                module = ast.parse(path.read_text(encoding="utf-8"))
-            except (SyntaxError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{path}: {error}") from error
-            if any(_assigns_config(statement) for statement in module.body):
-                found[path.stem] = (ast.get_docstring(module) or "").partition("\n")[0]
-    return found
-
-
-def load(name: str, own: Path | None = None) -> Experiment:
-    """The checked config of the experiment called ``name``; the folder ``own`` comes before this package.
-
-    Raises:
-        ConfigError: no experiment has that name, or a value in its file is wrong.
-    """
-    known = names(own)
-    if name not in known:
-        nearest = nearest_name(name, known)
-        hint = f"; the nearest is {nearest!r}" if nearest else ""
-        raise ConfigError(f"there is no experiment {name!r}{hint}; there are {', '.join(known)}")
-    is_own = own is not None and (own / f"{name}.py").exists()
-    experiment = importlib.import_module(name if is_own else f"experiments.{name}").CONFIG
-    check(experiment)
-    return experiment
-
-
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Every setting of a config under its dotted name, in the order of declaration."""
     settings: dict[str, Any] = {}
@@ -187,11 +155,3 @@ def check(config: Any, prefix: str = "") -> None:
                     spec.instance_from_str(spec.str_from_instance(value))
                 except ValueError as error:
                     raise ConfigError(f"{name}={value}: {error}") from error
-
-
-def _assigns_config(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.AnnAssign):
-        targets = [statement.target]
-    else:
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return any(isinstance(target, ast.Name) and target.id == "CONFIG" for target in targets)
