@@ -72,7 +72,7 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
 
 def _commands(rest: Sequence[str], watch: interrupts.Watch) -> dict[str, Callable[..., int | str]]:
     """Each returns what to print, or the exit code; ``rest`` are the words that experiments read themselves."""
-    from jax_deepcompile.cli import commands, experiments, fit
+    from jax_deepcompile.cli import commands, experiments, fit, new
 
     def train() -> int:
         """Trains an experiment's model, or that of a config of yours."""
@@ -83,6 +83,7 @@ def _commands(rest: Sequence[str], watch: interrupts.Watch) -> dict[str, Callabl
         return experiments.bench(rest)
 
     return {
+        "new": new.new,
         "train": train,
         "bench": bench,
         "trace": commands.trace,
