@@ -47,12 +47,18 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
     import tyro
 
     from jax_deepcompile import errors
+    from jax_deepcompile.cli.values import nearest_name
 
     is_experiment = words[:1] in _READ_BY_EXPERIMENTS
     own = 1 if is_experiment else len(words)
     mistakes = () if is_experiment else (errors.DeepCompileError, OSError)
     commands = _commands(words[own:], watch)
     watch.is_loading = False
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        nearest = nearest_name(words[0], commands)
+        hint = f"; the nearest is {nearest!r}" if nearest else ""
+        print(f"deepcompile: there is no command {words[0]!r}{hint}; there are {', '.join(commands)}", file=sys.stderr)
+        return 2
     try:
         made = tyro.extras.subcommand_cli_from_dict(
             commands,

@@ -18,7 +18,7 @@ def new(folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR
     Raises:
       WouldOverwriteError: a file of these names is there; nothing is written.
     """
-    templates = sorted((resources.files(__package__) / "templates").iterdir(), key=lambda each: each.name)
+    templates = sorted((resources.files("jax_deepcompile.cli") / "templates").iterdir(), key=lambda each: each.name)
     files = {folder / each.name.removesuffix(".txt"): each.read_text() for each in templates}
     if there := [path for path in files if path.exists()]:
         raise errors.WouldOverwriteError(there)

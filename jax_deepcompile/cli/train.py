@@ -19,8 +19,7 @@ from jax_deepcompile.training.config import (
     AtLeastOneOrNone,
     ConfigError,
     Experiment,
-    flatten,
-    spell,
+    settings,
 )
 from jax_deepcompile.training.find import load, names
 
@@ -139,13 +138,12 @@ def parse(name: str, words: Sequence[str], folders: Sequence[Path] = ()) -> Run:
 
 
 def listing(folders: Sequence[Path], *chosen: str) -> str:
-    """The experiments with what they are, or the settings of one as options with their values."""
+    """The experiments, or the settings of one as options, with values, what may be given, and what they mean."""
     if not chosen:
         return "\n".join(f"{experiment:<16}{summary}" for experiment, summary in names(folders).items())
-    settings = flatten(load(chosen[0], folders)).items()
-    return "\n".join(
-        f"--{name.replace('_', '-')} {'None' if value is None else spell(value)}" for name, value in settings
-    )
+    rows = [(f"{each.option} {each.value}", each.kind, each.meaning) for each in settings(load(chosen[0], folders))]
+    width, kinds = (min(max(len(row[column]) for row in rows), 40) for column in (0, 1))
+    return "\n".join(f"{said:<{width}}  {kind:<{kinds}}  {meaning}".rstrip() for said, kind, meaning in rows)
 
 
 def new_folder(name: str, run: Run) -> Path:

@@ -171,6 +171,31 @@ def claim_folder(
             raise ConfigError(f"cannot write to {folder}: {error.strerror}; give another --out") from error
 
 
+def parameters_of(folder: Path, target: Any) -> Any:
+    """The parameters that the newest checkpoint of a run holds.
+
+    Args:
+        folder: of the run.
+        target: shapes, dtypes and shardings of those that are wanted (see :func:`abstract`).
+
+    Raises:
+        ConfigError: there is no checkpoint, or it has no such parameters.
+    """
+    steps = [int(each.name) for each in _checkpoints_of(folder).glob("[0-9]*") if each.name.isdecimal()]
+    if not steps:
+        raise ConfigError(f"train.base={folder}: it holds no checkpoint of a run")
+    wanted = {"params": target}
+    args = ocp.args.PyTreeRestore(
+        item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+    )
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            return checkpointer.restore(_checkpoints_of(folder) / str(max(steps)) / "state", args=args)["params"]
+    except Exception as error:  # Orbax raises all kinds of them
+        problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:120]}"
+        raise ConfigError(f"train.base={folder}: it holds no parameters of this model ({problem})") from error
+
+
 def _holds_run(folder: Path) -> bool:
     """Whether there is something to lose: a step on record, a line that may have been one, or a checkpoint."""
     metrics, checkpoints = metrics_path(folder), _checkpoints_of(folder)

@@ -1,6 +1,8 @@
 """What an experiment is made of: the options of ``deepcompile train NAME``, with units in their names."""
 
 import dataclasses
+import inspect
+import re
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar
@@ -11,9 +13,10 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from jax_deepcompile.cli.values import bounded
+from jax_deepcompile.errors import DeepCompileError
 
 
-class ConfigError(ValueError):
+class ConfigError(DeepCompileError, ValueError):
     """A setting, file or name the user gave cannot be used; the sentence says which, why, and what would be right."""
 
 
@@ -25,7 +28,15 @@ NotNegative = Annotated[float, bounded(float, 0)]
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Bytes of text, packed into sequences. ``files`` are paths, directories or globs; none is Python's own library."""
+    """Bytes of text, packed into sequences.
+
+    Attributes:
+        files: paths, directories or globs; none is Python's own library.
+        sequence_length: bytes of an example.
+        batch_size: examples a step, on all devices together.
+        held_out_fraction: of the sequences, which are not trained on.
+        shuffle_seed: of the order of examples.
+    """
 
     target: ClassVar[str] = "byte"
 
@@ -35,13 +46,26 @@ class Data:
     held_out_fraction: Annotated[float, bounded(float, 0.001, 0.5)] = 0.02
     shuffle_seed: Annotated[int, bounded(int, 0, 2**32 - 1)] = 0
 
+    @property
+    def targets(self) -> int:
+        """Of an example."""
+        return self.sequence_length
+
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     """AdamW under a linear warm-up and a cosine decay, after clipping by global norm.
 
-    The warm-up takes ``warmup_fraction`` of ``decay_steps``, and the rate ends at ``final_fraction`` of its peak. Where
-    ``decay_steps`` is none it is ``train.steps``, so a run resumed for more steps has another schedule from there on.
+    Attributes:
+        learning_rate: its peak.
+        warmup_fraction: of the decay's steps, in which the rate rises to its peak.
+        decay_steps: until the rate is at its end; as many as train.steps where it is none, so a run resumed for more
+            steps has another schedule from there on.
+        final_fraction: of its peak, at which the rate ends.
+        weight_decay: of every parameter, times the rate.
+        beta1: decay of the mean of gradients.
+        beta2: decay of the mean of their squares.
+        clip_norm: largest norm of all gradients together.
     """
 
     learning_rate: NotNegative = 3e-3
@@ -56,9 +80,11 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """The batch is split over all devices; the state over ``fsdp`` of them, and copied ``replicas`` times.
+    """The batch is split over all devices; the state over some of them, and copied to the others.
 
-    ``fsdp`` none takes every device that ``replicas`` leaves.
+    Attributes:
+        fsdp: devices over which the state is divided; all that replicas leave where it is none.
+        replicas: copies of the state.
     """
 
     fsdp: AtLeastOneOrNone = None
@@ -67,7 +93,19 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """How long to run, and what to leave behind on the way."""
+    """How long to run, and what to leave behind on the way.
+
+    Attributes:
+        steps: in all, those of the run that is resumed included.
+        seed: of parameters and dropout.
+        log_every_steps: a line where there is no terminal.
+        checkpoint_every_steps: and after the last.
+        keep_checkpoints: the newest.
+        held_out_batches: to judge the model by in the end, at most.
+        base: folder of a run from whose newest checkpoint parameters come that are not trained, as of LoRA; where it is
+            none they are as the model makes them.
+        explain: print what the compiler decided.
+    """
 
     steps: Annotated[int, bounded(int, 1), tyro.conf.arg(aliases=["--steps"])] = 200
     seed: Annotated[int, bounded(int, 0)] = 0
@@ -75,6 +113,7 @@ class Train:
     checkpoint_every_steps: AtLeastOne = 100
     keep_checkpoints: AtLeastOne = 2
     held_out_batches: AtLeastOne = 8
+    base: str | None = None
     explain: bool = True
 
 
@@ -131,6 +170,59 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         value, name = getattr(config, field.name), prefix + field.name
         settings |= flatten(value, name + ".") if dataclasses.is_dataclass(value) else {name: value}
     return settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One of a config, by what it is called on the command line.
+
+    Attributes:
+        option: such as ``--train.steps``.
+        value: as it is spelled.
+        kind: what may be given.
+        meaning: one sentence, or nothing.
+    """
+
+    option: str
+    value: str
+    kind: str
+    meaning: str
+
+
+def settings(config: Any, prefix: str = "") -> list[Setting]:
+    """Every setting of a config, in the order of declaration."""
+    hints, meanings = typing.get_type_hints(type(config), include_extras=True), _meanings(type(config))
+    found = []
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name
+        if dataclasses.is_dataclass(value):
+            found += settings(value, name + ".")
+        else:
+            spelled = "None" if value is None else spell(value)
+            kind = _kind(hints[field.name], value)
+            found.append(Setting(f"--{name.replace('_', '-')}", spelled, kind, meanings.get(field.name, "")))
+    return found
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """What the section ``Attributes`` of a docstring says."""
+    _, _, section = (inspect.getdoc(kind) or "").partition("\nAttributes:\n")
+    entries = re.findall(r"^ +(\w+): (.*?)(?=^ +\w+: |^\S|\Z)", section, re.MULTILINE | re.DOTALL)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _kind(hint: Any, value: Any) -> str:
+    for spec in getattr(hint, "__metadata__", ()):
+        if isinstance(spec, PrimitiveConstructorSpec):
+            return spec.metavar
+    hint = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+    if value is not None and value in _DTYPES.values():
+        return "|".join(_DTYPES)
+    if hint == Callable[..., Any] | None:
+        return "|".join(_POLICIES)
+    if typing.get_origin(hint) is typing.Literal:
+        return "|".join(map(str, typing.get_args(hint)))
+    return (hint.__name__ if isinstance(hint, type) else str(hint)).upper()
 
 
 def spell(value: Any) -> str:

@@ -126,8 +126,9 @@ class Dataset:
 
 @functools.singledispatch
 def load_data(config: Any) -> Dataset:
-    """The data that a config describes, which has ``batch_size``, ``sequence_length`` (targets an example),
-    ``shuffle_seed``, and, as a class, ``target``, what one target is called.
+    """The data that a config describes, a dataclass with ``batch_size`` and ``shuffle_seed``.
+
+    It also has ``targets``, how many an example has, and ``target``, what one is called.
 
     Raises:
         ConfigError: a file is missing, or the data do not fill one batch of each split.

@@ -35,14 +35,14 @@ class Model:
 
 
 @functools.singledispatch
-def build_model(config: Any, sequence_length: int) -> Model:
-    """The model that a config describes, for sequences of ``sequence_length`` tokens.
+def build_model(config: Any, data: Any) -> Model:
+    """The model that a config describes, for the data that another one does.
 
     Raises:
         ConfigError: the sizes in the config do not fit one another, or the data.
     """
     raise ConfigError(
-        f"no model is registered for a {type(config).__name__}: decorate a function (config, sequence_length) -> Model "
+        f"no model is registered for a {type(config).__name__}: decorate a function (config, data) -> Model "
         f"with @build_model.register, in the module of the config or one that it imports"
     )
 

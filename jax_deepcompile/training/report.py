@@ -84,7 +84,7 @@ def opening(experiment: Experiment, folder: Path, dataset: Dataset, mesh: jax.sh
         f"model    {type(experiment.model).__name__}, {parameters:,} parameters\n"
         f"devices  {mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), {jax.process_count()} process(es)\n"
         f"data     {dataset.summary}; unigram entropy {dataset.unigram_entropy_nats:.3f} nats\n"
-        f"run      {experiment.train.steps} steps of {data.batch_size} x {data.sequence_length} {data.target}s, into "
+        f"run      {experiment.train.steps} steps of {data.batch_size} x {data.targets} {data.target}s, into "
         f"{folder}"
     )
 

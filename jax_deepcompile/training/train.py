@@ -18,7 +18,7 @@ from rich.console import Console
 
 from jax_deepcompile.api import shard
 from jax_deepcompile.training import report
-from jax_deepcompile.training.checkpoints import Checkpoints, abstract, claim_folder
+from jax_deepcompile.training.checkpoints import Checkpoints, abstract, claim_folder, parameters_of
 from jax_deepcompile.training.config import ConfigError, Experiment, Mesh, Optimizer
 from jax_deepcompile.training.data import held_out_batches, load_data, training_batches
 from jax_deepcompile.training.loop import compile_s, mean_loss, training_steps
@@ -96,7 +96,7 @@ def abstract_step(experiment: Experiment) -> tuple[Step, Any, Any]:
         ConfigError: something the user can put right, said in one sentence.
     """
     data, settings = experiment.data, experiment.train
-    model = build_model(experiment.model, data.sequence_length)
+    model = build_model(experiment.model, data)
     create_state = make_create_state(model, make_optimizer(experiment.optimizer, settings.steps))
     batch = {
         name: jax.ShapeDtypeStruct((data.batch_size, *leaf.shape), leaf.dtype)
@@ -162,7 +162,7 @@ def train(
     mesh = make_mesh(experiment.mesh)
     check_batch_size(experiment.data.batch_size, mesh)
     dataset = load_data(experiment.data)
-    model = build_model(experiment.model, experiment.data.sequence_length)
+    model = build_model(experiment.model, experiment.data)
     claim_folder(folder, experiment, dataset.fingerprint, resume=resume, is_primary=is_primary)
 
     step = shard(make_train_step(model, settings.seed), mesh, **options)
@@ -170,6 +170,10 @@ def train(
     batches = training_batches(dataset.training, experiment.data, **share_of_batch())
     with contextlib.closing(Checkpoints(folder, settings)) as checkpoints:
         state = step.init(create_state, jax.random.key(settings.seed))
+        if settings.base is not None and not resume:
+            if state.frozen is None:
+                raise ConfigError(f"train.base={settings.base}: all parameters of this model are trained")
+            state = state.replace(frozen=parameters_of(Path(settings.base), abstract(state.frozen)))
         done = 0
         if resume and checkpoints.steps():
             target = abstract(state)
@@ -243,9 +247,7 @@ def run_steps(
         compiled = {"compile_s": compile_s(step, state, first)}
         all_batches = itertools.chain([first], batches)
         with stop:
-            for new_state, record in training_steps(
-                step, state, all_batches, steps, data.batch_size * data.sequence_length
-            ):
+            for new_state, record in training_steps(step, state, all_batches, steps, data.batch_size * data.targets):
                 state = new_state
                 done += 1
                 record |= compiled if done == steps.start else {}

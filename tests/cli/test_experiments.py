@@ -146,7 +146,7 @@ def test_experiments_of_the_user_come_beside_the_repositorys(tmp_path, monkeypat
     assert "A Llama of my own." in listed
     assert "tiny_llama" in listed
     assert cli.main(["train", "own_llama_experiment", "--list", *told]) == 0
-    assert "--train.steps 7" in capsys.readouterr().out.splitlines()
+    assert "--train.steps 7 " in capsys.readouterr().out
     assert cli.main(["train", "wrong_experiment", *told]) == 2
     assert capsys.readouterr().err == "deepcompile: train.steps=0: must be at least 1; the nearest is 1\n"
 

@@ -8,6 +8,7 @@ from jax_deepcompile.cli.train import parse
 from jax_deepcompile.training.config import ConfigError, flatten, spell
 from jax_deepcompile.training.find import load, names
 from jax_deepcompile.training.model import build_model
+from jax_deepcompile.training.train import abstract_step, make_evaluate_step
 
 pytestmark = pytest.mark.pure
 
@@ -24,15 +25,21 @@ def test_modules_without_a_config_are_not_experiments():
 
 
 @pytest.mark.parametrize("name", sorted(names(FOLDERS)))
-def test_every_experiment_has_a_model_with_a_loss(name):
+def test_every_experiment_has_a_model_that_fits_its_data(name):
     experiment = load(name, FOLDERS)
-    model = build_model(experiment.model, experiment.data.sequence_length)
+    assert build_model(experiment.model, experiment.data).loss
+
+
+@pytest.mark.parametrize("name", sorted(name for name in names(FOLDERS) if name.startswith("tiny_")))
+def test_every_small_experiment_has_a_loss(name):
+    experiment = load(name, FOLDERS)
+    model = build_model(experiment.model, experiment.data)
     params = jax.eval_shape(model.init, jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((2, experiment.data.sequence_length), jnp.int32)
-    batch = {"inputs": tokens, "targets": tokens}
-    total, metrics = jax.eval_shape(model.loss, params, batch, jax.random.key(1))
-    assert total.shape == metrics["loss"].shape == ()
-    _, without_dropout = jax.eval_shape(lambda *args: model.loss(*args, None), params, batch)
+    assert jax.tree.leaves(params)
+    step, state, batch = abstract_step(experiment)
+    _, metrics = jax.eval_shape(step, state, batch)
+    assert metrics["loss"].shape == ()
+    _, without_dropout = jax.eval_shape(make_evaluate_step(model), state, batch)
     assert without_dropout["loss"].shape == ()
 
 
@@ -88,10 +95,10 @@ def test_flatten_names_every_setting_in_order():
 def test_sizes_that_do_not_fit_are_refused_with_the_nearest(name, options, sentence):
     experiment = parse(name, [f"--{options}"], FOLDERS).experiment
     with pytest.raises(ConfigError) as caught:
-        build_model(experiment.model, experiment.data.sequence_length)
+        build_model(experiment.model, experiment.data)
     assert str(caught.value) == sentence
 
 
 def test_a_model_that_is_not_registered_says_how_to_register_it():
     with pytest.raises(ConfigError, match=r"for a object: decorate a function .* with @build_model\.register"):
-        build_model(object(), 8)
+        build_model(object(), None)

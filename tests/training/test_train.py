@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from rich.console import Console
 
@@ -80,7 +81,7 @@ def test_a_run_ends_with_the_loss_beside_the_entropy(run):
 def test_the_sharded_run_has_the_losses_of_the_plain_step_on_one_device(experiment, run):
     text = load_data(experiment.data)
     batches = training_batches(text.training, experiment.data)
-    model = build_model(experiment.model, experiment.data.sequence_length)
+    model = build_model(experiment.model, experiment.data)
     state = training.make_create_state(model, make_optimizer(experiment.optimizer, STEPS))(jax.random.key(0))
     step = jax.jit(training.make_train_step(model, 0))
     losses = []
@@ -147,6 +148,49 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(experiment, run, 
     train(experiment, tmp_path, resume=True, console=Console(file=out, soft_wrap=True, highlight=False))
     assert f"{tmp_path} holds no checkpoint yet: starting from the beginning\n" in out.getvalue()
     assert losses(tmp_path) == losses(run.folder)
+
+
+@pytest.mark.cpu_mesh
+def test_adapters_are_trained_and_what_is_frozen_stays(experiment, run, tmp_path):
+    adapted = dataclasses.replace(
+        experiment,
+        model=dataclasses.replace(experiment.model, lora_rank=2),
+        train=dataclasses.replace(experiment.train, base=str(run.folder)),
+    )
+    train(adapted, tmp_path, console=Console(quiet=True))
+    found = losses(tmp_path)
+    assert found[0][1] < losses(run.folder)[0][1] - 0.1, "it begins where its base is"
+    assert found[-1][1] < found[0][1]
+    saved = [saved_by(folder) for folder in (run.folder, tmp_path)]
+    jax.tree.map(np.testing.assert_array_equal, saved[0]["params"], saved[1]["frozen"])
+    assert {path[-1].key for path, _ in jax.tree.leaves_with_path(saved[1]["params"])} == {"lora_a", "lora_b"}
+
+
+def saved_by(folder) -> dict:
+    """The state in the last checkpoint of a run, as numpy arrays."""
+    path = folder / "checkpoints" / str(STEPS) / "state"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        leaves = checkpointer.metadata(path).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), leaves)
+        return checkpointer.restore(path, restore_args=as_numpy)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "all parameters of this model are trained"),
+        ({"lora_rank": 2, "d_ff": 32}, "it holds no parameters of this model"),
+    ],
+)
+def test_a_base_that_does_not_fit_is_refused(experiment, run, tmp_path, changes, sentence):
+    other = dataclasses.replace(
+        experiment,
+        model=dataclasses.replace(experiment.model, **changes),
+        train=dataclasses.replace(experiment.train, base=str(run.folder)),
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        train(other, tmp_path, console=Console(quiet=True))
 
 
 def cut_short(file):
