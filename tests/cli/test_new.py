@@ -60,6 +60,7 @@ def test_a_folder_with_other_files_may_be_named(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == NAMES | {"LICENSE"}
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_mesh
 def test_its_test_passes(folder: Path):
     assert "1 passed" in run(folder, "pytest", "-q", "-p", "no:cacheprovider")

@@ -29,7 +29,7 @@ def below_unigram_entropy(name: str, steps: int, folder: Path) -> float:
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize("name", ["tiny_vit", "tiny_mixer"])
+@pytest.mark.parametrize("name", [pytest.param("tiny_vit", marks=pytest.mark.slow), "tiny_mixer"])
 def test_directions_of_stripes_are_learned(name: str, tmp_path: Path, quick_compilation):
     assert below_unigram_entropy(name, 40, tmp_path) > 1.0
 
