@@ -148,6 +148,17 @@ class StepSpecError(DeepCompileError, ValueError):
         batch), as FILE.py:NAME or package.module:NAME; jax.ShapeDtypeStructs will do for state and batch.""")
 
 
+class SpecError(DeepCompileError, ValueError):
+    def __init__(self, spec: str, problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"{spec}: {problem}. Say FILE.py:NAME or package.module:NAME, seen from the current folder.")
+
+
+class WouldOverwriteError(DeepCompileError, FileExistsError):
+    def __init__(self, paths: Sequence[object]) -> None:
+        super().__init__(f"{', '.join(map(str, paths))} would be overwritten; name another folder.")
+
+
 class TargetError(DeepCompileError, ValueError):
     def __init__(self, target: str, parameter: str, value: object, expected: str) -> None:
         super().__init__(f"targets.{target}({parameter}={value!r}): expected {expected}.")

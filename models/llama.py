@@ -7,6 +7,7 @@ References:
   Grouped-query attention (Ainslie et al. 2023), https://arxiv.org/abs/2305.13245
   SwiGLU (Shazeer 2020), https://arxiv.org/abs/2002.05202
   RMSNorm (Zhang & Sennrich 2019), https://arxiv.org/abs/1910.07467
+  LoRA (Hu et al. 2021), https://arxiv.org/abs/2106.09685
 
 Shapes are written in the names: x_BxTxD has the dimensions
   B batch    T tokens of a sequence    D model width    F feed-forward width    V vocabulary
@@ -37,6 +38,9 @@ class LlamaConfig:
       logits_dtype: dtype in which the last product is computed; as all others if None.
       scan_layers: one loop over stacked layers; else layer after layer, each with parameters of its own.
       attention: implementation of `jax.nn.dot_product_attention`.
+      lora_rank: of the product, of float32 parameters `lora_a` and `lora_b`, that each linear map of a layer has beside
+        its kernel; 0 is none. Whoever trains decides that nothing else is trained.
+      lora_scale: what that product is multiplied by.
     """
 
     vocab_size: int
@@ -54,6 +58,8 @@ class LlamaConfig:
     logits_dtype: Any = None
     scan_layers: bool = True
     attention: Literal["xla", "cudnn"] = "xla"
+    lora_rank: int = 0
+    lora_scale: float = 2.0
 
     @property
     def head_dim(self) -> int:
@@ -102,7 +108,7 @@ class Llama(nn.Module):
             for i in range(cfg.n_layers):
                 x_BxTxD, _ = layer(cfg, name=f"layer_{i}")(x_BxTxD)
         x_BxTxD = _rms_norm(cfg, "final_norm")(x_BxTxD)
-        head = replace(cfg, dtype=cfg.logits_dtype or cfg.dtype)
+        head = replace(cfg, dtype=cfg.logits_dtype or cfg.dtype, lora_rank=0)
         logits_BxTxV = _linear(head, cfg.vocab_size, "lm_head")(x_BxTxD)
         return logits_BxTxV.astype(jnp.float32)
 
@@ -190,8 +196,37 @@ def next_token_loss(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Arra
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT).mean()
 
 
+class AdaptedLinear(nn.Module):
+    """y = x W + s (x A) B, where A has few columns and B begins as zeros."""
+
+    config: LlamaConfig
+    features: tuple[int, ...]
+    axes: int  # of x, the last, that are mapped
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        cfg = self.config
+        inputs, axis = x.shape[x.ndim - self.axes :], tuple(range(-self.axes, 0))
+        dense = _dense(cfg, self.features, axis, None)
+        nn.share_scope(self, dense)  # its kernel lies where it does without adapters
+        y = dense(x)
+        a = self.param("lora_a", nn.initializers.normal(cfg.init_std), (*inputs, cfg.lora_rank), jnp.float32)
+        b = self.param("lora_b", nn.initializers.zeros, (cfg.lora_rank, *self.features), jnp.float32)
+        few = jnp.tensordot(x, a.astype(cfg.dtype), self.axes)
+        return y + cfg.lora_scale * jnp.tensordot(few, b.astype(cfg.dtype), 1)
+
+
 def _linear(
     cfg: LlamaConfig, features: int | tuple[int, int], name: str, axis: int | tuple[int, int] = -1
+) -> nn.Module:
+    if not cfg.lora_rank:
+        return _dense(cfg, features, axis, name)
+    several = features if isinstance(features, tuple) else (features,)
+    return AdaptedLinear(cfg, several, len(axis) if isinstance(axis, tuple) else 1, name=name)
+
+
+def _dense(
+    cfg: LlamaConfig, features: int | tuple[int, ...], axis: int | tuple[int, ...], name: str | None
 ) -> nn.DenseGeneral:
     return nn.DenseGeneral(
         features,

@@ -44,7 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"frontend", "costs", "planner", "options", "step"},
     "__init__": {"public"},
     "public": {"api", "step", "costs", "ir", "lowering", "partition", "planner", "report", "transforms"},
-    "cli": {"api", "step", "stages", "costs", "lowering", "planner", "report", "runtime"},
+    "cli": {"api", "step", "stages", "costs", "lowering", "planner", "report", "runtime", "training"},
+    "training": {"api", "runtime"},
     "__main__": {"cli"},
 }
 """What each folder or file of the package may import from the package, besides what all may."""
@@ -137,7 +138,9 @@ def test_models_are_plain_flax(path: Path):
 
 @pytest.mark.parametrize("path", python_files(ROOT / "experiments"), ids=lambda path: path.name)
 def test_experiments_use_the_public_api_and_the_models(path: Path):
-    allowed = PUBLIC | {"runtime", "cli"} | MEASURES.get(path.parent.name, set()) | MEASURES.get(path.stem, set())
+    allowed = (
+        PUBLIC | {"runtime", "cli", "training"} | MEASURES.get(path.parent.name, set()) | MEASURES.get(path.stem, set())
+    )
     for module in imported_modules(path):
         if module.startswith("jax_deepcompile."):
             assert module.split(".")[1] in allowed, module
@@ -153,10 +156,11 @@ def test_only_one_door_to_private_jax(path: Path):
     assert not private or path.name == "_jax_compat.py", private
 
 
-def third_parties(folder: Path) -> set[str]:
-    """The distributions that the modules of ``folder`` import."""
+def third_parties(folder: Path, but: Path | None = None) -> set[str]:
+    """The distributions that the modules of ``folder`` import, those of ``but`` left out."""
     own = {"jax_deepcompile", "experiments", "models", *sys.stdlib_module_names}
-    imported = {module.partition(".")[0] for path in python_files(folder) for module in imported_modules(path)}
+    paths = set(python_files(folder)) - set(python_files(but) if but is not None else ())
+    imported = {module.partition(".")[0] for path in paths for module in imported_modules(path)}
     return {{"orbax": "orbax-checkpoint"}.get(module, module) for module in imported - own}
 
 
@@ -168,9 +172,10 @@ def test_what_is_installed_is_what_is_imported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     core = distributions(project["project"]["dependencies"])
     extras = {name: distributions(each) for name, each in project["project"]["optional-dependencies"].items()}
-    assert third_parties(PACKAGE) | {"jaxlib"} == core
+    training = third_parties(PACKAGE / "training")
+    assert third_parties(PACKAGE, but=PACKAGE / "training") | {"jaxlib"} == core
     assert third_parties(ROOT / "experiments") | third_parties(ROOT / "models") <= core | extras["train"] | {"pytest"}
-    assert extras["train"] <= third_parties(ROOT / "experiments")
+    assert training <= core | extras["train"] <= training | third_parties(ROOT / "experiments") | core
     assert not {name for name in extras["h100"] if name.startswith("jax")}, "it would move the jax that is installed"
     assert project["tool"]["setuptools"]["packages"]["find"]["include"] == ["jax_deepcompile*"]
 

@@ -15,8 +15,9 @@ from experiments.bench.side_by_side import SideBySide
 from experiments.validation import command as validation
 from experiments.validation import confirm as confirmation
 from experiments.validation.runs import RUNS
-from jax_deepcompile.cli.values import bounded, nearest_name
 from jax_deepcompile.runtime.files import write_whole
+from jax_deepcompile.runtime.modules import nearest_name
+from jax_deepcompile.training.values import bounded
 
 BENCHMARKS: Mapping[str, Benchmark] = {**configs.BENCHMARKS, "cpu": SideBySide()}
 

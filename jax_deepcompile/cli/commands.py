@@ -1,11 +1,8 @@
 """The subcommands of ``deepcompile`` that take a step of the user's: each returns the text to print."""
 
 import dataclasses
-import importlib
-import importlib.util
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +16,6 @@ from jax.sharding import Mesh
 from jax_deepcompile import errors
 from jax_deepcompile.api import shard
 from jax_deepcompile.cli.traces import checked, write_trace
-from jax_deepcompile.cli.values import bounded
 from jax_deepcompile.costs.devices import as_if_here
 from jax_deepcompile.costs.simulate import simulate
 from jax_deepcompile.costs.simulation import Simulation
@@ -27,8 +23,10 @@ from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.lowering import cuda_compiler, targets
 from jax_deepcompile.lowering.compile import compile_options, peak_bytes
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.runtime.modules import named_by
 from jax_deepcompile.runtime.quiet import silenced
 from jax_deepcompile.step import ShardedStep
+from jax_deepcompile.training.values import bounded
 
 _GIB = 1 << 30
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -76,7 +74,8 @@ class StepRequest:
     """A step, and how it is to run.
 
     Attributes:
-      step: FILE.py:NAME or package.module:NAME of a function that returns (step, state, batch); shapes will do.
+      step: FILE.py:NAME or package.module:NAME of a function that returns (step, state, batch), shapes will do; or of a
+        config of `deepcompile train`.
       microbatches: parts of each batch.
       memory_limit: of each device, such as 72GiB or 0.9.
       host_memory_limit: of the host's memory for each device, such as 100GiB; 0 is none.
@@ -279,38 +278,21 @@ def load_step(spec: str) -> tuple[Any, tuple]:
     Raises:
       StepSpecError: there is no such function, or it returns something else.
     """
-    where, _, name = spec.rpartition(":")
-    if not where or not name:
-        raise errors.StepSpecError(spec, "it has no colon")
-    module = _module(spec, where)
-    make = getattr(module, name, None)
-    if not callable(make):
-        raise errors.StepSpecError(spec, f"{module.__name__} has no function {name}")
-    made = make()
+    try:
+        named = named_by(spec)
+    except errors.SpecError as error:
+        raise errors.StepSpecError(spec, error.problem) from error
+    if type(named).__module__ == "jax_deepcompile.training.config":  # then what it needs is installed and loaded
+        from jax_deepcompile.training.train import abstract_step
+
+        step, *args = abstract_step(named)
+        return step, tuple(args)
+    if not callable(named):
+        raise errors.StepSpecError(spec, f"it is {type(named).__name__}, not a function")
+    made = named()
     if not isinstance(made, tuple) or len(made) < 2 or not callable(made[0]):
         raise errors.StepSpecError(spec, f"it returned {type(made).__name__}, not (step, state, batch)")
     return made[0], made[1:]
-
-
-def _module(spec: str, where: str) -> Any:
-    try:
-        if not where.endswith(".py"):
-            return importlib.import_module(where)
-        path = Path(where).resolve()
-        if not path.exists():
-            raise errors.StepSpecError(spec, f"there is no file {where}")
-        sys.path.insert(0, str(path.parent))
-        found = importlib.util.spec_from_file_location(path.stem, path)
-        assert found is not None
-        assert found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        sys.modules[path.stem] = module
-        found.loader.exec_module(module)
-    except ModuleNotFoundError as error:
-        if where.split(".")[0] != (error.name or "").split(".")[0]:
-            raise
-        raise errors.StepSpecError(spec, f"there is no module {where}") from error
-    return module
 
 
 def _table(rows: Sequence[_Compared]) -> str:

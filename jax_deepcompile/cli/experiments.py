@@ -1,15 +1,15 @@
-"""``deepcompile train`` and ``bench`` belong to the repository's experiments: finds those, which are not installed."""
+"""``deepcompile train`` and ``bench``: finds the repository's experiments, which are not installed, and the user's."""
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
 from jax_deepcompile.runtime.interrupts import Watch
+from jax_deepcompile.runtime.modules import find_first
 
 _EXTRAS = {"grain": "train", "orbax": "train", "pytest": "test", "tensorboardX": "train"}
 """Which extra installs it, by the name that Python imports."""
@@ -20,28 +20,63 @@ class _Where:
     experiments: Path | None = None
 
 
-def run(command: Literal["train", "bench"], words: Sequence[str], watch: Watch) -> int:
-    """Runs ``command`` of the experiments with the rest of the line.
+def train(words: Sequence[str], watch: Watch) -> int:
+    """Trains what the rest of the line says.
 
     Returns:
-      The exit code: 2 after one sentence where there are no experiments, or what they need is not installed.
+      The exit code: 2 after one sentence where what that needs is not installed.
     """
-    where, words = tyro.cli(_Where, args=words, return_unknown_args=True, add_help=False)
-    own = None if where.experiments is None else where.experiments.resolve()
+    given, words = _own(words)
+    own = None if given is None else given.resolve()
     if own is not None and not own.is_dir():
-        return _mistake(f"--experiments {where.experiments}: there is no such folder")
-    looked = [folder for folder in (own, _beside_the_package(), Path.cwd() / "experiments") if folder is not None]
+        return _mistake(f"--experiments {given}: there is no such folder")
+    repositorys = next(filter(_is_the_repositorys, _looked_in(own)), None)
+    folders = [folder for folder in (repositorys, own) if folder is not None]
+    if repositorys is not None:
+        sys.path.append(str(repositorys.parent))  # last: the user's `models` and `experiments` are the user's
+    if own is not None:
+        find_first(Path.cwd())
+
+    def run() -> int:
+        from jax_deepcompile.cli.train import train
+
+        return train(words, folders, watch)
+
+    return _with_extras("train", run)
+
+
+def bench(words: Sequence[str]) -> int:
+    """Runs what the rest of the line says.
+
+    Returns:
+      The exit code: 2 after one sentence where there are no benchmarks, or what they need is not installed.
+    """
+    given, words = _own(words)
+    looked = _looked_in(None if given is None else given.resolve())
     found = next(filter(_is_the_repositorys, looked), None)
     if found is None:
         return _mistake(
-            f"there are no experiments to {command}: they belong to the repository and are not installed with the "
-            f"package. Looked in {', '.join(map(str, looked))}. Run this in a checkout of the repository, or give its "
-            "folder: --experiments DIR"
+            "there are no benchmarks to run: they belong to the repository and are not installed with the package. "
+            f"Looked in {', '.join(map(str, looked))}. Run this in a checkout of the repository, or give its folder: "
+            "--experiments DIR"
         )
-    sys.path[:0] = [str(found.parent)] if own in (None, found) else [str(found.parent), str(own)]
+    find_first(found.parent)
+    return _with_extras("bench", lambda: importlib.import_module("experiments.command").bench(words))
+
+
+def _own(words: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
+    """What ``--experiments`` says, and the other words."""
+    where, words = tyro.cli(_Where, args=words, return_unknown_args=True, add_help=False)
+    return where.experiments, words
+
+
+def _looked_in(own: Path | None) -> list[Path]:
+    return [folder for folder in (own, _beside_the_package(), Path.cwd() / "experiments") if folder is not None]
+
+
+def _with_extras(command: str, run: Callable[[], int]) -> int:
     try:
-        module = importlib.import_module("experiments.command")
-        return getattr(module, command)(words, own if own != found else None, watch)
+        return run()
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:

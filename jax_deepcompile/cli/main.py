@@ -47,12 +47,18 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
     import tyro
 
     from jax_deepcompile import errors
+    from jax_deepcompile.runtime.modules import nearest_name
 
     is_experiment = words[:1] in _READ_BY_EXPERIMENTS
     own = 1 if is_experiment else len(words)
     mistakes = () if is_experiment else (errors.DeepCompileError, OSError)
     commands = _commands(words[own:], watch)
     watch.is_loading = False
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        nearest = nearest_name(words[0], commands)
+        hint = f"; the nearest is {nearest!r}" if nearest else ""
+        print(f"deepcompile: there is no command {words[0]!r}{hint}; there are {', '.join(commands)}", file=sys.stderr)
+        return 2
     try:
         made = tyro.extras.subcommand_cli_from_dict(
             commands,
@@ -72,17 +78,18 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
 
 def _commands(rest: Sequence[str], watch: interrupts.Watch) -> dict[str, Callable[..., int | str]]:
     """Each returns what to print, or the exit code; ``rest`` are the words that experiments read themselves."""
-    from jax_deepcompile.cli import commands, experiments, fit
+    from jax_deepcompile.cli import commands, experiments, fit, new
 
     def train() -> int:
-        """Trains an experiment's model on text."""
-        return experiments.run("train", rest, watch)
+        """Trains an experiment's model, or that of a config of yours."""
+        return experiments.train(rest, watch)
 
     def bench() -> int:
         """Measures a benchmark, on GPUs that are not here or on one that is."""
-        return experiments.run("bench", rest, watch)
+        return experiments.bench(rest)
 
     return {
+        "new": new.new,
         "train": train,
         "bench": bench,
         "trace": commands.trace,

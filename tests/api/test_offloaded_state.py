@@ -16,9 +16,9 @@ import pytest
 from flax import nnx
 
 import jax_deepcompile as deepcompile
-from experiments.checkpoints import abstract
 from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.training.checkpoints import abstract
 from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 from tests.equality.harness import assert_close
 

@@ -80,8 +80,8 @@ def test_a_step_is_found_in_a_file_and_in_a_module(file, monkeypatch):
         ("train.py", "it has no colon"),
         ("nowhere/train.py:make", "there is no file nowhere/train.py"),
         ("no_such_module:make", "there is no module no_such_module"),
-        ("{file}:other", "my_train_step has no function other"),
-        ("{file}:number", "my_train_step has no function number"),
+        ("{file}:other", "my_train_step has no other"),
+        ("{file}:number", "it is int, not a function"),
         ("{file}:nothing", r"it returned NoneType, not \(step, state, batch\)"),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_decorated_step_keeps_its_own_mesh(file, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{file}:other"], "my_train_step has no function other"),
+        (["{file}:other"], "my_train_step has no other"),
         (["{file}:make", "--trace", "trace.txt"], "expected a file that ends in .json or .json.gz"),
         (["{file}:make", "--plan", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
     ],

@@ -1,13 +1,15 @@
 import os
+import re
 import runpy
 import sys
+from pathlib import Path
 
 import pytest
 
-from experiments import command
-from experiments.config import load
 from jax_deepcompile.cli import main as cli
+from jax_deepcompile.cli import train as command
 from jax_deepcompile.runtime import interrupts
+from jax_deepcompile.training.find import load
 
 pytestmark = pytest.mark.pure
 
@@ -46,7 +48,7 @@ def test_the_version_is_printed(capsys, monkeypatch):
 def test_the_documented_line(asked, place):
     words = ["--steps", "40", "--out", "DIR", "--optimizer.learning-rate", "1e-3", "--train.seed=2"]
     assert cli.main(["train", *words[: place - 1], "tiny_llama", *words[place - 1 :]]) == 0
-    run, before = asked["run"], load("tiny_llama")
+    run, before = asked["run"], load("tiny_llama", [Path(__file__).parents[2] / "experiments"])
     assert asked["folder"] == "DIR"
     assert (run.experiment.train.steps, run.experiment.train.seed) == (40, 2)
     assert run.experiment.optimizer.learning_rate == 1e-3
@@ -86,7 +88,6 @@ def test_other_processes_are_joined_when_any_option_says_so(asked):
         ("train tiny_llama --model.dtype bf16", ("--model.dtype", "'bf16'", "'bfloat16'")),
         ("train tiny_llama stray", ("stray",)),
         ("bench --suite gpus", ("--suite", "'gpus'", "'gpu'")),
-        ("trian", ("trian", "train")),
         ("trace a.py:b --gpus h100", ("--gpus", "Perhaps you meant", "--gpu ")),
         ("trace a.py:b --nodes 0", ("--nodes", "must be at least 1; the nearest is 1")),
         ("profile a.py:b --gpu h100", ("--gpu",)),
@@ -106,6 +107,8 @@ def test_a_mistake_in_an_option_is_named_with_the_nearest(asked, capsys, line, s
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
+        ("expalin", "there is no command 'expalin'; the nearest is 'explain'; there are new, train, "),
+        ("xyz train.py:make", "there is no command 'xyz'; there are new, train, "),
         ("train tiny_lama", "there is no experiment 'tiny_lama'; the nearest is 'tiny_llama'; there are "),
         ("train --list tiny_lama", "there is no experiment 'tiny_lama'; the nearest is 'tiny_llama'; there are "),
         ("train", "say which experiment: "),
@@ -140,8 +143,15 @@ def test_list_shows_the_experiments_and_the_settings_of_one(capsys):
     assert "tiny_llama" in capsys.readouterr().out
     assert cli.main(["train", "--list", "tiny_llama"]) == 0
     settings = capsys.readouterr().out.splitlines()
-    assert "--model.d-model 64" in settings
-    assert "--train.steps 400" in settings
+    said = [re.split(r"  +", line) for line in settings]
+    assert ["--train.steps 400", "INT", "in all, those of the run that is resumed included."] in said
+    assert [
+        "--mesh.fsdp None",
+        "{None}|INT",
+        "devices over which the state is divided; all that replicas leave where it is none.",
+    ] in said
+    assert ["--model.dtype float32", "float32|bfloat16|float16"] in [line[:2] for line in said]
+    assert ["--model.attention xla", "xla|cudnn"] in [line[:2] for line in said]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_deepcompile.ir.primitives import Scan
 from models import llama
@@ -144,3 +145,18 @@ def test_a_policy_saves_by_name():
     heads, width = (2, 16, TINY.n_heads, 16), (2, 16, TINY.d_model)
     pairs = (2, 16, TINY.n_kv_heads, 16)
     assert sorted(saved) == sorted([width, heads, pairs, pairs, heads, width, (2, 16, TINY.d_ff), (2, 16, TINY.d_ff)])
+
+
+def test_adapters_begin_as_nothing_beside_the_kernels_of_a_llama_without_them(params):
+    adapted = llama.Llama(replace(TINY, lora_rank=3))
+    base = flatten_dict(params["params"])
+    made = flatten_dict(jax.jit(adapted.init)(jax.random.key(0), TOKENS_BxT)["params"])
+    adapters = {path: leaf for path, leaf in made.items() if path not in base}
+    assert {path[-1] for path in adapters} == {"lora_a", "lora_b"}
+    assert len(adapters) == 2 * sum(path[0] == "layers" and path[-1] == "kernel" for path in base)
+
+    def logits(leaves: dict) -> jax.Array:
+        return adapted.apply({"params": unflatten_dict({**leaves, **base})}, TOKENS_BxT)
+
+    np.testing.assert_array_equal(logits(adapters), MODEL.apply(params, TOKENS_BxT))
+    assert not np.allclose(logits({path: leaf + 0.1 for path, leaf in adapters.items()}), logits(adapters))

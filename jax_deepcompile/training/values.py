@@ -8,9 +8,7 @@ Traceback (most recent call last):
 ValueError: must be at least 1; the nearest is 1
 """
 
-import difflib
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from tyro.constructors import PrimitiveConstructorSpec
@@ -44,11 +42,6 @@ def bounded(
         is_instance=lambda value: isinstance(value, kind) or (or_none and value is None),
         str_from_instance=lambda value: [str(value)],
     )
-
-
-def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` that looks most like ``name``, or None where nothing does."""
-    return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)), None)
 
 
 def _in_words(minimum: float, maximum: float) -> str:

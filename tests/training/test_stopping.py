@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from experiments.stopping import StopRequest
+from jax_deepcompile.training.stopping import StopRequest
 
 pytestmark = pytest.mark.pure
 

@@ -8,23 +8,26 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from rich.console import Console
 
-from experiments import train as training
-from experiments.checkpoints import claim_folder
-from experiments.command import parse
-from experiments.config import ConfigError, Experiment, Mesh
-from experiments.data import load_text, training_batches
-from experiments.language_models import language_model
-from experiments.loop import training_steps
-from experiments.metrics import read_metrics
-from experiments.train import check_batch_size, make_mesh, make_optimizer, train
+from jax_deepcompile.cli.train import parse
+from jax_deepcompile.training import train as training
+from jax_deepcompile.training.checkpoints import claim_folder
+from jax_deepcompile.training.config import ConfigError, Experiment, Mesh
+from jax_deepcompile.training.data import load_data, training_batches
+from jax_deepcompile.training.loop import training_steps
+from jax_deepcompile.training.metrics import read_metrics
+from jax_deepcompile.training.model import build_model
+from jax_deepcompile.training.train import check_batch_size, make_mesh, make_optimizer, train
 
 STEPS = 6
+FOLDERS = (Path(__file__).parents[2] / "experiments",)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     words = f"""--model.d-model 16 --model.n-heads 2 --model.n-kv-heads 1 --model.d-ff 16 --model.n-layers 1
         --model.remat-policy None --data.sequence-length 16 --data.batch-size 8 --optimizer.learning-rate 0.03
         --steps {STEPS} --train.held-out-batches 2 --train.checkpoint-every-steps 2"""
-    return parse("tiny_llama", [*words.split(), "--data", str(text)]).experiment
+    return parse("tiny_llama", [*words.split(), "--data", str(text)], FOLDERS).experiment
 
 
 @dataclasses.dataclass
@@ -76,9 +79,9 @@ def test_a_run_ends_with_the_loss_beside_the_entropy(run):
 
 @pytest.mark.cpu_mesh
 def test_the_sharded_run_has_the_losses_of_the_plain_step_on_one_device(experiment, run):
-    text = load_text(experiment.data)
+    text = load_data(experiment.data)
     batches = training_batches(text.training, experiment.data)
-    model = language_model(experiment.model, experiment.data.sequence_length)
+    model = build_model(experiment.model, experiment.data)
     state = training.make_create_state(model, make_optimizer(experiment.optimizer, STEPS))(jax.random.key(0))
     step = jax.jit(training.make_train_step(model, 0))
     losses = []
@@ -145,6 +148,49 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(experiment, run, 
     train(experiment, tmp_path, resume=True, console=Console(file=out, soft_wrap=True, highlight=False))
     assert f"{tmp_path} holds no checkpoint yet: starting from the beginning\n" in out.getvalue()
     assert losses(tmp_path) == losses(run.folder)
+
+
+@pytest.mark.cpu_mesh
+def test_adapters_are_trained_and_what_is_frozen_stays(experiment, run, tmp_path):
+    adapted = dataclasses.replace(
+        experiment,
+        model=dataclasses.replace(experiment.model, lora_rank=2),
+        train=dataclasses.replace(experiment.train, base=str(run.folder)),
+    )
+    train(adapted, tmp_path, console=Console(quiet=True))
+    found = losses(tmp_path)
+    assert found[0][1] < losses(run.folder)[0][1] - 0.1, "it begins where its base is"
+    assert found[-1][1] < found[0][1]
+    saved = [saved_by(folder) for folder in (run.folder, tmp_path)]
+    jax.tree.map(np.testing.assert_array_equal, saved[0]["params"], saved[1]["frozen"])
+    assert {path[-1].key for path, _ in jax.tree.leaves_with_path(saved[1]["params"])} == {"lora_a", "lora_b"}
+
+
+def saved_by(folder) -> dict:
+    """The state in the last checkpoint of a run, as numpy arrays."""
+    path = folder / "checkpoints" / str(STEPS) / "state"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        leaves = checkpointer.metadata(path).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), leaves)
+        return checkpointer.restore(path, restore_args=as_numpy)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "all parameters of this model are trained"),
+        ({"lora_rank": 2, "d_ff": 32}, "it holds no parameters of this model"),
+    ],
+)
+def test_a_base_that_does_not_fit_is_refused(experiment, run, tmp_path, changes, sentence):
+    other = dataclasses.replace(
+        experiment,
+        model=dataclasses.replace(experiment.model, **changes),
+        train=dataclasses.replace(experiment.train, base=str(run.folder)),
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        train(other, tmp_path, console=Console(quiet=True))
 
 
 def cut_short(file):

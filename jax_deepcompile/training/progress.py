@@ -6,7 +6,7 @@ from typing import Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments.metrics import Record, memory_in_use
+from jax_deepcompile.training.metrics import Record, memory_in_use
 
 
 class ProgressView(Protocol):

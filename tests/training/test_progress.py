@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from experiments.progress import Lines, LiveBar, progress_view
+from jax_deepcompile.training.progress import Lines, LiveBar, progress_view
 
 pytestmark = pytest.mark.pure
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import jax
 
-from experiments.config import Experiment
-from experiments.data import Text
-from experiments.metrics import Record
 from jax_deepcompile.runtime.files import write_whole
+from jax_deepcompile.training.config import Experiment
+from jax_deepcompile.training.data import Dataset
+from jax_deepcompile.training.metrics import Record
 
 _MEAN_OVER_STEPS = 10  # one batch's loss says little about the model
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """How a run ended. Losses and the entropy are in nats a token; a token is a byte.
+    """How a run ended. Losses and the entropy are in nats a target, such as a byte.
 
     Attributes:
         steps: steps done in all, earlier parts of a resumed run included.
@@ -46,7 +46,7 @@ class Summary:
 
 def summarise(
     records: Sequence[Record],
-    text: Text,
+    dataset: Dataset,
     *,
     total_steps: int,
     held_out_loss: float | None,
@@ -62,7 +62,7 @@ def summarise(
         finished=records[-1]["step"] >= total_steps,
         final_loss=statistics.fmean(values("loss")[-_MEAN_OVER_STEPS:]),
         held_out_loss=held_out_loss,
-        unigram_entropy=text.unigram_entropy_nats,
+        unigram_entropy=dataset.unigram_entropy_nats,
         tokens_per_s=statistics.median(values("tokens_per_s")),
         step_s=statistics.median(values("step_s")),
         compile_s=sum(values("compile_s")),
@@ -76,39 +76,39 @@ def write(folder: Path, summary: Summary, explanation: str) -> None:
     write_whole(folder / "explain.txt", explanation + "\n")
 
 
-def opening(experiment: Experiment, folder: Path, text: Text, mesh: jax.sharding.Mesh, parameters: int) -> str:
+def opening(experiment: Experiment, folder: Path, dataset: Dataset, mesh: jax.sharding.Mesh, parameters: int) -> str:
     """What is about to run, in three lines."""
     data = experiment.data
     axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return (
         f"model    {type(experiment.model).__name__}, {parameters:,} parameters\n"
         f"devices  {mesh.size} x {mesh.devices.flat[0].device_kind} ({axes}), {jax.process_count()} process(es)\n"
-        f"text     {text.documents:,} files, {text.size_bytes / 1e6:.1f} MB; unigram entropy "
-        f"{text.unigram_entropy_nats:.3f} nats\n"
-        f"run      {experiment.train.steps} steps of {data.batch_size} x {data.sequence_length} bytes, into {folder}"
+        f"data     {dataset.summary}; unigram entropy {dataset.unigram_entropy_nats:.3f} nats\n"
+        f"run      {experiment.train.steps} steps of {data.batch_size} x {data.targets} {data.target}s, into "
+        f"{folder}"
     )
 
 
-def closing(summary: Summary, folder: Path) -> str:
-    """What came of it: the loss beside the entropy of the text, the speed, where the files are."""
+def closing(summary: Summary, folder: Path, target: str) -> str:
+    """What came of it: the loss beside the entropy of the targets, the speed, where the files are."""
+
+    def in_nats_and_bits(nats: float) -> str:
+        return f"{nats:.3f} nats, {nats / math.log(2):.3f} bits per {target}"
+
     lines = [
         f"{'finished' if summary.finished else 'stopped'} after {summary.steps} steps: "
         f"{summary.step_s * 1e3:.0f} ms/step, {summary.tokens_per_s:,.0f} tokens/s (medians); "
         f"compiled in {summary.compile_s:.1f} s",
-        f"{'unigram entropy':<17}{_nats_and_bits(summary.unigram_entropy)}",
-        f"{'final loss':<17}{_nats_and_bits(summary.final_loss)}, "
+        f"{'unigram entropy':<17}{in_nats_and_bits(summary.unigram_entropy)}",
+        f"{'final loss':<17}{in_nats_and_bits(summary.final_loss)}, "
         f"{_distance(summary.unigram_entropy - summary.final_loss)} the entropy",
     ]
     if summary.held_out_loss is not None:
-        lines.append(f"{'held-out loss':<17}{_nats_and_bits(summary.held_out_loss)}")
+        lines.append(f"{'held-out loss':<17}{in_nats_and_bits(summary.held_out_loss)}")
     lines.append(f"written to {folder}: metrics.jsonl, tensorboard/, checkpoints/, explain.txt, summary.json")
     if not summary.finished:
         lines.append("continue with the same command and --resume")
     return "\n".join(lines)
-
-
-def _nats_and_bits(nats: float) -> str:
-    return f"{nats:.3f} nats, {nats / math.log(2):.3f} bits per byte"
 
 
 def _distance(nats: float) -> str:

@@ -12,10 +12,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from experiments.config import ConfigError, Experiment, Train, flatten, spell
-from experiments.manifest import MANIFEST, damage, write_manifest
-from experiments.metrics import metrics_path
 from jax_deepcompile.runtime.files import write_whole
+from jax_deepcompile.training.config import ConfigError, Experiment, Train, flatten, spell
+from jax_deepcompile.training.manifest import MANIFEST, damage, write_manifest
+from jax_deepcompile.training.metrics import metrics_path
 
 # A change of these is a different run; a change of the others (more steps, another log interval) is the same one.
 _SAME_ON_RESUME = ("model.", "data.", "optimizer.")
@@ -169,6 +169,31 @@ def claim_folder(
             write_whole(path, json.dumps(settings, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write to {folder}: {error.strerror}; give another --out") from error
+
+
+def parameters_of(folder: Path, target: Any) -> Any:
+    """The parameters that the newest checkpoint of a run holds.
+
+    Args:
+        folder: of the run.
+        target: shapes, dtypes and shardings of those that are wanted (see :func:`abstract`).
+
+    Raises:
+        ConfigError: there is no checkpoint, or it has no such parameters.
+    """
+    steps = [int(each.name) for each in _checkpoints_of(folder).glob("[0-9]*") if each.name.isdecimal()]
+    if not steps:
+        raise ConfigError(f"train.base={folder}: it holds no checkpoint of a run")
+    wanted = {"params": target}
+    args = ocp.args.PyTreeRestore(
+        item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+    )
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            return checkpointer.restore(_checkpoints_of(folder) / str(max(steps)) / "state", args=args)["params"]
+    except Exception as error:  # Orbax raises all kinds of them
+        problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:120]}"
+        raise ConfigError(f"train.base={folder}: it holds no parameters of this model ({problem})") from error
 
 
 def _holds_run(folder: Path) -> bool:

@@ -7,18 +7,19 @@ whole.
 """
 
 import dataclasses
+import functools
 import glob
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, Protocol, cast
 
 import grain
 import numpy as np
 
-from experiments.config import ConfigError, Data
-from jax_deepcompile.cli.values import nearest_name
+from jax_deepcompile.runtime.modules import nearest_name
+from jax_deepcompile.training.config import ConfigError, Data
 
 VOCABULARY_SIZE = 256
 DOCUMENT_SEPARATOR = b"\0"
@@ -96,24 +97,51 @@ class PackedSequences:
         return {"inputs": window[:-1], "targets": window[1:]}
 
 
+class Examples(Protocol):
+    """A random-access source of ``{"inputs": ..., "targets": ...}``."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Batch: ...
+
+
 @dataclasses.dataclass(frozen=True)
-class Text:
-    """A text split for training, and what is worth knowing of it."""
+class Dataset:
+    """Data split for training, and what is worth knowing of them.
 
-    training: PackedSequences
-    held_out: PackedSequences
-    documents: int
-    size_bytes: int
+    Attributes:
+        training: examples to train on.
+        held_out: examples to judge by.
+        summary: what they are, in a few words.
+        unigram_entropy_nats: the loss of the best model that sees the targets alone.
+        fingerprint: CRC-32 of all, to refuse to resume on others.
+    """
+
+    training: Examples
+    held_out: Examples
+    summary: str
     unigram_entropy_nats: float
-    fingerprint: int  # CRC-32, to refuse to resume on another text
+    fingerprint: int
 
 
-def load_text(config: Data) -> Text:
-    """Reads, packs and splits the text of an experiment.
+@functools.singledispatch
+def load_data(config: Any) -> Dataset:
+    """The data that a config describes, a dataclass with ``batch_size`` and ``shuffle_seed``.
+
+    It also has ``targets``, how many an example has, and ``target``, what one is called.
 
     Raises:
-        ConfigError: a file is missing, or the text does not fill one batch of each split.
+        ConfigError: a file is missing, or the data do not fill one batch of each split.
     """
+    raise ConfigError(
+        f"nothing loads a {type(config).__name__}: decorate a function config -> Dataset with @load_data.register, in "
+        f"the module of the config or one that it imports"
+    )
+
+
+@load_data.register
+def load_text(config: Data) -> Dataset:
+    """Reads, packs and splits the text of an experiment."""
     files = find_files(config.files) if config.files else standard_library_files()
     tokens_N = read_documents(files)
     sequences = np.arange(max(tokens_N.size - 1, 0) // config.sequence_length)
@@ -129,13 +157,13 @@ def load_text(config: Data) -> Text:
                 f"lower data.sequence_length or data.batch_size"
                 + (", or raise data.held_out_fraction" if part is held_out else "")
             )
-    return Text(
-        training, held_out, len(files), tokens_N.size, unigram_entropy_nats(tokens_N), zlib.crc32(tokens_N.data)
-    )
+    entropy_nats = unigram_entropy_nats(tokens_N)
+    summary = f"{len(files):,} files, {tokens_N.size / 1e6:.1f} MB"
+    return Dataset(training, held_out, summary, entropy_nats, zlib.crc32(tokens_N.data))
 
 
 def training_batches(
-    source: PackedSequences, config: Data, *, process_index: int = 0, process_count: int = 1
+    source: Examples, config: Any, *, process_index: int = 0, process_count: int = 1
 ) -> "grain.DatasetIterator[Batch]":
     """An endless iterator over this process's rows of each global batch, reshuffled every epoch.
 
@@ -149,7 +177,7 @@ def training_batches(
 
 
 def held_out_batches(
-    source: PackedSequences, config: Data, count: int, *, process_index: int = 0, process_count: int = 1
+    source: Examples, config: Any, count: int, *, process_index: int = 0, process_count: int = 1
 ) -> Iterator[Batch]:
     """At most ``count`` batches, the same ones each time, drawn from the whole of the held-out text."""
     local_size = _local_batch_size(config.batch_size, process_count)

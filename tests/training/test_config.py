@@ -1,33 +1,45 @@
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.command import parse
-from experiments.config import ConfigError, flatten, load, names, spell
-from experiments.language_models import language_model
+from jax_deepcompile.cli.train import parse
+from jax_deepcompile.training.config import ConfigError, flatten, spell
+from jax_deepcompile.training.find import load, names
+from jax_deepcompile.training.model import build_model
+from jax_deepcompile.training.train import abstract_step, make_evaluate_step
 
 pytestmark = pytest.mark.pure
 
+FOLDERS = (Path(__file__).parents[2] / "experiments",)
+
 
 def test_every_experiment_has_a_description():
-    assert {"tiny_llama", "tiny_gpt2", "tiny_mixtral"} <= set(names())
-    assert all(names().values())
+    assert {"tiny_llama", "tiny_gpt2", "tiny_mixtral"} <= set(names(FOLDERS))
+    assert all(names(FOLDERS).values())
 
 
 def test_modules_without_a_config_are_not_experiments():
-    assert not {"config", "data", "train", "__init__"} & set(names())
+    assert not {"config", "data", "train", "__init__"} & set(names(FOLDERS))
 
 
-@pytest.mark.parametrize("name", sorted(names()))
-def test_every_experiment_has_a_model_with_a_loss(name):
-    experiment = load(name)
-    model = language_model(experiment.model, experiment.data.sequence_length)
+@pytest.mark.parametrize("name", sorted(names(FOLDERS)))
+def test_every_experiment_has_a_model_that_fits_its_data(name):
+    experiment = load(name, FOLDERS)
+    assert build_model(experiment.model, experiment.data).loss
+
+
+@pytest.mark.parametrize("name", sorted(name for name in names(FOLDERS) if name.startswith("tiny_")))
+def test_every_small_experiment_has_a_loss(name):
+    experiment = load(name, FOLDERS)
+    model = build_model(experiment.model, experiment.data)
     params = jax.eval_shape(model.init, jax.random.key(0))
-    tokens = jax.ShapeDtypeStruct((2, experiment.data.sequence_length), jnp.int32)
-    batch = {"inputs": tokens, "targets": tokens}
-    total, metrics = jax.eval_shape(model.loss, params, batch, jax.random.key(1))
-    assert total.shape == metrics["loss"].shape == ()
-    _, without_dropout = jax.eval_shape(lambda *args: model.loss(*args, None), params, batch)
+    assert jax.tree.leaves(params)
+    step, state, batch = abstract_step(experiment)
+    _, metrics = jax.eval_shape(step, state, batch)
+    assert metrics["loss"].shape == ()
+    _, without_dropout = jax.eval_shape(make_evaluate_step(model), state, batch)
     assert without_dropout["loss"].shape == ()
 
 
@@ -35,18 +47,18 @@ def test_an_unknown_name_gets_the_nearest_and_all():
     with pytest.raises(
         ConfigError, match=r"^there is no experiment 'tinyllama'; the nearest is 'tiny_llama'; there are "
     ):
-        load("tinyllama")
+        load("tinyllama", FOLDERS)
     with pytest.raises(ConfigError, match=r"^there is no experiment 'qqq'; there are "):
-        load("qqq")
+        load("qqq", FOLDERS)
 
 
 def test_a_module_of_the_package_is_not_addressed_as_an_experiment():
     with pytest.raises(ConfigError, match="there is no experiment 'data'"):
-        load("data")
+        load("data", FOLDERS)
 
 
 def test_flatten_names_every_setting_in_order():
-    settings = flatten(load("tiny_llama"), "x.")
+    settings = flatten(load("tiny_llama", FOLDERS), "x.")
     assert list(settings)[:2] == ["x.model.vocab_size", "x.model.d_model"]
     assert list(settings)[-1] == "x.train.explain"
     assert settings["x.model.dtype"] is jnp.float32
@@ -81,12 +93,12 @@ def test_flatten_names_every_setting_in_order():
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_the_nearest(name, options, sentence):
-    experiment = parse(name, [f"--{options}"]).experiment
+    experiment = parse(name, [f"--{options}"], FOLDERS).experiment
     with pytest.raises(ConfigError) as caught:
-        language_model(experiment.model, experiment.data.sequence_length)
+        build_model(experiment.model, experiment.data)
     assert str(caught.value) == sentence
 
 
 def test_a_model_that_is_not_registered_says_how_to_register_it():
-    with pytest.raises(TypeError, match=r"for a object: decorate a function .* with @language_model\.register"):
-        language_model(object(), 8)
+    with pytest.raises(ConfigError, match=r"for a object: decorate a function .* with @build_model\.register"):
+        build_model(object(), None)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from experiments.metrics import MetricsWriter, memory_in_use, metrics_path, read_metrics, unreadable_lines
+from jax_deepcompile.training.metrics import MetricsWriter, memory_in_use, metrics_path, read_metrics, unreadable_lines
 
 pytestmark = pytest.mark.pure
 

@@ -1,6 +1,6 @@
 import pytest
 
-from experiments.manifest import MANIFEST, damage, write_manifest
+from jax_deepcompile.training.manifest import MANIFEST, damage, write_manifest
 
 pytestmark = pytest.mark.pure
 

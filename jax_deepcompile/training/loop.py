@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from experiments.config import ConfigError
-from experiments.metrics import Record, memory_in_use
+from jax_deepcompile.training.config import ConfigError
+from jax_deepcompile.training.metrics import Record, memory_in_use
 
 
 def compile_s(step: Any, state: Any, batch: Any) -> float:

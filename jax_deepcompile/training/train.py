@@ -1,13 +1,14 @@
-"""``deepcompile train``: an ordinary train step on text, sharded by the public API.
+"""``deepcompile train``: an ordinary train step, sharded by the public API.
 
 The train step, the state and the optimizer are what any user of Flax and Optax writes for one device. All that
-this project does to them is in the three calls ``deepcompile.shard``, ``step.init`` and ``step``.
+this project does to them is in the three calls ``shard``, ``step.init`` and ``step``.
 """
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,18 +16,30 @@ import optax
 from flax.training.train_state import TrainState
 from rich.console import Console
 
-import jax_deepcompile as deepcompile
-from experiments import report
-from experiments.checkpoints import Checkpoints, abstract, claim_folder
-from experiments.config import ConfigError, Experiment, Mesh, Optimizer
-from experiments.data import held_out_batches, load_text, training_batches
-from experiments.language_models import Batch, LanguageModel, Metrics, language_model
-from experiments.loop import compile_s, mean_loss, training_steps
-from experiments.metrics import MetricsWriter, Record, metrics_path, read_metrics, unreadable_lines
-from experiments.progress import progress_view
-from experiments.stopping import StopRequest, Watch
+from jax_deepcompile.api import shard
+from jax_deepcompile.training import report
+from jax_deepcompile.training.checkpoints import Checkpoints, abstract, claim_folder, parameters_of
+from jax_deepcompile.training.config import ConfigError, Experiment, Mesh, Optimizer
+from jax_deepcompile.training.data import held_out_batches, load_data, training_batches
+from jax_deepcompile.training.loop import compile_s, mean_loss, training_steps
+from jax_deepcompile.training.metrics import MetricsWriter, Record, metrics_path, read_metrics, unreadable_lines
+from jax_deepcompile.training.model import Batch, Metrics, Model, build_model
+from jax_deepcompile.training.progress import progress_view
+from jax_deepcompile.training.stopping import StopRequest, Watch
 
-Step = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+class State(TrainState):
+    """With parameters that are not trained, where the model has such."""
+
+    frozen: Any = None
+
+    @property
+    def more(self) -> tuple[Any, ...]:
+        """What the loss takes beyond parameters, batch and key."""
+        return () if self.frozen is None else (self.frozen,)
+
+
+Step = Callable[[State, Batch], tuple[State, Metrics]]
 
 
 def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformation:
@@ -45,36 +58,51 @@ def make_optimizer(config: Optimizer, steps: int) -> optax.GradientTransformatio
     )
 
 
-def make_create_state(
-    model: LanguageModel, optimizer: optax.GradientTransformation
-) -> Callable[[jax.Array], TrainState]:
+def make_create_state(model: Model, optimizer: optax.GradientTransformation) -> Callable[[jax.Array], State]:
     """The function from a key to the whole initial state."""
 
-    def create_state(key: jax.Array) -> TrainState:
-        return TrainState.create(apply_fn=model.loss, params=model.init(key), tx=optimizer)
+    def create_state(key: jax.Array) -> State:
+        frozen = None if model.frozen is None else model.frozen(key)
+        return State.create(apply_fn=model.loss, params=model.init(key), tx=optimizer, frozen=frozen)
 
     return create_state
 
 
-def make_train_step(model: LanguageModel, seed: int) -> Step:
+def make_train_step(model: Model, seed: int) -> Step:
     """One optimizer step on the whole batch: global shapes, one device, no word about sharding."""
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         dropout_key = jax.random.fold_in(jax.random.key(seed), state.step)
         gradient = jax.grad(model.loss, has_aux=True)
-        gradients, metrics = gradient(state.params, batch, dropout_key)
+        gradients, metrics = gradient(state.params, batch, dropout_key, *state.more)
         return state.apply_gradients(grads=gradients), metrics | {"gradient_norm": optax.tree.norm(gradients)}
 
     return train_step
 
 
-def make_evaluate_step(model: LanguageModel) -> Step:
+def make_evaluate_step(model: Model) -> Step:
     """The metrics of a batch, with nothing dropped and nothing learned: the state is handed on as it is."""
 
-    def evaluate_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return state, model.loss(state.params, batch, None)[1]
+    def evaluate_step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        return state, model.loss(state.params, batch, None, *state.more)[1]
 
     return evaluate_step
+
+
+def abstract_step(experiment: Experiment) -> tuple[Step, Any, Any]:
+    """What a run repeats, with the shapes of its state and of a global batch: ``(step, state, batch)``.
+
+    Raises:
+        ConfigError: something the user can put right, said in one sentence.
+    """
+    data, settings = experiment.data, experiment.train
+    model = build_model(experiment.model, data)
+    create_state = make_create_state(model, make_optimizer(experiment.optimizer, settings.steps))
+    batch = {
+        name: jax.ShapeDtypeStruct((data.batch_size, *leaf.shape), leaf.dtype)
+        for name, leaf in load_data(data).training[0].items()
+    }
+    return make_train_step(model, settings.seed), jax.eval_shape(create_state, jax.random.key(0)), batch
 
 
 def make_mesh(config: Mesh) -> jax.sharding.Mesh:
@@ -112,6 +140,7 @@ def train(
     resume: bool = False,
     console: Console | None = None,
     watch: Watch | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> report.Summary:
     """Runs an experiment; leaves metrics, TensorBoard events, checkpoints and the compiler's report in ``folder``.
 
@@ -122,6 +151,7 @@ def train(
             came to none.
         console: where to report; by default the standard output of the first process.
         watch: who ends the process where a signal is not answered in time; see ``StopRequest``.
+        options: of ``shard``.
 
     Raises:
         ConfigError: something the user can put right, said in one sentence.
@@ -131,15 +161,19 @@ def train(
     console = console or Console(quiet=not is_primary, highlight=False, soft_wrap=True)
     mesh = make_mesh(experiment.mesh)
     check_batch_size(experiment.data.batch_size, mesh)
-    text = load_text(experiment.data)
-    model = language_model(experiment.model, experiment.data.sequence_length)
-    claim_folder(folder, experiment, text.fingerprint, resume=resume, is_primary=is_primary)
+    dataset = load_data(experiment.data)
+    model = build_model(experiment.model, experiment.data)
+    claim_folder(folder, experiment, dataset.fingerprint, resume=resume, is_primary=is_primary)
 
-    step = deepcompile.shard(make_train_step(model, settings.seed), mesh)
+    step = shard(make_train_step(model, settings.seed), mesh, **options)
     create_state = make_create_state(model, make_optimizer(experiment.optimizer, settings.steps))
-    batches = training_batches(text.training, experiment.data, **share_of_batch())
+    batches = training_batches(dataset.training, experiment.data, **share_of_batch())
     with contextlib.closing(Checkpoints(folder, settings)) as checkpoints:
         state = step.init(create_state, jax.random.key(settings.seed))
+        if settings.base is not None and not resume:
+            if state.frozen is None:
+                raise ConfigError(f"train.base={settings.base}: all parameters of this model are trained")
+            state = state.replace(frozen=parameters_of(Path(settings.base), abstract(state.frozen)))
         done = 0
         if resume and checkpoints.steps():
             target = abstract(state)
@@ -152,7 +186,7 @@ def train(
         if done >= settings.steps:
             raise ConfigError(f"the run in {folder} has done its {done} steps; raise train.steps to go on")
         parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-        console.print(report.opening(experiment, folder, text, mesh, parameters))
+        console.print(report.opening(experiment, folder, dataset, mesh, parameters))
         stop = StopRequest(checkpoints.reached_preemption, watch)
         state, records = run_steps(
             experiment, folder, step, state, batches, checkpoints, stop, done=done, console=console
@@ -160,12 +194,12 @@ def train(
 
     held_out_loss = None
     if records[-1]["step"] >= settings.steps and stop.signal is None:
-        evaluate_step = deepcompile.shard(make_evaluate_step(model), mesh)
-        held_out = held_out_batches(text.held_out, experiment.data, settings.held_out_batches, **share_of_batch())
+        evaluate_step = shard(make_evaluate_step(model), mesh)
+        held_out = held_out_batches(dataset.held_out, experiment.data, settings.held_out_batches, **share_of_batch())
         held_out_loss = mean_loss(evaluate_step, state, held_out)
     summary = report.summarise(
         records,
-        text,
+        dataset,
         total_steps=settings.steps,
         held_out_loss=held_out_loss,
         stopped_by=stop.signal.name if stop.signal is not None else None,
@@ -175,7 +209,7 @@ def train(
         report.write(folder, summary, explanation)
     if settings.explain:
         console.print(explanation, markup=False)
-    console.print(report.closing(summary, folder))
+    console.print(report.closing(summary, folder, experiment.data.target))
     return summary
 
 
@@ -183,14 +217,14 @@ def run_steps(
     experiment: Experiment,
     folder: Path,
     step: Any,
-    state: TrainState,
+    state: State,
     batches: Any,
     checkpoints: Checkpoints,
     stop: StopRequest,
     *,
     done: int,
     console: Console,
-) -> tuple[TrainState, list[Record]]:
+) -> tuple[State, list[Record]]:
     """The steps after the first ``done``, with metrics, progress and checkpoints; ends early on Ctrl-C, after saving.
 
     Returns:
@@ -213,9 +247,7 @@ def run_steps(
         compiled = {"compile_s": compile_s(step, state, first)}
         all_batches = itertools.chain([first], batches)
         with stop:
-            for new_state, record in training_steps(
-                step, state, all_batches, steps, data.batch_size * data.sequence_length
-            ):
+            for new_state, record in training_steps(step, state, all_batches, steps, data.batch_size * data.targets):
                 state = new_state
                 done += 1
                 record |= compiled if done == steps.start else {}

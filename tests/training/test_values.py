@@ -4,7 +4,7 @@ import math
 import pytest
 
 from jax_deepcompile.cli import values
-from jax_deepcompile.cli.values import bounded
+from jax_deepcompile.training.values import bounded
 
 pytestmark = pytest.mark.pure
 

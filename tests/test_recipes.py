@@ -1,0 +1,100 @@
+"""``docs/recipes.md`` as it stands, recipe by recipe."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+
+
+def code(title: str) -> str:
+    """The one block of code under a title."""
+    (block,) = re.findall(rf"^## {title}$.*?^```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return block
+
+
+def run(title: str, **given: Any) -> dict[str, Any]:
+    """What a recipe's names are at its end."""
+    names = dict(given)
+    exec(compile(code(title), title, "exec"), names)
+    return names
+
+
+@pytest.mark.cpu_mesh
+def test_nnx():
+    names = run("NNX")
+    assert names["losses"][-1] < 0.9 * names["losses"][0]
+    assert len(names["model"].kernel[...].sharding.device_set) == 8
+
+
+@pytest.mark.cpu_mesh
+def test_orbax(tmp_path: Path):
+    names = run("Checkpoints by Orbax", folder=tmp_path)
+    assert names["again"] == names["loss"]
+    assert names["state"].params["w"].sharding == names["like"].params["w"].sharding
+
+
+@pytest.mark.cpu_mesh
+def test_lora():
+    names = run("LoRA")
+    assert names["losses"][-1] < 0.9 * names["losses"][0]
+    base, adapters = names["state"].base["w"], names["state"].params
+    np.testing.assert_array_equal(base, np.eye(64))
+    assert base.addressable_shards[0].data.size == base.size // 8
+    assert {leaf.shape for leaf in adapters.values()} == {(64, 4), (4, 64)}
+
+
+@pytest.mark.slow
+def test_several_processes(tmp_path: Path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    script = tmp_path / "two.py"
+    script.write_text(code("Several processes").replace("9876", str(port)))
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    with (
+        subprocess.Popen([*command, "0"], env=environment, stdout=subprocess.PIPE, text=True) as one,
+        subprocess.Popen([*command, "1"], env=environment, stdout=subprocess.PIPE, text=True) as other,
+    ):
+        printed = [each.communicate(timeout=300)[0] for each in (one, other)]
+    first, second = ([float(line) for line in re.findall(r"^[\d.]+$", text, re.MULTILINE)] for text in printed)
+    assert first == second
+    assert first[-1] < first[0]
+
+
+@pytest.mark.slow
+def test_from_elsewhere(tmp_path: Path):
+    """The wheel, in a folder that has nothing of the checkout; what it depends on is here already."""
+    install, *lines = code("From elsewhere").splitlines()
+    assert install.startswith("pip install ")
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(tmp_path / "site"),
+        str(ROOT),
+    ]
+    subprocess.run(build, check=True)
+    command = f'deepcompile() {{ {sys.executable} -m jax_deepcompile "$@"; }}\nset -e\n' + "\n".join(lines)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "XLA_FLAGS": ""}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "finished after 3 steps" in done.stdout
+    assert "train_step on fsdp=8" in done.stdout
