@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from jax_deepcompile.cli import values
+from jax_deepcompile.training import values
 from jax_deepcompile.training.values import bounded
 
 pytestmark = pytest.mark.pure
