@@ -216,7 +216,7 @@ PREFETCH = Ours(
     "+ prefetch", (deepcompile.PipelineLoops(), deepcompile.BucketCollectives(), deepcompile.PrefetchGathers())
 )
 UNSHARD = Ours("+ unshard", (deepcompile.Unshard(), deepcompile.UnshardUnrolled()))
-_NOT_ON_HOST = "-offload_activations, -offload_state, -rematerialize"
+_NOT_ON_HOST = "-offload_activations, -offload_parameters, -offload_state, -rematerialize"
 ON_DEVICE = Ours("all but host memory", _NOT_ON_HOST)
 ON_DEVICE_64 = Ours("all but host memory, 64 GiB", _NOT_ON_HOST, memory_limit="64GiB")
 ALL = Ours("all", None)
