@@ -8,13 +8,20 @@ from collections.abc import Mapping
 from experiments.bench.simulated import Published, Simulated
 from experiments.bench.systems import (
     ALL,
+    ALL_60,
+    ALL_64,
     ALL_FOR_400,
+    CONSTRAINED_EVERYTHING_AWAY,
+    CONSTRAINED_MOMENTS_AWAY,
     FULLY_SHARDED,
     JIT,
     JIT_BY_HAND,
     JIT_CONSTRAINED,
+    JIT_EVERYTHING_AWAY,
     JIT_FLAGS,
+    JIT_MOMENTS_AWAY,
     ON_DEVICE,
+    ON_DEVICE_64,
     PREFETCH,
     UNSHARD,
 )
@@ -104,6 +111,31 @@ BENCHMARKS: Mapping[str, Simulated] = {
             Workload("llama3_70b_cudnn", 2048, microbatches=8, cluster=Cluster(nodes=1)),
         ),
         (JIT, ON_DEVICE, ALL),
+    ),
+    "offload": Simulated(
+        "Llama-3-70B on 16 H100s, where state and activations are on the host",
+        tuple(Workload("llama3_70b_cudnn", sequence, cluster=Cluster(nodes=2)) for sequence in (512, 1024, 2048, 4096)),
+        (
+            JIT_EVERYTHING_AWAY,
+            JIT_MOMENTS_AWAY,
+            CONSTRAINED_EVERYTHING_AWAY,
+            CONSTRAINED_MOMENTS_AWAY,
+            JIT,
+            JIT_CONSTRAINED,
+            ON_DEVICE,
+            ALL,
+            ON_DEVICE_64,
+            ALL_64,
+            ALL_60,
+        ),
+        notes=(
+            "`everything offloaded`: the moments and all activations that layers name are in the host's memory, by "
+            "memory kind and by JAX's checkpoint policy; moments are copied in when all gradients are ready. `moments by "
+            "memory kind`: the moments alone, and XLA's scheduler begins their copies when it likes. `jit` and `all but "
+            "host memory` copy nothing.",
+            "The DeepCompile paper measured its offload of optimizer state on 16 H100s with Llama-3-70B and sequences "
+            "of 512 to 4096 tokens against ZeRO-3's offload, which updates on the host: 5.3 to 7.0 times as fast.",
+        ),
     ),
     "sensitivity": Simulated(
         "The headline's plans on networks 20 % slower and 25 % faster than they were made for",

@@ -63,12 +63,14 @@ class Simulated:
       workloads: its rows.
       systems: of every row; the first is what the others are compared with.
       published: the paper's figures for a workload.
+      notes: paragraphs under the table.
     """
 
     title: str
     workloads: tuple[Workload, ...]
     systems: tuple[System, ...]
     published: Mapping[Workload, Published] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def system_names(self) -> tuple[str, ...]:
@@ -94,7 +96,8 @@ class Simulated:
             if result.system == self.systems[-1].name:
                 rows += _published_rows(result.workload, self.published or {})
         problems = [each for each in results.results if each.figures is None]
-        return "\n".join([*lines, *table(_COLUMNS, rows), *_notes(problems)]) + "\n"
+        notes = [line for note in self.notes for line in ("", note)]
+        return "\n".join([*lines, *table(_COLUMNS, rows), *notes, *_notes(problems)]) + "\n"
 
 
 def _measured(workload: Workload, system: System) -> Result:
@@ -117,7 +120,7 @@ def _statement(results: Results) -> list[str]:
         "bold if a GPU has less: such a step would not run), `warm` planning with the plan kept from an earlier run,",
         "`commit` the code that was measured, where the results say so. MFU counts matrix products as written, without",
         "recomputation, and of cuDNN's attention what its mask shows, over the data sheet's bfloat16 peak.",
-        f"Planned steps keep to {MEMORY_LIMIT} a GPU.",
+        f"Planned steps keep to {MEMORY_LIMIT} a GPU, or what their name says.",
         "",
     ]
     for gpu in sorted(made):

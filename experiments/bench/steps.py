@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.host_memory import ACTIVATIONS_ON_HOST
 from models import llama, mixtral
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
@@ -80,16 +81,30 @@ _CUDNN: dict[str, Any] = {"attention": "cudnn"}
 
 _SAVED_7B = dataclasses.replace(llama.LLAMA2_7B, remat_policy=None, **_CUDNN)
 
+_CUDNN_70B = dataclasses.replace(llama.LLAMA3_70B, **_CUDNN)
+
+# The sizes of https://huggingface.co/Qwen/Qwen3-14B/blob/main/config.json; its norms of queries and keys are left out.
+_QWEN3_14B = dataclasses.replace(
+    llama.LLAMA3_8B, vocab_size=151_936, d_model=5120, n_layers=40, n_heads=40, d_ff=17_408, **_CUDNN
+)
+
 MODELS: Mapping[str, Callable[[bool], tuple[Gradients, Any]]] = {
     "llama3_8b": lambda by_hand: llama_gradients(llama.LLAMA3_8B, by_hand),
     "llama3_8b_8_unrolled": lambda by_hand: llama_gradients(_EIGHT_LAYERS, by_hand),
     "llama3_70b": lambda by_hand: llama_gradients(llama.LLAMA3_70B, by_hand),
-    "llama3_70b_cudnn": lambda by_hand: llama_gradients(dataclasses.replace(llama.LLAMA3_70B, **_CUDNN), by_hand),
+    "llama3_70b_cudnn": lambda by_hand: llama_gradients(_CUDNN_70B, by_hand),
+    "llama3_70b_cudnn_activations_on_host": lambda by_hand: llama_gradients(_on_host(_CUDNN_70B), by_hand),
+    "qwen3_14b_cudnn": lambda by_hand: llama_gradients(_QWEN3_14B, by_hand),
+    "qwen3_14b_cudnn_activations_on_host": lambda by_hand: llama_gradients(_on_host(_QWEN3_14B), by_hand),
     "llama2_7b_cudnn_saved": lambda by_hand: llama_gradients(_SAVED_7B, by_hand),
     "mixtral_8x7b": lambda by_hand: mixtral_gradients(_MIXTRAL_8X7B, by_hand),
     "mixtral_8x7b_cudnn": lambda by_hand: mixtral_gradients(dataclasses.replace(_MIXTRAL_8X7B, **_CUDNN), by_hand),
 }
 """By name: whether parameters are cast by hand -> gradients and the abstract state."""
+
+
+def _on_host(config: llama.LlamaConfig) -> llama.LlamaConfig:
+    return dataclasses.replace(config, remat_policy=ACTIVATIONS_ON_HOST)
 
 
 def constrained(step: Callable, mesh: Mesh) -> Callable:
@@ -112,7 +127,7 @@ def constrained(step: Callable, mesh: Mesh) -> Callable:
     return held
 
 
-LINEN = frozenset({"llama3_8b", "llama3_8b_8_unrolled", "llama3_70b", "llama3_70b_cudnn", "llama2_7b_cudnn_saved"})
+LINEN = frozenset(name for name in MODELS if not name.startswith("mixtral"))
 """The models whose modules are Linen's."""
 
 

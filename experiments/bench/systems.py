@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 import jax_deepcompile as deepcompile
 from experiments.bench.steps import LINEN, MODELS, accumulated, constrained, training_step
 from experiments.bench.workload import Workload
+from experiments.host_memory import moments_passing_through, traced, with_moments_on_host
 
 CUBLAS_GEMMS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 """Without a GPU nothing can be autotuned; these make dots cuBLAS calls, as tuning does."""
@@ -105,11 +106,48 @@ class Jit:
 
 
 @dataclass(frozen=True)
+class JitOffloaded:
+    """``jax.jit`` with the same shardings, and the optimizer's moments on the host by memory kind.
+
+    Attributes:
+      name: in the table.
+      is_everything: whether the activations that layers name are on the host meanwhile, and moments are copied in
+        only when all gradients are ready; else XLA's scheduler begins that when it likes.
+      is_constrained, flags: as of ``Jit``.
+    """
+
+    name: str
+    is_everything: bool = False
+    is_constrained: bool = False
+    flags: Mapping[str, Any] = field(default_factory=dict)
+
+    def trains(self, workload: Workload) -> bool:
+        return not self.is_everything or _activations_on_host(workload.model) in MODELS
+
+    def measure(self, workload: Workload, mesh: Mesh) -> Figures:
+        model = _activations_on_host(workload.model) if self.is_everything else workload.model
+        gradients, state = MODELS[model](False)
+        plain = training_step(accumulated(gradients, workload.microbatches, mesh.size))
+        plain = constrained(plain, mesh) if self.is_constrained else plain
+        given = state, tokens(workload, mesh)
+        placed = deepcompile.shard(plain, mesh, passes=()).trace(*given)
+        step = moments_passing_through(plain, after_backward=self.is_everything)
+        lowered = traced(step, given, with_moments_on_host(placed.sharded), mesh).lower(lowering_platforms=("cuda",))
+        compiled, compile_s = _timed(lambda: lowered.compile(compiler_options={**CUBLAS_GEMMS, **self.flags}))
+        return figures(compiled, mesh, placed, compile_s)
+
+
+def _activations_on_host(model: str) -> str:
+    return f"{model}_activations_on_host"
+
+
+@dataclass(frozen=True)
 class Ours:
     """``deepcompile.shard``.
 
     Attributes:
       name: in the table.
+      memory_limit: of a GPU.
       passes: that planning may use, or by name what it may not; None for all.
       planned_gbps: of the network cards that the plan is made for, in Gbit/s; None for those that the row has.
     """
@@ -117,6 +155,7 @@ class Ours:
     name: str
     passes: tuple[Any, ...] | str | None
     planned_gbps: float | None = None
+    memory_limit: str = MEMORY_LIMIT
 
     def trains(self, workload: Workload) -> bool:
         return True
@@ -133,7 +172,7 @@ class Ours:
                 training_step(gradients),
                 planned_for,
                 microbatches=workload.microbatches,
-                memory_limit=MEMORY_LIMIT,
+                memory_limit=self.memory_limit,
                 passes=self.passes,
                 cache_dir=plans,
             )
@@ -158,19 +197,31 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
     return call(), time.perf_counter() - began
 
 
-System = Jit | Ours
+System = Jit | JitOffloaded | Ours
 
 JIT = Jit("jit")
 JIT_FLAGS = Jit("jit + flags", flags=NVIDIA_FLAGS)
 JIT_BY_HAND = Jit("jit + flags, bf16 by hand", by_hand=True, flags=NVIDIA_FLAGS)
 JIT_CONSTRAINED = Jit("jit + flags, constrained", is_constrained=True, flags=NVIDIA_FLAGS)
+JIT_EVERYTHING_AWAY = JitOffloaded("jit, everything offloaded", is_everything=True)
+JIT_MOMENTS_AWAY = JitOffloaded("jit, moments by memory kind")
+CONSTRAINED_EVERYTHING_AWAY = JitOffloaded(
+    "jit + flags, constrained, everything offloaded", is_everything=True, is_constrained=True, flags=NVIDIA_FLAGS
+)
+CONSTRAINED_MOMENTS_AWAY = JitOffloaded(
+    "jit + flags, constrained, moments by memory kind", is_constrained=True, flags=NVIDIA_FLAGS
+)
 FULLY_SHARDED = Ours("fully sharded", ())
 PREFETCH = Ours(
     "+ prefetch", (deepcompile.PipelineLoops(), deepcompile.BucketCollectives(), deepcompile.PrefetchGathers())
 )
 UNSHARD = Ours("+ unshard", (deepcompile.Unshard(), deepcompile.UnshardUnrolled()))
-ON_DEVICE = Ours("all but host memory", "-offload_activations, -offload_state, -rematerialize")
+_NOT_ON_HOST = "-offload_activations, -offload_state, -rematerialize"
+ON_DEVICE = Ours("all but host memory", _NOT_ON_HOST)
+ON_DEVICE_64 = Ours("all but host memory, 64 GiB", _NOT_ON_HOST, memory_limit="64GiB")
 ALL = Ours("all", None)
+ALL_64 = Ours("all, 64 GiB", None, memory_limit="64GiB")
+ALL_60 = Ours("all, 60 GiB", None, memory_limit="60GiB")
 ALL_FOR_400 = Ours("all, planned for 400 Gb/s", None, planned_gbps=400.0)
 
 
