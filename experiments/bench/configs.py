@@ -130,9 +130,9 @@ BENCHMARKS: Mapping[str, Simulated] = {
         ),
         notes=(
             "`everything offloaded`: the moments and all activations that layers name are in the host's memory, by "
-            "memory kind and by JAX's checkpoint policy; moments are copied in when all gradients are ready. `moments by "
-            "memory kind`: the moments alone, and XLA's scheduler begins their copies when it likes. `jit` and `all but "
-            "host memory` copy nothing.",
+            "memory kind and by JAX's checkpoint policy; moments are copied in when all gradients are ready. `moments "
+            "by memory kind`: the moments alone, and XLA's scheduler begins their copies when it likes. `jit` and `all "
+            "but host memory` copy nothing.",
             "The DeepCompile paper measured its offload of optimizer state on 16 H100s with Llama-3-70B and sequences "
             "of 512 to 4096 tokens against ZeRO-3's offload, which updates on the host: 5.3 to 7.0 times as fast.",
         ),

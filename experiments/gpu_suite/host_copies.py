@@ -1,4 +1,4 @@
-"""Copies between device memory and pinned host memory: alone, and beside matrix products in one program."""
+"""Copies between device memory and pinned host memory: alone, beside matrix products, beside one another."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from experiments.gpu_suite.timing import seconds_a_call
 TARGETS = {"to host": jax.memory.Space.Host, "from host": jax.memory.Space.Device}
 """Where a copy goes, by direction."""
 
+BOTH_WAYS = "both ways at once"
+
 
 def cases(sizes: Sizes) -> list[Row]:
     """``direction size_bytes how`` of each."""
@@ -30,8 +32,9 @@ def cases(sizes: Sizes) -> list[Row]:
 
 
 def rows(case: Row, sizes: Sizes, seconds: float) -> Iterator[Row]:
-    """The case with ``seconds bytes_per_s`` of a copy alone, or what ``_beside_products`` says."""
-    yield case | (_alone if case["how"] == "alone" else _beside_products)(case, sizes)
+    """The case with ``seconds bytes_per_s`` of a copy alone, or what ``_beside_products`` or ``_both_ways`` says."""
+    measure = {"alone": _alone, BOTH_WAYS: _both_ways}.get(case["how"], _beside_products)
+    yield case | measure(case, sizes)
 
 
 def _alone(case: Row, sizes: Sizes) -> Row:
@@ -67,6 +70,29 @@ def _beside_products(case: Row, sizes: Sizes) -> Row:
     )
     hidden = (copy_s + products_s - together_s) / min(copy_s, products_s)
     return {"seconds": copy_s, "products_s": products_s, "together_s": together_s, "hidden": hidden}
+
+
+def _both_ways(case: Row, sizes: Sizes) -> Row:
+    """Bytes a second each way alone, and of both together, in one program as a train step has them."""
+    there, _ = _original(case | {"direction": "to host"})
+    here, _ = _original(case | {"direction": "from host"})
+
+    def to_host(there, here):
+        return jax.device_put(there, TARGETS["to host"])
+
+    def from_host(there, here):
+        return jax.device_put(here, TARGETS["from host"])
+
+    def both(there, here):
+        return to_host(there, here), from_host(there, here)
+
+    to_s, from_s, both_s = (_program_s(run, (there, here), sizes.effort) for run in (to_host, from_host, both))
+    size_bytes = case["size_bytes"]
+    return {
+        "to_host_bytes_per_s": size_bytes / to_s,
+        "from_host_bytes_per_s": size_bytes / from_s,
+        "together_bytes_per_s": 2 * size_bytes / both_s,
+    }
 
 
 def _program_s(function: Callable, args: tuple, effort: Effort) -> float:

@@ -61,7 +61,7 @@ class Results:
       date: it was begun, such as ``2026-11-21``.
       device_kind: as JAX names it.
       versions: by name, of what was measured with.
-      sizes: name of what was measured, ``full`` or ``tiny``.
+      sizes: name of what was measured, by its name in ``SIZES``.
       sections: in order.
     """
 

@@ -56,7 +56,7 @@ def _sharded(work: Training, sizes: StepSizes) -> Row:
     figures = _run(step, state, batch, sizes)
     stats = mesh.devices.flat[0].memory_stats() or {}
     peak = {"allocator_peak_bytes": stats.get("peak_bytes_in_use"), "compile_s": compile_s}
-    return figures | _judged(compiled, mesh, figures["step_s"]) | peak
+    return figures | judged(compiled, mesh, figures["step_s"]) | peak
 
 
 def _jitted(work: Training, sizes: StepSizes) -> Row:
@@ -67,7 +67,7 @@ def _jitted(work: Training, sizes: StepSizes) -> Row:
     compiled = step.lower(jax.eval_shape(work.create), batch).compile()
     compile_s = time.perf_counter() - begun
     figures = _run(step, jax.jit(work.create)(), batch, sizes)
-    return figures | _judged(compiled, mesh, figures["step_s"]) | {"compile_s": compile_s}
+    return figures | judged(compiled, mesh, figures["step_s"]) | {"compile_s": compile_s}
 
 
 def _run(step: Callable, state: Any, batch: Any, sizes: StepSizes) -> Row:
@@ -92,7 +92,7 @@ def _sample(step: Callable, state: Any, batch: Any, steps: int) -> tuple[Any, fl
     return state, (time.perf_counter() - begun) / steps
 
 
-def _judged(compiled: Any, mesh: Mesh, step_s: float) -> Row:
+def judged(compiled: Any, mesh: Mesh, step_s: float) -> Row:
     """The simulation's figures and XLA's own for memory."""
     simulated = deepcompile.simulate(compiled, mesh)
     return {

@@ -77,11 +77,12 @@ class Recorder:
         write_whole(self.out.with_suffix(".md"), summary(self.results))
 
 
-def run(out: Path) -> int:
+def run(out: Path, sizes: str = "full") -> int:
     """Measures the GPU of this machine for at most eight minutes.
 
     Args:
       out: as a ``Recorder``'s.
+      sizes: as ``measure`` takes them.
 
     Returns:
       The exit code: 0, or 1 if no section measured anything, or 2 if there is no GPU.
@@ -89,9 +90,9 @@ def run(out: Path) -> int:
     facts, problem = find_facts()
     if facts.get("platform") != "gpu":
         found = problem or f"JAX found {facts['device_kind']} devices only"
-        print(f"deepcompile bench --suite gpu: no GPU is attached to this machine: {found}", file=sys.stderr)
+        print(f"deepcompile bench --suite: no GPU is attached to this machine: {found}", file=sys.stderr)
         return 2
-    results = measure(out, "full", facts)
+    results = measure(out, sizes, facts)
     return 0 if any(section.measured for section in results.sections) else 1
 
 

@@ -34,6 +34,12 @@ _COLUMNS: dict[str, tuple[str, float, str]] = {
     "allocator_peak_bytes": ("allocator's peak GiB", 1 << 30, ".2f"),
     "first_loss": ("first loss", 1.0, ".4f"),
     "compile_s": ("compile s", 1.0, ".1f"),
+    "params": ("billion parameters", 1e9, ".2f"),
+    "tokens_per_s": ("tokens/s", 1.0, ".0f"),
+    "xla_host_bytes": ("host GiB", 1 << 30, ".2f"),
+    "to_host_bytes_per_s": ("to host GB/s", 1e9, ".1f"),
+    "from_host_bytes_per_s": ("from host GB/s", 1e9, ".1f"),
+    "together_bytes_per_s": ("both at once GB/s", 1e9, ".1f"),
     "losses": ("losses", 1.0, ".5f"),
     "compile_and_first_steps_s": ("compile and first steps s", 1.0, ".1f"),
     "relative_difference": ("largest relative difference of losses", 1.0, ".1e"),
@@ -57,6 +63,11 @@ _TABLES: dict[str, tuple[str, ...]] = {
         "workload system step_s simulated_s simulated_over_measured xla_bytes simulated_bytes first_loss compile_s",
         "workload xla_bytes allocator_peak_bytes",
     ),
+    "offload": (
+        "system params tokens_per_s step_s simulated_s simulated_over_measured losses compile_s",
+        "system xla_bytes simulated_bytes allocator_peak_bytes xla_host_bytes",
+        "size_bytes to_host_bytes_per_s from_host_bytes_per_s together_bytes_per_s",
+    ),
     "two_processes": ("system losses compile_and_first_steps_s", "relative_difference step_s"),
 }
 """By section, the tables of its rows; a table shows the rows that have all of its columns."""
@@ -70,7 +81,7 @@ def summary(results: Results) -> str:
         "",
         f"`deepcompile bench --suite gpu`, sizes `{results.sizes}`. {versions}.",
     ]
-    if results.sizes != "full":
+    if results.sizes == "tiny":
         head += ["", "Sizes that only prove that the suite runs: the figures mean nothing."]
     return "\n".join([*head, *(_section(section) for section in results.sections)]) + "\n"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
-from experiments.gpu_suite import llama_block, memory, simulated_vs_measured, two_processes
+from experiments.gpu_suite import llama_block, memory, offload, simulated_vs_measured, two_processes
 from experiments.gpu_suite.conftest import section_module
 from experiments.gpu_suite.llama_block import Kernel
 from experiments.gpu_suite.meshes import one_device_mesh
@@ -138,6 +140,51 @@ def test_simulated_vs_measured(monkeypatch):
     assert sharded["simulated_over_measured"] == pytest.approx(sharded["simulated_s"] / sharded["step_s"])
     assert sharded["allocator_peak_bytes"] is None, "the CPU backend keeps none"
     assert sharded["xla_bytes"] > 0
+
+
+def test_offload(monkeypatch):
+    """One CPU device honours memory kinds; nothing is planned for it."""
+    made = []
+    monkeypatch.setattr(offload, "by_memory_kind", recorded(offload.by_memory_kind, made))
+    rows = [next(offload.trained(case, tiny().offload)) for case in offload.cases(tiny())[:-1]]
+    assert [row["system"] for row in rows] == [offload.EVERYTHING, offload.MOMENTS, offload.PLAN]
+    for row in rows:
+        assert "error" not in row
+        assert row["losses"] == pytest.approx(rows[-1]["losses"], rel=1e-5)
+        assert row["losses"][1] < row["losses"][0]
+        assert row["tokens_per_s"] == pytest.approx(4 * 16 / row["step_s"])
+    for compiled, state in made:
+        before = jax.tree.map(lambda leaf: leaf.sharding.memory_kind, state)
+        after = jax.tree.map(lambda sharding: sharding.memory_kind, compiled.output_shardings[0])
+        assert before == after
+        assert set(jax.tree.leaves(before.params)) == {"device"}
+        assert set(jax.tree.leaves(before.opt_state[1][0].mu)) == {"pinned_host"}
+
+
+def recorded(make: Callable, made: list) -> Callable:
+    def record(*args, **kwargs):
+        made.append(make(*args, **kwargs))
+        return made[-1]
+
+    return record
+
+
+def test_copies_both_ways():
+    (row,) = offload.rows(offload.cases(tiny())[-1], tiny(), 10.0)
+    assert min(row["to_host_bytes_per_s"], row["from_host_bytes_per_s"], row["together_bytes_per_s"]) > 0
+
+
+@pytest.mark.parametrize(("gib", "layers"), [(None, 13), (24, 13), (74.4, 22), (400, 35)])
+def test_the_model_has_as_few_layers_as_do_not_fit(gib, layers):
+    config = offload.sized(full().offload, gib and int(gib * 2**30))
+    assert config.n_layers == layers
+    assert 3e9 < offload.parameters(config) < 8e9
+
+
+def test_a_way_that_fails_says_why(monkeypatch):
+    monkeypatch.setattr(offload, "sized", lambda *_: 1 / 0)
+    (row,) = offload.trained({"system": offload.PLAN}, tiny().offload)
+    assert row == {"system": "plan", "error": "ZeroDivisionError: division by zero"}
 
 
 def smallest_training() -> Training:
