@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from experiments.command import bench
 from experiments.gpu_suite import suite
 from experiments.gpu_suite.results import Results, SectionResult, Status
-from experiments.gpu_suite.sizes import full, tiny
+from experiments.gpu_suite.sizes import SIZES, full, offload, tiny
 from experiments.gpu_suite.summary import summary
 from experiments.gpu_suite.table_file import file_stem, kernel_table, write_table
 from jax_deepcompile.costs.entries import CopyDirection
@@ -59,6 +60,22 @@ def test_exit_codes_with_a_gpu(rows, code, tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "find_facts", lambda: (FACTS, ""))
     monkeypatch.setattr(suite, "measure", lambda *args: results)
     assert suite.run(tmp_path / "out.json") == code
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("gpu", "full"), ("offload", "offload")])
+def test_the_command_measures_what_its_suite_is(name, sizes, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(suite, "find_facts", lambda: (FACTS, ""))
+    monkeypatch.setattr(suite, "measure", lambda *args: asked.append(args) or Results("", "", {}, sizes))
+    assert bench(["--suite", name, "--out", str(tmp_path / "out.json")]) == 1, "nothing was measured"
+    assert asked == [(tmp_path / "out.json", sizes, FACTS)]
+    assert SIZES[sizes]().name == sizes
+
+
+def test_the_suite_of_offload_is_one_section():
+    sizes = offload()
+    assert [name for name, _ in sizes.budgets.sections_s] == ["offload"]
+    assert sizes.budgets.until_s("offload") + sizes.budgets.grace_s < 8 * 60
 
 
 def test_a_broken_installation_is_named(tmp_path, monkeypatch, capsys):
