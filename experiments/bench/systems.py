@@ -222,6 +222,8 @@ ON_DEVICE_64 = Ours("all but host memory, 64 GiB", _NOT_ON_HOST, memory_limit="6
 ALL = Ours("all", None)
 ALL_64 = Ours("all, 64 GiB", None, memory_limit="64GiB")
 ALL_60 = Ours("all, 60 GiB", None, memory_limit="60GiB")
+ALL_32 = Ours("all, 32 GiB", None, memory_limit="32GiB")
+ALL_24 = Ours("all, 24 GiB", None, memory_limit="24GiB")
 ALL_FOR_400 = Ours("all, planned for 400 Gb/s", None, planned_gbps=400.0)
 
 
