@@ -155,6 +155,7 @@ def test_the_hosts_memory_is_for_all_its_gpus(monkeypatch, gpus, pinned_gb, expe
     monkeypatch.delenv(devices.PINNED_GB, raising=False)
     if pinned_gb is not None:
         monkeypatch.setenv(devices.PINNED_GB, pinned_gb)
+    monkeypatch.setattr(devices, "has_host_memory", lambda mesh: True)
     mesh: Any = SimpleNamespace(devices=np.array(gpus, object))
     assert host_bytes_of(mesh) == expected
 

@@ -44,7 +44,7 @@ def test_a_gather_half_hidden():
         (Stream.ALL_GATHER, "start", 0.0),
         (Stream.COMPUTE, "copy", 0.0),
     ]
-    assert run.waits == (Wait(Stream.ALL_GATHER, 0.5, 0.75, name="start"),)
+    assert run.waits == (Wait(Stream.ALL_GATHER, "start", "", "", 0.5, 0.25),)
 
 
 def test_what_is_hidden_is_not_waited_for():
@@ -121,7 +121,7 @@ def test_a_loop_is_its_trip_times_its_count():
     assert {event.trips for event in run.timeline} == {10}
     assert run.gathered_bytes == 1_000_000
     assert (loop.began_s, loop.shown_s, loop.parent) == (0.0, 0.0, "")
-    assert run.waits == (Wait(Stream.ALL_GATHER, 0.5, 0.75, 10, "loop", "start"),)
+    assert run.waits == (Wait(Stream.ALL_GATHER, "start", "", "", 0.5, 0.25, 10, "loop"),)
 
 
 def test_what_a_loop_runs_synchronously_counts_once_in_its_bound():

@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "notebooks"
 NAMES = sorted(path.name for path in FOLDER.glob("*.ipynb"))
-MOST_CHARACTERS = 5000
+MOST_CHARACTERS = 8000
 MOST_FOLDED_CHARACTERS = 20_000
 MOST_IMAGE_CHARACTERS = 60_000
 OF_A_MACHINE = re.compile(r"/(tmp|home|root|work|usr|Users)/|site-packages|0x[0-9a-f]{6}|Warning|WARNING")

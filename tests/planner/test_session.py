@@ -43,7 +43,7 @@ def planned(monkeypatch):
     def make_plan(*_):
         if isinstance(here.makes, Exception):
             raise here.makes
-        return SimpleNamespace(plan=here.makes, program=program, rivals=(), way=())
+        return SimpleNamespace(plan=here.makes, program=program, rivals=(), way=(), evaluation=None)
 
     monkeypatch.setattr(session, "make_plan", make_plan)
     monkeypatch.setattr(session, "processes_of", lambda mesh: here.process)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -121,7 +123,7 @@ def test_a_known_profile_of_the_same_program_runs_nothing(taken: Taken):
     again = take_profile(
         never, taken.args, traced.lower().compile(), traced.sharded, step.mesh, known=taken.profile, runs=RUNS
     )
-    assert again == taken
+    assert again == replace(taken, timelines=again.timelines)
 
 
 def test_of_a_known_profile_of_another_program_the_machine_is_kept(taken: Taken):
