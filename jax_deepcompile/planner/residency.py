@@ -17,8 +17,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+from jax_deepcompile.analysis.recomputed import Activation
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.simulation import Totals
+from jax_deepcompile.ir.primitives import PRODUCTS
 from jax_deepcompile.planner.candidate import Candidate
 from jax_deepcompile.planner.recomputation import Demand, RecomputeRegion
 from jax_deepcompile.planner.stacks import Stack
@@ -182,7 +184,14 @@ _HIDDEN = 0.95
 """The share of a loop's time that copies may take to be hidden."""
 
 _WORTH = 3.0
-"""How many times longer computing again must take than bringing from memory: most cheap work XLA does beside other."""
+"""How many times longer cheap work must take again than bringing from memory: most of it XLA does beside other."""
+
+
+def _worth(region: RecomputeRegion, activation: Activation) -> float:
+    """Likewise, of ``activation``: products are kernels of their own, and what is theirs is written anyway."""
+    makers = (eqn for eqn in region.body.eqns if activation.again[0] in eqn.outvars)
+    return 1.0 if any(eqn.primitive.name in PRODUCTS for eqn in makers) else _WORTH
+
 
 _LEAST = 1e-3
 """What counts of what is hidden anyway, so that of choices that are equally fast the smaller one is made."""
@@ -235,7 +244,7 @@ class _Region:
         can_move = to_host and region.is_of_loops
         there: dict = {}
         for place, activation in enumerate(region.activations):
-            cost = _WORTH * region.step_s(region.copy_s[place])
+            cost = _worth(region, activation) * region.step_s(region.copy_s[place])
             self.keep[place] = model.variable(cost)
             if can_move and activation.size_bytes >= COPIED_BYTES:
                 self.send[place] = model.variable(cost + self._least_s(activation.size_bytes))

@@ -12,7 +12,6 @@ import pytest
 from jax import lax
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile import errors
 from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import kernels_once, memory_options
@@ -88,7 +87,7 @@ def fastest_s(candidate: Candidate, environment: Environment) -> float | None:
     return min((each.prediction.step_s for each in (candidate, scheduled) if environment.fits(each)), default=None)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.8, 0.65], ids=["all fits", "some", "little"])
+@pytest.mark.parametrize("share", [2.0, 1.3, 0.9], ids=["all fit", "some", "one"])
 def test_the_plan_is_within_two_percent_of_the_best(share):
     step, args = training(64 << 30)
     limit_bytes = int(share * step.plan(*args).prediction.peak_bytes)
@@ -100,8 +99,5 @@ def test_the_plan_is_within_two_percent_of_the_best(share):
         seconds = fastest_s(evaluate(traced.sharded, plan, environment), environment)
         if seconds is not None:
             found[seconds] = plan
-    if not found:
-        with pytest.raises(errors.MemoryExceededError):
-            traced.plan()
-        return
+    assert found, "some plans fit"
     assert traced.plan().prediction.step_s <= WITHIN * min(found), f"the best: {found[min(found)]}"
