@@ -184,16 +184,30 @@ def parameters_of(folder: Path, target: Any) -> Any:
     steps = [int(each.name) for each in _checkpoints_of(folder).glob("[0-9]*") if each.name.isdecimal()]
     if not steps:
         raise ConfigError(f"train.base={folder}: it holds no checkpoint of a run")
+    saved = _checkpoints_of(folder) / str(max(steps)) / "state"
     wanted = {"params": target}
     args = ocp.args.PyTreeRestore(
         item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
     )
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            return checkpointer.restore(_checkpoints_of(folder) / str(max(steps)) / "state", args=args)["params"]
+            _check_same_shapes(wanted, checkpointer.metadata(saved).item_metadata.tree)
+            return checkpointer.restore(saved, args=args)["params"]
     except Exception as error:  # Orbax raises all kinds of them
         problem = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:120]}"
         raise ConfigError(f"train.base={folder}: it holds no parameters of this model ({problem})") from error
+
+
+def _check_same_shapes(wanted: Any, saved: Any) -> None:
+    """Before Orbax reads: it gives up at the first array that differs, in the midst of reading the others."""
+    shapes = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
+        for path, leaf in jax.tree.leaves_with_path(saved)
+    }
+    for path, leaf in jax.tree.leaves_with_path(wanted):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if shapes.get(name) != leaf.shape:
+            raise ValueError(f"{name} is {leaf.shape} here, {shapes.get(name, 'absent')} there")
 
 
 def _holds_run(folder: Path) -> bool:

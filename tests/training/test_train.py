@@ -1,6 +1,7 @@
 """The whole of ``deepcompile train`` on eight virtual devices, at the smallest sizes."""
 
 import dataclasses
+import gc
 import io
 import json
 import shutil
@@ -180,7 +181,10 @@ def saved_by(folder) -> dict:
     ("changes", "sentence"),
     [
         ({}, "all parameters of this model are trained"),
-        ({"lora_rank": 2, "d_ff": 32}, "it holds no parameters of this model"),
+        (
+            {"lora_rank": 2, "d_ff": 32},
+            r"it holds no parameters of this model \(ValueError: params/layers/\S+ is \(.*\) here, \(.*\) there\)",
+        ),
     ],
 )
 def test_a_base_that_does_not_fit_is_refused(experiment, run, tmp_path, changes, sentence):
@@ -217,6 +221,7 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(experiment, run, tmp_pat
     assert losses(folder) == losses(run.folder)
     assert [each.name.split("_")[0] for each in (folder / "damaged_checkpoints").iterdir()] == [str(STEPS)]
     assert newest.is_dir()
+    gc.collect()  # here, where what is said of them is ignored
 
 
 @pytest.mark.cpu_mesh
