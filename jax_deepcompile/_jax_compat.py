@@ -47,6 +47,11 @@ def new_barrier(operands: Sequence, source_info) -> Any:
     return jex.new_jaxpr_eqn(list(operands), held, optimization_barrier_p, {}, jex.no_effects, source_info)
 
 
+def rematted(source_info) -> Any:
+    """``source_info`` of what is computed again, as ``jax.checkpoint`` names it."""
+    return source_info.replace(name_stack=source_info.name_stack.extend("rematted_computation"))
+
+
 def open_jaxpr(jaxpr) -> Any:
     """The jaxpr inside a closed one; jaxprs that are open already come back unchanged."""
     # 2026-06, jax 0.11: Jaxpr and ClosedJaxpr are one class, whose `.jaxpr` is itself.

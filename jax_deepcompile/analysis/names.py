@@ -94,7 +94,7 @@ def gather_names(program: Program, path: Path, gathers: Sequence[Gather]) -> lis
     known = _inputs_at(program, path)
     names = [known.get(gather.source, "value") for gather in gathers]
     if " @" not in program.loop_names.get(path, ""):
-        names = [f"{name}{_phase(body.eqns[each.position])}" for name, each in zip(names, gathers, strict=True)]
+        names = [f"{name}{phase(body.eqns[each.position])}" for name, each in zip(names, gathers, strict=True)]
     return numbered(names)
 
 
@@ -126,7 +126,7 @@ def gathered_in(program: Program) -> dict[int, list[str]]:
         known = _inputs_at(program, path)
         for eqn in body.eqns:
             if eqn.primitive.name == "all_gather" or is_gather_loop(eqn):
-                where = program.loop_names.get(path, "a loop") if path else f"outside of loops{_phase(eqn)}"
+                where = program.loop_names.get(path, "a loop") if path else f"outside of loops{phase(eqn)}"
                 for atom in variables(eqn.invars):
                     found.setdefault(known.get(atom, ""), {})[where] = None
     return {index: list(found[name]) for index, name in enumerate(parameter_names(program)) if name and name in found}
@@ -136,7 +136,7 @@ def value_names(jaxpr: Any, phased: bool = False) -> dict[Any, str]:
     """What the variables that equations of ``jaxpr`` define are called; with their phase if ``phased``."""
     made = [(var, index, eqn) for eqn in open_jaxpr(jaxpr).eqns for index, var in enumerate(eqn.outvars)]
     names = [
-        f"{_scope_name(eqn)} {_made_by(eqn)}{f'.{index}' if index else ''}{_phase(eqn) if phased else ''}"
+        f"{_scope_name(eqn)} {_made_by(eqn)}{f'.{index}' if index else ''}{phase(eqn) if phased else ''}"
         for _, index, eqn in made
     ]
     return dict(zip((var for var, *_ in made), numbered(names), strict=True))
@@ -180,7 +180,7 @@ def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _is_backward(eqn: Any) -> bool:
-    return reduces_gradients(eqn) or _phase(eqn) == " @backward"
+    return reduces_gradients(eqn) or phase(eqn) == " @backward"
 
 
 def _inputs_at(program: Program, path: Path) -> dict[Any, str]:
@@ -234,7 +234,8 @@ def _made_of(eqn: Any, known: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
                 yield atom, known[made[0]]
 
 
-def _phase(eqn: Any) -> str:
+def phase(eqn: Any) -> str:
+    """`` @forward`` or `` @backward`` of a gradient; empty for what is in neither."""
     text = str(eqn.source_info.name_stack)
     if "transpose(" in text or "rematted_computation" in text:
         return " @backward"

@@ -26,6 +26,7 @@ from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
 from jax_deepcompile.transforms.rematerialize import Rematerialized
+from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
@@ -33,6 +34,7 @@ from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops, ReduceBef
 
 TRANSFORMS: tuple[type[Decision], ...] = (
     Rematerialized,
+    RematerializedSegments,
     StackCollectives,
     SavedGathers,
     KeptActivations,

@@ -44,7 +44,15 @@ from jax_deepcompile.transforms.save_gathered import Bridge
 
 
 @dataclass(frozen=True)
-class KeptActivations(Decision, kind="keep_activations", after=("rematerialize",), about=("forward", "backward")):
+class KeptActivations(
+    Decision,
+    kind="keep_activations",
+    after=(
+        "rematerialize",
+        "rematerialize_segments",
+    ),
+    about=("forward", "backward"),
+):
     """What is computed in one place and used in another that would compute it again.
 
     Attributes:

@@ -36,7 +36,10 @@ from jax_deepcompile.transforms.decision import Decision, listed, loops_in_turn,
 
 @dataclass(frozen=True)
 class OffloadedActivations(
-    Decision, kind="offload_activations", after=("rematerialize", "keep_activations"), on_host=True
+    Decision,
+    kind="offload_activations",
+    after=("rematerialize", "rematerialize_segments", "keep_activations"),
+    on_host=True,
 ):
     """What one loop stacks for another one is in the host's memory between them.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.names import keeping_loop_names
+from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
@@ -24,6 +25,7 @@ from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.rematerialize import Rematerialized, recomputable
+from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments, segments_of
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
@@ -106,24 +108,48 @@ def _starts(base: Program, best: Candidate, environment: Environment) -> Iterato
     regions = find_recomputation(gathers, costs)
     stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
     yield _Start(best.plan, regions, places_of(best.plan, regions), stacks)
-    loops = {loop.name: loop for loop in find_loops(base)}
-    pairs = [(loops[ahead], loops[behind]) for ahead, behind in (each.loops for each in regions if each.residuals)]
-    again = {(pair[0].name, pair[1].name): recomputable(base, *pair) for pair in pairs}
-    named = {names: each.names for names, each in again.items() if each is not None}
-    is_out = Rematerialized.kind in environment.disabled
-    if not named or is_out or best.plan.of(Rematerialized) or best.plan.of(KeptActivations):
+    if any(map(best.plan.of, (Rematerialized, RematerializedSegments, KeptActivations))):
         return
-    plan = as_checkpointed(base, best.plan, [Rematerialized(*each) for each in named], environment)
-    held_bytes = _held_bytes(regions)
-    regions = find_recomputation(plan.program(base, mesh, until=SavedGathers), costs)
+    loops, segments = dict(_loops_again(base, regions, environment)), dict(_segments_again(base, environment))
+    if not loops and not segments:
+        return
+    plan = as_checkpointed(base, best.plan, tuple(loops), environment)
+    held_bytes, before = _held_bytes(regions), plan.program(base, mesh, until=SavedGathers)
+    plan = plan.having(RematerializedSegments, segments)
+    after = plan.program(base, mesh, until=SavedGathers) if segments else before
+    regions = find_recomputation(after, costs)
+    named = {(each.forward, each.backward): names for each, names in loops.items()}
+    named |= {(each.where, each.where): names for each, names in segments.items()}
     kept = {
         region.loops: tuple(place for place, name in enumerate(region.names) if name in named.get(region.loops, ()))
         for region in regions
     }
-    said = f"{len(named)} backward loops compute again what they read of forward ones; "
+    said = f"{len(loops)} backward loops compute again what they read of forward ones; " * bool(loops)
+    said += f"{sum(each.segments for each in segments)} segments are computed again; " * bool(segments)
     already = Places(kept)
     freed_bytes = held_bytes - _held_bytes(regions) - taken_bytes(regions, already, {})
+    if segments:
+        freed_bytes += memory_of_program(before).live_peak_bytes - memory_of_program(after).live_peak_bytes
     yield _Start(plan, regions, already, (), said, freed_bytes)
+
+
+def _loops_again(
+    base: Program, regions: Sequence[RecomputeRegion], environment: Environment
+) -> Iterator[tuple[Rematerialized, Collection[str]]]:
+    """Pairs of loops of which the second could compute again what the first keeps for it, and what that is called."""
+    loops = {loop.name: loop for loop in find_loops(base)}
+    for ahead, behind in (each.loops for each in regions if each.residuals):
+        again = recomputable(base, loops[ahead], loops[behind])
+        if again is not None and Rematerialized.kind not in environment.disabled:
+            yield Rematerialized(ahead, behind), again.names
+
+
+def _segments_again(
+    base: Program, environment: Environment
+) -> Iterator[tuple[RematerializedSegments, Collection[str]]]:
+    """Likewise, where no loop runs the layers."""
+    if RematerializedSegments.kind not in environment.disabled:
+        yield from segments_of(base)
 
 
 def _held_bytes(regions: Sequence[RecomputeRegion]) -> int:
