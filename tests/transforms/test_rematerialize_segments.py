@@ -1,0 +1,226 @@
+"""What backward reads of layers that no loop runs is computed again to the same bits, as if they were checkpointed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from jax_deepcompile import errors
+from jax_deepcompile.analysis.names import value_names
+from jax_deepcompile.analysis.segments import Tape
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.program_memory import memory_of_program
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.planner.recomputation import find_recomputation
+from jax_deepcompile.transforms import carry_out
+from jax_deepcompile.transforms.keep_activations import KeptActivations
+from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments, segments_of
+from tests.transforms.programs import (
+    LAYERS,
+    STACK,
+    WIDTH,
+    assert_same_values,
+    compiled_for_h100s,
+    count,
+    h100s,
+    in_two_iterations,
+    outline,
+    run,
+    sharded,
+    stack_loss,
+)
+
+BATCH = (128, WIDTH)
+TWO = {name: {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)} for name in ("a", "b")}
+
+
+def two_blocks_loss(params, batch):
+    for name in "ab":
+        batch = batch + jnp.tanh(batch @ params[name]["up"]) @ params[name]["down"]
+    return jnp.mean(batch**2)
+
+
+def layer(x, params):
+    h = jnp.tanh(x @ params["up"] + params["bias"])
+    return x + jnp.sin(h) * jnp.cos(h) @ params["down"]
+
+
+def unrolled(body, start=lambda batch: batch, end=lambda carry: carry):
+    """The loss of ``LAYERS`` layers written one by one, without checkpoint."""
+
+    def loss(params, batch):
+        carry = start(batch)
+        for place in range(LAYERS):
+            carry = body(carry, {name: stack[place] for name, stack in params["stack"].items()}, place)
+        return jnp.mean(end(carry) ** 2)
+
+    return loss
+
+
+def masked(carry, params, place):
+    """A mask that all layers read, made before the first."""
+    x, mask = carry
+    return layer(x, params) * mask, mask
+
+
+def dropped(x, params, place):
+    keep = jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), place), 0.8, x.shape)
+    return jnp.where(keep, layer(x, params), 0)
+
+
+def normalised(x, params, place):
+    """By means over the whole batch, which is divided."""
+    x = layer(x, params)
+    return (x - x.mean(0)) * lax.rsqrt(x.var(0) + 1e-3)
+
+
+def down_and_up(carry, params, place):
+    """A U: later layers read what earlier ones left."""
+    x, left = carry
+    x = layer(x, params)
+    return (x + left[-1], left[:-1]) if place > LAYERS // 2 else (x, [*left, x])
+
+
+def checkpointed(x, params, place):
+    return jax.checkpoint(layer)(x, params) if place % 2 else layer(x, params)
+
+
+def looped(x, params, place):
+    return lax.scan(lambda h, _: (layer(h, params), None), x, length=2)[0] + jnp.sin(layer(x, params))
+
+
+LOSSES = {
+    "layers": unrolled(lambda x, params, place: layer(x, params)),
+    "mask": unrolled(masked, lambda x: (x, x.sum(-1, keepdims=True) > 0), lambda carry: carry[0]),
+    "dropout": unrolled(dropped),
+    "norm over the batch": unrolled(normalised),
+    "U": unrolled(down_and_up, lambda x: (x, [x]), lambda carry: carry[0]),
+    "some checkpointed": unrolled(checkpointed),
+    "loops inside": unrolled(looped),
+    "bfloat16": unrolled(
+        lambda x, params, place: layer(x, jax.tree.map(lambda leaf: leaf.astype(x.dtype), params)),
+        lambda x: x.astype(jnp.bfloat16),
+        lambda x: x.astype(jnp.float32),
+    ),
+}
+PLAIN = LOSSES["layers"]
+
+
+def remade(program: Program, mesh) -> Program:
+    return carry_out(program, mesh, [choice for choice, _ in segments_of(program)])
+
+
+def live_bytes(program: Program) -> int:
+    return memory_of_program(program).live_peak_bytes
+
+
+@pytest.mark.pure
+def test_before_and_after():
+    program, mesh = sharded(two_blocks_loss, TWO, (1024, WIDTH))
+    gather, product, reduce = "all_gather", "dot_general", "reduce_scatter"
+    forward = 2 * [gather, product, "tanh", gather, product]
+    head = [product, reduce, product, product, reduce]
+    rest = [product, reduce, gather, product, product, reduce]
+    assert outline(program, "tanh") == [*forward, *head, gather, product, *rest]
+    ((choice, remade_values),) = segments_of(program)
+    assert choice.inputs == ("two_blocks_loss add @forward",)
+    assert remade_values == ("two_blocks_loss tanh @forward", "two_blocks_loss sub @forward")
+    again = [gather, product, "tanh"]
+    assert outline(remade(program, mesh), "tanh") == [*forward, *head, gather, product, *again, *rest]
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_stay_the_same_in_less_memory(name):
+    program, mesh = sharded(LOSSES[name], STACK, BATCH)
+    after = remade(program, mesh)
+    assert live_bytes(after) < live_bytes(program)
+    assert count(after, "reduce_scatter") == count(program, "reduce_scatter")
+    assert_same_values(after, program, mesh)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("of", ["two iterations", "microbatches"])
+def test_inside_of_a_loop_values_stay_the_same(of):
+    if of == "microbatches":
+        program, mesh = sharded(PLAIN, STACK, BATCH, microbatches=2)
+    else:
+        program, mesh = sharded(in_two_iterations(PLAIN), STACK, BATCH)
+    choices = [choice for choice, _ in segments_of(program) if choice.where]
+    assert len(choices) == 1
+    after = carry_out(program, mesh, choices)
+    assert live_bytes(after) < live_bytes(program)
+    assert_same_values(after, program, mesh)
+
+
+@pytest.mark.cpu_mesh
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(sorted(LOSSES)), st.randoms(use_true_random=False))
+def test_whatever_is_kept_values_stay_the_same(name, random):
+    """From any values of forward, not only from those that save most."""
+    program, mesh = sharded(LOSSES[name], STACK, BATCH)
+    tape, names = Tape(program.jaxpr.jaxpr), value_names(program.jaxpr, phased=True)
+    known = [names[var] for var in tape.makers if var in names]
+    after = carry_out(program, mesh, [RematerializedSegments("", tuple(random.sample(known, random.randint(1, 9))))])
+    for region in find_recomputation(after, CostModel()):
+        kept = [each for each in region.names if random.random() < 0.5]
+        after = carry_out(after, mesh, [KeptActivations(*region.loops, tuple(kept))]) if kept else after
+    verify(after)
+    for got, expected in zip(run(after, mesh), run(program, mesh), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.cpu_mesh
+def test_what_was_kept_can_be_kept_again():
+    program, mesh = sharded(PLAIN, STACK, BATCH)
+    after = remade(program, mesh)
+    (region,) = find_recomputation(after, CostModel())
+    kept = carry_out(after, mesh, [KeptActivations(*region.loops, region.names)])
+    assert count(after, "dot_general") > count(program, "dot_general")
+    assert count(kept, "dot_general") == count(program, "dot_general")
+    assert_same_values(kept, program, mesh)
+
+
+@pytest.mark.h100_aot
+def test_compiled_it_takes_less_memory():
+    """XLA merges nothing of what is computed again with what was computed before."""
+    wide = {"up": (LAYERS, 512, 2048), "bias": (LAYERS, 2048), "down": (LAYERS, 2048, 512)}
+    program, mesh = sharded(PLAIN, {"stack": wide}, (1 << 15, 512), h100s())
+    compiled = [compiled_for_h100s(each, mesh).memory_analysis() for each in (program, remade(program, mesh))]
+    before, after = (each.temp_size_in_bytes for each in compiled)
+    assert after < 0.6 * before
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    "loss",
+    [stack_loss, lambda params, batch: jnp.mean((batch @ params["stack"]["up"][0]) ** 2)],
+    ids=["layers in a loop", "one layer"],
+)
+def test_there_is_nothing_to_compute_again(loss):
+    program, _ = sharded(loss, STACK, BATCH)
+    assert list(segments_of(program)) == []
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("choices", "why"),
+    [
+        (
+            [RematerializedSegments("", ("layer tan",))],
+            "outside of loops, from 'layer tan', of which there is none there; ",
+        ),
+        ([RematerializedSegments("stac", ("layer",))], "again of 'stac', a loop that step does not have"),
+        ([RematerializedSegments("", ())] * 2, "what becomes of code outside of loops twice"),
+    ],
+)
+def test_what_the_program_does_not_have_is_an_error(choices, why):
+    program, mesh = sharded(PLAIN, STACK, BATCH)
+    with pytest.raises(errors.PlanError, match=why):
+        carry_out(program, mesh, choices)
