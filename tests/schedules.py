@@ -55,12 +55,13 @@ def work_while_under_way(body: Computation) -> list[tuple[str, int]]:
 
 
 def products_beside_copies(body: Computation) -> list[int]:
-    """For every slice that is copied between device and host the products between its start and its done."""
+    """For every value that is copied between device and host the products between its start and its done."""
     order = {each.name: place for place, each in enumerate(body.instructions)}
     found = []
     for each in body.instructions:
-        if each.opcode == "fusion-start" and any(array.is_on_host for _, array in leaves(each.shape)):
-            (done,) = (user for user in body.users[each.name] if user.opcode == "fusion-done")
+        is_copy = each.opcode in ("copy-start", "fusion-start")
+        if is_copy and any(array.is_on_host for _, array in leaves(each.shape)):
+            (done,) = (user for user in body.users[each.name] if user.opcode.endswith("-done"))
             between = body.instructions[order[each.name] + 1 : order[done.name]]
             found.append(sum(other.target.startswith("__cublas$") for other in between))
     return found

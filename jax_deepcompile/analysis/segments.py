@@ -40,6 +40,12 @@ class Tape:
         return unguarded(self.jaxpr)
 
     @cached_property
+    def guarded_forward(self) -> dict:
+        """Likewise, of forward's barriers alone."""
+        later = {var for place in self.readers for var in self.jaxpr.eqns[place].outvars}
+        return {var: source for var, source in self.guarded.items() if var not in later}
+
+    @cached_property
     def cheap(self) -> dict:
         """What is made of one input by cheap work, as gathered parameters are."""
         return derived(self.jaxpr, dict.fromkeys((*self.jaxpr.constvars, *self.jaxpr.invars)))
@@ -78,6 +84,20 @@ class Tape:
         """What backward reads that forward makes, but for parameters, in program order."""
         read = {var for place in self.readers for var in self.operands(place)}
         return [var for var in self.makers if var in read and var not in self.cheap and has_numbers(var)]
+
+    @cached_property
+    def left(self) -> list:
+        """All that forward makes, with work, and backward reads but no result of the jaxpr is, in program order."""
+        read = {var for place in self.readers for var in self.operands(place)}
+        read -= {renamed(atom, self.guarded) for atom in variables(self.jaxpr.outvars)}
+        later = set(self.readers)
+        return [
+            var
+            for place, eqn in enumerate(self.jaxpr.eqns)
+            if place not in later and eqn.primitive.name != "optimization_barrier"
+            for var in eqn.outvars
+            if var in read and var not in self.cheap and has_numbers(var) and var.aval.shape
+        ]
 
     def needed(self, targets: Collection, given: Collection) -> list[int]:
         """Positions of the equations that make ``targets`` of what is ``given`` and of what is always there."""

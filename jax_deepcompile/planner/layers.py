@@ -24,6 +24,7 @@ from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_parameters import OffloadedParameters
+from jax_deepcompile.transforms.offload_values import OffloadedValues
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops, ReduceBeforeLoops
 
@@ -50,6 +51,8 @@ def pipelined(plan: Plan, program: Program, schedules: Sequence[LoopSchedule]) -
 
 def copying_ahead(plan: Plan, program: Program, mesh: AnyMesh) -> Plan:
     """``plan`` whose loops copy what they have on the host a layer behind, and fetch it a layer ahead."""
+    if plan.of(OffloadedValues):
+        plan = plan.replace(options=dict(plan.options) | copies_at_once())
     if not plan.of(OffloadedActivations) and not plan.of(OffloadedParameters):
         return plan
     program_then = plan.program(program, mesh, until=OffloadedParameters)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr
 from jax_deepcompile.analysis.dataflow import renamed, unguarded, variables
+from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.loops import Loop, find_loops
+from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.analysis.recomputed import Activation, Place
 from jax_deepcompile.analysis.residuals import Residual, residuals
-from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.analysis.segments import Tape
+from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.planner.state_on_host import LAYERS_IN_FLIGHT
 from jax_deepcompile.transforms.keep_activations import activation_names
+from jax_deepcompile.transforms.offload_values import offloadable
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,9 @@ class RecomputeRegion:
       layers: how many of each activation there are; as long as the two loops.
       times: how often all that happens in a step.
       copy_s: what copying each activation takes.
-      residuals: what the first loop keeps for the second as it is.
+      residuals: what the first loop keeps for the second as it is; where no loop runs layers, forward for backward.
+      passes_s: where no loop runs layers, what forward and backward take.
+      soon: names of what is read there before it could have been copied to the host and back.
     """
 
     loops: tuple[str, str]
@@ -44,7 +52,14 @@ class RecomputeRegion:
     layers: int
     times: int
     copy_s: tuple[float, ...]
-    residuals: tuple[Residual, ...] = ()
+    residuals: tuple[Residual | Left, ...] = ()
+    passes_s: tuple[float, float] = (0.0, 0.0)
+    soon: frozenset[str] = frozenset()
+
+    @property
+    def in_flight(self) -> int:
+        """Of how many layers the device holds what is on the host."""
+        return LAYERS_IN_FLIGHT if self.is_of_loops else 0
 
     @property
     def is_of_loops(self) -> bool:
@@ -116,13 +131,21 @@ def find_recomputation(program: Program, costs: CostModel) -> list[RecomputeRegi
         activations: tuple[Activation, ...],
         layers: int,
         often: int,
-        residuals: tuple[Residual, ...] = (),
+        residuals: tuple[Residual | Left, ...] = (),
+        tape: Tape | None = None,
     ) -> None:
         if activations or residuals:
             names = activation_names(first, activations, outside_of_loops=not loops[0])
             seconds = tuple(time.compute_s for time in equation_times(body, program.mesh, costs))
             copy_s = tuple(costs.memory_s(2 * activation.size_bytes) for activation in activations)
-            regions.append(RecomputeRegion(loops, body, activations, names, seconds, layers, often, copy_s, residuals))
+            passes_s, soon = (0.0, 0.0), frozenset[str]()
+            if tape is not None:
+                backward_s = sum(seconds[place] for place in tape.readers)
+                passes_s = sum(seconds) - backward_s, backward_s
+                known = value_names(body, phased=not loops[0])
+                soon = _read_soon(tape, activations, known, seconds, costs) if residuals else soon
+            made = copy_s, residuals, passes_s, soon
+            regions.append(RecomputeRegion(loops, body, activations, names, seconds, layers, often, *made))
             taken.update(loops if activations else ())
 
     for forward, backward in _in_order(loops):
@@ -132,11 +155,59 @@ def find_recomputation(program: Program, costs: CostModel) -> list[RecomputeRegi
             names = forward.name, backward.name
             kept = residuals(jaxprs[around], forward, backward)
             add(names, shared.forward, shared.backward, shared.activations, forward.length, times[around], kept)
+    has_layers = bool(regions)
     for path, name in [((), ""), *((loop.path, loop.name) for loop in loops)]:
         if name not in taken:
-            body = open_jaxpr(jaxprs[path])
-            add((name, name), body, body, places[path].repeated(), 1, times[path])
+            body, again = open_jaxpr(jaxprs[path]), places[path].repeated()
+            tape = Tape(body)
+            kept = () if has_layers else _left(tape, again, phased=not name)
+            add((name, name), body, body, again, 1, times[path], kept, tape)
     return regions
+
+
+@dataclass(frozen=True)
+class Left:
+    """What forward leaves for backward where no loop runs layers.
+
+    Attributes:
+      name: what plans call it.
+      size_bytes: of the value.
+    """
+
+    name: str
+    size_bytes: int
+
+
+def _left(tape: Tape, activations: Collection[Activation], phased: bool) -> tuple[Left, ...]:
+    """Without what is computed ``activations`` of, again."""
+    again = {activation.first for activation in activations}
+    known = offloadable(tape, phased)
+    return tuple(Left(name, size_bytes(var)) for name, var in known.items() if var not in again)
+
+
+def _read_soon(
+    tape: Tape,
+    activations: Sequence[Activation],
+    names: Mapping[Any, str],
+    seconds: Sequence[float],
+    costs: CostModel,
+) -> frozenset[str]:
+    """Names of what backward reads, or computes again, too soon after forward made it."""
+    eqns = tape.jaxpr.eqns
+    makers = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
+    first_reads: dict[Any, int] = {}
+    for place in reversed(tape.readers):
+        first_reads |= dict.fromkeys(tape.operands(place), place)
+    until = [(var, first_reads[var]) for var in tape.left]
+    until += [(each.first, makers[each.again[0]]) for each in activations]
+    passed = [0.0, *accumulate(seconds)]
+
+    def copied_s(size: int) -> float:
+        return sum(costs.copy(size, way).seconds for way in (Direction.TO_HOST, Direction.FROM_HOST))
+
+    return frozenset(
+        names[var] for var, place in until if passed[place] - passed[makers[var]] < copied_s(size_bytes(var))
+    )
 
 
 def _lengths(loop: Loop, loops: Sequence[Loop]) -> Iterator[int]:

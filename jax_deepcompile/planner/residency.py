@@ -24,7 +24,7 @@ from jax_deepcompile.ir.primitives import PRODUCTS
 from jax_deepcompile.planner.candidate import Candidate
 from jax_deepcompile.planner.recomputation import Demand, RecomputeRegion
 from jax_deepcompile.planner.stacks import Stack
-from jax_deepcompile.planner.state_on_host import COPIED_BYTES, LAYERS_IN_FLIGHT, HostLeaf
+from jax_deepcompile.planner.state_on_host import COPIED_BYTES, HostLeaf
 
 Loops = tuple[str, str]
 """The names of a forward and a backward loop; equal where both are one place."""
@@ -149,9 +149,12 @@ def choose(
     model.at_least({backward_s: 1.0, **spared_s}, before_s)
     less_s = _times(sizes, _HIDES / phases.bytes_per_s)
     model.at_least({backward_s: 1.0, **less_s}, _HIDES * phases.network_s)
-    on_host = _sum([*(each.on_host for each in loops), moved])
+    on_host = _sum([*(each.on_host for each in found), moved])
     copied, there = _sum(each.copied for each in loops), _HIDDEN * phases.to_host_bytes_per_s
     back = _HIDDEN * phases.from_host_bytes_per_s
+    for each in found:
+        if each.copied and not each.region.is_of_loops:
+            each.wait(model, there, back)
     model.at_least({forward_s: 1.0, **_times(copied, -1 / there)}, 0.0)
     model.at_least({forward_s: 1.0, **_times(streamed, -1 / back)}, 0.0)
     model.at_least({backward_s: 1.0, **_times(_sum([copied, streamed]), -1 / back)}, 0.0)
@@ -223,10 +226,10 @@ def taken_bytes(regions: Sequence[RecomputeRegion], places: Places, state: Mappi
     for region in regions:
         away = places.offloaded.get(region.loops, ())
         for place in places.kept.get(region.loops, ()):
-            layers = LAYERS_IN_FLIGHT if region.names[place] in away else region.layers
+            layers = region.in_flight if region.names[place] in away else region.layers
             taken += layers * region.activations[place].size_bytes
         moved = sum(each.size_bytes for each in region.residuals if each.name in away)
-        taken += (LAYERS_IN_FLIGHT - region.layers) * moved
+        taken += (region.in_flight - region.layers) * moved
     return taken
 
 
@@ -237,22 +240,25 @@ class _Region:
       keep, send: for the position of each activation, whether it stays on the device, whether it is on the host.
       move: for the place of each residual that may go to the host, whether it does.
       spare: for the position of each equation that need not run, whether it does not.
+      waits: what passes that no loop runs wait for copies.
     """
+
+    waits: tuple[int, ...] = ()
 
     def __init__(self, model: _Model, region: RecomputeRegion, to_host: bool) -> None:
         self.region, self.keep, self.send, self.move = region, dict[int, int](), dict[int, int](), dict[int, int]()
-        can_move = to_host and region.is_of_loops
+        can_move = to_host and (region.is_of_loops or bool(region.residuals))
         there: dict = {}
         for place, activation in enumerate(region.activations):
             cost = _worth(region, activation) * region.step_s(region.copy_s[place])
             self.keep[place] = model.variable(cost)
-            if can_move and activation.size_bytes >= COPIED_BYTES:
+            if can_move and activation.size_bytes >= COPIED_BYTES and region.names[place] not in region.soon:
                 self.send[place] = model.variable(cost + self._least_s(activation.size_bytes))
                 model.at_least({self.keep[place]: -1.0, self.send[place]: -1.0}, -1.0)
             terms = {each[place]: 1.0 for each in (self.keep, self.send) if place in each}
             there |= dict.fromkeys(activation.again, terms)
         for place, residual in enumerate(region.residuals):
-            if can_move and residual.size_bytes >= COPIED_BYTES:
+            if can_move and residual.size_bytes >= COPIED_BYTES and residual.name not in region.soon:
                 self.move[place] = model.variable(self._least_s(residual.size_bytes))
         demand = Demand(region)
         self.spare = {
@@ -269,6 +275,17 @@ class _Region:
 
     def _least_s(self, size_bytes: int) -> float:
         return _LEAST * self.region.step_s(size_bytes / _GIB)
+
+    def wait(self, model: _Model, there: float, back: float) -> None:
+        """Adds what copies take longer than the passes they run beside, where no loop runs layers.
+
+        Args:
+          there, back: bytes a second each way.
+        """
+        forward_s, backward_s = (self.region.step_s(seconds) for seconds in self.region.passes_s)
+        self.waits = out, home = model.variable(1.0, math.inf), model.variable(1.0, math.inf)
+        model.at_least({out: 1.0, **_times(self.copied, -1 / there)}, -forward_s)
+        model.at_least({home: 1.0, **_times(self.copied, -1 / back), **_times(self.spared_s, -1.0)}, -backward_s)
 
     @property
     def spared_s(self) -> Terms:
@@ -291,8 +308,8 @@ class _Region:
         """Bytes, those that are left where they were not counted."""
         kept = {var: self.region.kept_bytes([place]) for place, var in self.keep.items()}
         sizes = self.region.activations
-        sent = {var: LAYERS_IN_FLIGHT * sizes[place].size_bytes for place, var in self.send.items()}
-        few = {place: LAYERS_IN_FLIGHT * self.region.residuals[place].size_bytes for place in self.move}
+        sent = {var: self.region.in_flight * sizes[place].size_bytes for place, var in self.send.items()}
+        few = {place: self.region.in_flight * self.region.residuals[place].size_bytes for place in self.move}
         moved = {var: few[place] - self._all_layers(place) for place, var in self.move.items()}
         return {**kept, **sent, **moved}
 
@@ -313,7 +330,7 @@ class _Region:
         """As ``_gained_s``."""
         copied_s = sum(self.region.copying_s(place) for place, var in self.keep.items() if values[var])
         spared_s = 0.0 if self.region.is_of_loops else sum(each * values[var] for var, each in self.spared_s.items())
-        return spared_s - copied_s
+        return spared_s - copied_s - sum(values[var] for var in self.waits)
 
 
 def _times(terms: Terms, factor: float) -> Terms:

@@ -22,6 +22,7 @@ from jax_deepcompile.transforms.narrow_stacks import NarrowStacks
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_parameters import OffloadedParameters
 from jax_deepcompile.transforms.offload_state import OffloadedState
+from jax_deepcompile.transforms.offload_values import OffloadedValues
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
@@ -39,6 +40,7 @@ TRANSFORMS: tuple[type[Decision], ...] = (
     SavedGathers,
     KeptActivations,
     OffloadedActivations,
+    OffloadedValues,
     AccumulateInLoops,
     NarrowStacks,
     OffloadedParameters,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.names import keeping_loop_names
@@ -23,6 +23,7 @@ from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_state import OffloadedState
+from jax_deepcompile.transforms.offload_values import OffloadedValues
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.rematerialize import Rematerialized, recomputable
 from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments, segments_of
@@ -71,8 +72,7 @@ class KeepActivations:
             gained_s = less_s if choice.stacks else choice.gained_s  # others find room for stacks alone
             if environment.fits(best) and gained_s < WORTH_TRYING * best.prediction.step_s:
                 continue
-            kept, offloaded = as_planned(choice.places, start.regions)
-            plan = start.plan.having(KeptActivations, kept).having(OffloadedActivations, offloaded)
+            plan = as_planned(start.plan, choice.places, start.regions)
             if choice.stacks:
                 plan = plan.having(SavedGathers, saving(choice.stacks))
             for by_layer in (True, False) if choice.places.state else (False,):
@@ -107,10 +107,15 @@ def _starts(base: Program, best: Candidate, environment: Environment) -> Iterato
     gathers = best.plan.program(base, mesh, until=SavedGathers)
     regions = find_recomputation(gathers, costs)
     stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
-    yield _Start(best.plan, regions, places_of(best.plan, regions), stacks)
-    if any(map(best.plan.of, (Rematerialized, RematerializedSegments, KeptActivations))):
-        return
-    loops, segments = dict(_loops_again(base, regions, environment)), dict(_segments_again(base, environment))
+    loops, segments = {}, {}
+    if not any(map(best.plan.of, (Rematerialized, RematerializedSegments, KeptActivations))):
+        loops, segments = (
+            dict(_loops_again(base, regions, environment)),
+            dict(_segments_again(base, regions, environment)),
+        )
+    named = {(each.where, each.where) for each in segments}
+    here = [replace(each, residuals=()) if each.loops in named else each for each in regions]
+    yield _Start(best.plan, here, places_of(best.plan, regions), stacks)
     if not loops and not segments:
         return
     plan = as_checkpointed(base, best.plan, tuple(loops), environment)
@@ -118,10 +123,10 @@ def _starts(base: Program, best: Candidate, environment: Environment) -> Iterato
     plan = plan.having(RematerializedSegments, segments)
     after = plan.program(base, mesh, until=SavedGathers) if segments else before
     regions = find_recomputation(after, costs)
-    named = {(each.forward, each.backward): names for each, names in loops.items()}
-    named |= {(each.where, each.where): names for each, names in segments.items()}
+    dropped = {(each.forward, each.backward): names for each, names in loops.items()}
+    dropped |= {(each.where, each.where): names for each, names in segments.items()}
     kept = {
-        region.loops: tuple(place for place, name in enumerate(region.names) if name in named.get(region.loops, ()))
+        region.loops: tuple(place for place, name in enumerate(region.names) if name in dropped.get(region.loops, ()))
         for region in regions
     }
     said = f"{len(loops)} backward loops compute again what they read of forward ones; " * bool(loops)
@@ -138,30 +143,31 @@ def _loops_again(
 ) -> Iterator[tuple[Rematerialized, Collection[str]]]:
     """Pairs of loops of which the second could compute again what the first keeps for it, and what that is called."""
     loops = {loop.name: loop for loop in find_loops(base)}
-    for ahead, behind in (each.loops for each in regions if each.residuals):
+    for ahead, behind in (each.loops for each in regions if each.is_of_loops and each.residuals):
         again = recomputable(base, loops[ahead], loops[behind])
         if again is not None and Rematerialized.kind not in environment.disabled:
             yield Rematerialized(ahead, behind), again.names
 
 
 def _segments_again(
-    base: Program, environment: Environment
+    base: Program, regions: Sequence[RecomputeRegion], environment: Environment
 ) -> Iterator[tuple[RematerializedSegments, Collection[str]]]:
     """Likewise, where no loop runs the layers."""
-    if RematerializedSegments.kind not in environment.disabled:
+    has_layers = any(each.is_of_loops for each in regions)
+    if not has_layers and RematerializedSegments.kind not in environment.disabled:
         yield from segments_of(base)
 
 
 def _held_bytes(regions: Sequence[RecomputeRegion]) -> int:
     """What forward loops leave for backward ones."""
-    return sum(region.layers * each.size_bytes for region in regions for each in region.residuals)
+    return sum(region.layers * each.size_bytes for region in regions if region.is_of_loops for each in region.residuals)
 
 
 def as_checkpointed(
     base: Program, plan: Plan, rematerialized: Sequence[Rematerialized], environment: Environment
 ) -> Plan:
     """``plan`` where loops compute again what is ``rematerialized``, all layer loops pipelined."""
-    start = not_pipelined(plan).without(SavedGathers, StackCollectives, OffloadedActivations)
+    start = not_pipelined(plan).without(SavedGathers, StackCollectives, OffloadedActivations, OffloadedValues)
     program = Rematerialized.apply(base, environment.mesh, rematerialized)
     program = keeping_loop_names(program, base)
     for proposal in PipelineLoops().propose(program, Candidate(start, program), environment):
@@ -195,23 +201,24 @@ def _said(choice: Choice) -> str:
     count = sum(map(len, places.kept.values()))
     whose = " of every layer" if any(first != second for first, second in places.kept) else ""
     away = sum(map(len, places.offloaded.values()))
+    each = " of every layer" if any(first != second for first, second in places.offloaded) else ""
     said = [f"{count} activations{whose} are kept"] * bool(count)
-    said += [f"{away} of every layer are on the host meanwhile, {choice.host_bytes / 2**30:.2f} GiB"] * bool(away)
+    said += [f"{away}{each} are on the host meanwhile, {choice.host_bytes / 2**30:.2f} GiB"] * bool(away)
     said += [f"{len(places.state)} leaves of the state are on the host between steps"] * bool(places.state)
     said += [f"{choice.device_bytes / 2**30:+.2f} GiB on the device"]
     return "; ".join([", ".join(said)] + [every_layer(choice.stacks)] * bool(choice.stacks))
 
 
-def as_planned(
-    places: Places, regions: Sequence[RecomputeRegion]
-) -> tuple[tuple[KeptActivations, ...], tuple[OffloadedActivations, ...]]:
-    """``places`` as a plan has them."""
+def as_planned(plan: Plan, places: Places, regions: Sequence[RecomputeRegion]) -> Plan:
+    """``plan`` with ``places``, and no others."""
     names = {region.loops: region.names for region in regions}
     kept = (
         KeptActivations(*loops, tuple(names[loops][position] for position in positions))
         for loops, positions in places.kept.items()
     )
-    return tuple(kept), tuple(OffloadedActivations(*loops, away) for loops, away in places.offloaded.items())
+    of_loops = [OffloadedActivations(*loops, away) for loops, away in places.offloaded.items() if loops[0] != loops[1]]
+    others = [OffloadedValues(loops[0], away) for loops, away in places.offloaded.items() if loops[0] == loops[1]]
+    return plan.having(KeptActivations, kept).having(OffloadedActivations, of_loops).having(OffloadedValues, others)
 
 
 def places_of(plan: Plan, regions: Sequence[RecomputeRegion]) -> Places:
@@ -222,4 +229,5 @@ def places_of(plan: Plan, regions: Sequence[RecomputeRegion]) -> Places:
         loops: tuple(names[loops].index(value) for value in values) for loops, values in kept.items() if loops in names
     }
     offloaded = {(each.forward, each.backward): each.values for each in plan.of(OffloadedActivations)}
+    offloaded |= {(each.where, each.where): each.values for each in plan.of(OffloadedValues)}
     return Places(positions, offloaded, tuple(name for each in plan.of(OffloadedState) for name in each.leaves))
