@@ -11,7 +11,8 @@ After, where ``y1`` is kept::
     ... h2 ...; g = dot(dh2, W2); h1' = dot(barrier(x, g), W1); ... h1' ...
 
 A segment is all that hangs together between values that are kept. It is computed again, all of it that backward reads,
-where backward first reads something of it. The last one is not: backward begins with it. Parameters that backward
+where backward first reads something of it, once the products of the segment before are there: XLA would do those last,
+and hold all they read. The last one is not: backward begins with it. Parameters that backward
 gathers anyway are gathered once.
 
 Guarantees: what is computed again is the value that was kept; a segment waits for the gradient that comes to it.
@@ -33,7 +34,7 @@ from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.analysis.segments import Tape, has_numbers, segment_inputs
 from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.ir.primitives import closed_like
+from jax_deepcompile.ir.primitives import PRODUCTS, closed_like
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import rerun
 from jax_deepcompile.ir.rewrite import with_renamed_operands
@@ -126,6 +127,7 @@ class _Again:
         tape, flat = self.tape, self.tape.jaxpr
         waiting = _segments(tape, self.kept)
         readers, made, eqns = set(tape.readers), dict[Any, None](), list[Any]()
+        products: list[Any] = []
         for place, eqn in enumerate(flat.eqns):
             eqn = with_renamed_operands(eqn, self.merged)
             if place in readers:
@@ -133,13 +135,16 @@ class _Again:
                 for source in sources.values():
                     if segment := waiting.get(source):
                         own = [atom for atom in eqn.invars if atom in made] or list(made)
-                        eqns += self._copied(segment, own[-1] if own else None)
+                        waits, after = _all_of([*products, *own[-1:]], eqn.source_info)
+                        eqns += [*waits, *self._copied(segment, after)]
+                        products = []
                         waiting = {var: each for var, each in waiting.items() if each is not segment}
                 if eqn.outvars and all(self._numbers[var] in self.gathered for var in eqn.outvars):
                     self.merged |= {var: self.gathered[self._numbers[var]] for var in eqn.outvars}
                     continue
                 names = {atom: self.again[source] for atom, source in sources.items() if source in self.again}
                 eqn = with_renamed_operands(eqn, names)
+                products += eqn.outvars[:1] if eqn.primitive.name in PRODUCTS else []
                 made |= dict.fromkeys(var for var in eqn.outvars if has_numbers(var) and not is_drop_var(var))
             eqns.append(eqn)
         outvars = [renamed(atom, self.merged) for atom in flat.outvars]
@@ -163,6 +168,16 @@ class _Again:
             self.gathered |= {self._numbers[var]: known[var] for var in eqn.outvars if var in tape.cheap}
         made = {var for place in segment for var in tape.jaxpr.eqns[place].outvars}
         self.again |= {var: known[var] for var in made - tape.cheap.keys()}
+
+
+def _all_of(values: Sequence, source_info: Any) -> tuple[list, Any]:
+    """The last of ``values`` once all are there, and the equations that wait for them; None if there are none."""
+    *others, last = values or [None]
+    waits = []
+    for other in others:
+        waits.append(new_barrier([last, other], source_info))
+        last = waits[-1].outvars[0]
+    return waits, last
 
 
 def _segments(tape: Tape, kept: Collection) -> dict[Any, tuple[int, ...]]:

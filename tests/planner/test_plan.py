@@ -40,10 +40,12 @@ from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_parameters import OffloadedParameters
 from jax_deepcompile.transforms.offload_state import OffloadedState
+from jax_deepcompile.transforms.offload_values import OffloadedValues
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
 from jax_deepcompile.transforms.rematerialize import Rematerialized
+from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
@@ -56,11 +58,13 @@ EXPECTED = Prediction(1.25, 1.0, 0.5, 0.25, 10**9)
 AHEAD, BACK = "layers @forward", "layers @backward"
 DECISIONS = (
     Rematerialized(AHEAD, BACK),
+    RematerializedSegments("", ("head add @forward",)),
     StackCollectives(AHEAD, ("norm", "bias"), ("bias",)),
     SavedGathers(AHEAD, BACK, ("up", "down")),
     KeptActivations(AHEAD, BACK, ("mlp dot_general", "mlp tanh")),
     KeptActivations("", "", ("head dot_general @forward",)),
     OffloadedActivations(AHEAD, BACK, ("layers input",)),
+    OffloadedValues("", ("head add @forward",)),
     *AROUND_PIPELINED,
     LoopSchedule(AHEAD, 1, 0, 0, 3),
     LoopSchedule(BACK, 1, 1, 2, 1),
@@ -146,7 +150,7 @@ def stacking(**fields: Any) -> Callable[[Any], None]:
     """Changes fields of the second decision, ``stack_collectives``; None takes them away."""
 
     def change(document: Any) -> None:
-        decision = document["decisions"][1]
+        decision = document["decisions"][2]
         decision.update(fields)
         for name in [name for name, value in fields.items() if value is None]:
             del decision[name]
@@ -164,7 +168,7 @@ def without_after(document: Any) -> None:
     [
         (
             stacking(kind="stack_collective"),
-            r"decisions\[1\].kind: 'stack_collective' is none; .*: 'stack_coll",
+            r"decisions\[2\].kind: 'stack_collective' is none; .*: 'stack_coll",
         ),
         (stacking(kind="__class__"), "'__class__' is none"),
         (stacking(kind="\x1b[31m" + "k" * 10**6), r"'\\x1b\[31mk+ is none"),
@@ -172,8 +176,8 @@ def without_after(document: Any) -> None:
         (stacking(kind=7), "7 is none"),
         (stacking(kind=["stack_collectives"]), r"\['stack_collectives'\] is none"),
         (stacking(kind={"kind": 1}), "{'kind': 1} is none"),
-        (stacking(loop=None), r"decisions\[1\] \(stack_collectives\): loop: missing"),
-        (stacking(loop=7), r"decisions\[1\] \(stack_collectives\): loop: .*str.* 7"),
+        (stacking(loop=None), r"decisions\[2\] \(stack_collectives\): loop: missing"),
+        (stacking(loop=7), r"decisions\[2\] \(stack_collectives\): loop: .*str.* 7"),
         (stacking(loop=True), "loop: .*str.* True"),
         (stacking(gathers="up"), "gathers: .*'up'"),
         (stacking(gathers=[["up"]]), r"gathers\[0\]: .*str"),
@@ -288,11 +292,13 @@ def test_a_plan_reads_in_words():
     assert str(START) == "fully sharded, nothing more"
     assert str(PLAN.replace(options=(), latencies=(Latency("fusion", 1.5),))).splitlines() == [
         "layers @backward: computes again what it reads of layers @forward, of each layer's input",
+        "outside of loops: backward computes again what it reads, from head add @forward",
         "layers @forward: gathers norm, bias and reduces bias for all layers at once, outside of the loop",
         "layers @forward: saves up, down gathered for layers @backward",
         "layers @forward: keeps mlp dot_general, mlp tanh for layers @backward",
         "outside of loops: keeps head dot_general @forward until they are used again",
         "layers @forward: copies layers input to the host for layers @backward",
+        "outside of loops: copies head add @forward to the host for backward",
         "sums over microbatches are added up in the loops that make them",
         "gradients of layers stay in the type they were reduced in",
         "in the host's memory, copied a layer ahead of its use: layers/up/kernel",
@@ -331,8 +337,9 @@ NAMED_LATER = {DelayedReductions, ReusedGathers, Prefetch}
     [
         (StackCollectives, NAMED_LATER),
         (SavedGathers, NAMED_LATER),
-        (Rematerialized, {KeptActivations, OffloadedActivations}),
-        (KeptActivations, NAMED_LATER | {OffloadedActivations}),
+        (Rematerialized, {RematerializedSegments, KeptActivations, OffloadedActivations}),
+        (RematerializedSegments, {KeptActivations, OffloadedActivations, OffloadedValues}),
+        (KeptActivations, NAMED_LATER | {OffloadedActivations, OffloadedValues}),
         (LoopSchedule, NAMED_LATER),
         (KeptGathers, NAMED_LATER),
         (DelayedReductions, {ReusedGathers, Prefetch}),

@@ -257,11 +257,23 @@ def test_a_program_that_does_not_fit_fits_by_what_goes_to_the_host():
 
 @pytest.mark.parametrize(
     "nowhere",
-    [row(GIB), row(GIB, residuals=[MIB // 2]), row(GIB, residuals=[GIB], loops=("", ""))],
-    ids=["nothing stays anyway", "little does", "no layers"],
+    [
+        row(GIB),
+        row(GIB, residuals=[MIB // 2]),
+        replace(row(GIB, residuals=[GIB], loops=("", "")), soon=frozenset([f"{INPUT} 0"])),
+    ],
+    ids=["nothing stays anyway", "little does", "what does is read at once"],
 )
 def test_without_anything_to_move_there_is_no_way(nowhere):
     assert choose([nowhere], (), PHASES, -1.0 * MIB, PLENTY) is None
+
+
+def test_where_no_loop_runs_layers_passes_wait_for_copies_that_take_longer():
+    nowhere = replace(row(residuals=[GIB], loops=("", "")), passes_s=(0.001, 0.1))
+    found = chosen(nowhere, on_device=-GIB)
+    assert found.places == Places(offloaded={("", ""): (f"{INPUT} 0",)})
+    copied_s = GIB / (0.95 * PHASES.to_host_bytes_per_s)
+    assert found.gained_s == pytest.approx(-(copied_s - 0.001))
 
 
 def test_without_memory_of_the_host_nothing_goes_there():
