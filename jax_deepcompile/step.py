@@ -104,8 +104,8 @@ class ShardedStep(Summarized, Generic[P, R]):
 
         Raises:
           BatchNotDivisibleError, NoBatchError, MicrobatchNotDivisibleError, AmbiguousRowsError, StateDonatedError,
-          NoRoomToMeasureError, DevicesNotAttachedError, and what tracing finds wrong with the step: see
-          ``jax_deepcompile.errors``.
+            NoRoomToMeasureError, DevicesNotAttachedError: see ``jax_deepcompile.errors``, as for what tracing finds
+            wrong with the step.
           ProcessStoppedError, ProcessMismatchError: another process cannot run it, or would run another.
         """
         if self._fast is not None and not kwargs and are_plain(args):
@@ -123,7 +123,8 @@ class ShardedStep(Summarized, Generic[P, R]):
 
         Args:
           create_state: makes the state: any pytree, or NNX objects.
-          *args, **kwargs: its arguments; replicated.
+          *args: its arguments; replicated.
+          **kwargs: those passed by name.
 
         Returns:
           What ``create_state`` returns, its leaves sharded as the step wants them; where the devices are not attached

@@ -1,0 +1,63 @@
+"""The documentation as a site: ``python -m sphinx -W -n -c docs . OUT``, from the root of the repository."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+
+project = "jax_deepcompile"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+
+root_doc = "docs/index"
+include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "experiments/results/*.md"]
+exclude_patterns = [".*", "build", "dist", "runs"]
+
+html_theme = "furo"
+html_title = project
+html_copy_source = False
+html_extra_path = ["site"]  # sends the root of the site to its first page
+html_static_path = ["static"]
+html_css_files = ["tables.css"]
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+napoleon_custom_sections = [("Class attributes", "params_style")]
+napoleon_use_ivar = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(collections\.abc|jax|numpy|os|pathlib|typing)\..*"),
+    ("py:class", r"(jax_deepcompile\.[\w.]+\.)?[DPR]"),  # type variables
+    ("py:class", r"jax_deepcompile\.(?!errors)\w+\..*"),  # fields and results whose classes are no public names
+    ("py:class", r"Event|Loop|MemoryUse|Repeated|Totals|Wait"),  # those of a simulation
+]
+
+
+class Help(Directive):
+    """What a command line says of itself."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        program, *words = self.arguments[0].split()
+        assert program == "deepcompile"
+        command = [sys.executable, "-m", "jax_deepcompile", *words, "--help"]
+        done = subprocess.run(command, env=os.environ | {"COLUMNS": "88"}, capture_output=True, text=True, check=True)
+        return [nodes.literal_block(done.stdout, done.stdout, language="text")]
+
+
+def setup(app: Any) -> None:
+    app.add_directive("help", Help)
+    app.connect("autodoc-process-docstring", lambda *given: _let_plurals_follow_literals(given[-1]))
+
+
+def _let_plurals_follow_literals(lines: list[str]) -> None:
+    lines[:] = [
+        re.sub(r"(``[^`]+``)(\w)?", lambda found: "\\ ".join(filter(None, found.groups())), line) for line in lines
+    ]
