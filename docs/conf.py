@@ -27,6 +27,7 @@ html_css_files = ["tables.css"]
 myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 napoleon_custom_sections = [("Class attributes", "params_style")]
 napoleon_use_ivar = True
@@ -54,10 +55,11 @@ class Help(Directive):
 
 def setup(app: Any) -> None:
     app.add_directive("help", Help)
-    app.connect("autodoc-process-docstring", lambda *given: _let_plurals_follow_literals(given[-1]))
+    app.connect("autodoc-process-docstring", lambda *given: _as_rst(given[-1]))
 
 
-def _let_plurals_follow_literals(lines: list[str]) -> None:
-    lines[:] = [
-        re.sub(r"(``[^`]+``)(\w)?", lambda found: "\\ ".join(filter(None, found.groups())), line) for line in lines
-    ]
+def _as_rst(lines: list[str]) -> None:
+    """Lets a plural follow a literal, and attributes that are described together keep their names."""
+    text = re.sub(r"(``[^`]+``)(?=(\w)?)", lambda found: found[1] + "\\ " * bool(found[2]), "\n".join(lines))
+    text = re.sub(r"(?m)^:ivar (\w+(?:, \w+)+):", lambda found: f":ivar {found[1].replace(' ', '')}:", text)
+    lines[:] = text.split("\n")
