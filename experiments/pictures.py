@@ -27,6 +27,7 @@ from matplotlib.figure import Figure
 
 import jax_deepcompile as deepcompile
 from experiments.bench.steps import llama_gradients, training_step
+from experiments.bench.workload import Cluster
 from models import llama
 
 _LAYERS, _TOKENS = 8, 1024
@@ -58,15 +59,14 @@ def example(**options: Any) -> tuple[deepcompile.ShardedStep, tuple]:
     """The step, 1024 tokens a GPU, and the shapes that it is given."""
     config = dataclasses.replace(llama.LLAMA3_70B, n_layers=_LAYERS, attention="cudnn")
     gradients, state = llama_gradients(config, by_hand=False)
-    mesh = deepcompile.targets.h100(nodes=4).make_mesh((32,), ("fsdp",))
-    step = deepcompile.shard(training_step(gradients), mesh, memory_limit="72GiB", **options)
-    return step, (state, jax.ShapeDtypeStruct((mesh.size, _TOKENS + 1), jnp.int32))
+    step = deepcompile.shard(training_step(gradients), Cluster().make_mesh(), memory_limit="72GiB", **options)
+    return step, (state, jax.ShapeDtypeStruct((step.mesh.size, _TOKENS + 1), jnp.int32))
 
 
 def simulated(step: deepcompile.ShardedStep, given: tuple, name: str) -> Any:
     """One of ``_WAYS``, compiled and played."""
-    way = step.reshard(**_WAYS[name])
-    return deepcompile.simulate(way.lower(*given).compile(), way.mesh)
+    compiled = step.reshard(**_WAYS[name]).lower(*given).compile()
+    return deepcompile.simulate(compiled, Cluster().make_mesh())
 
 
 def figures(run: Any) -> dict[str, float]:
