@@ -32,10 +32,9 @@ autodoc_typehints_format = "short"
 napoleon_custom_sections = [("Class attributes", "params_style")]
 napoleon_use_ivar = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections\.abc|jax|numpy|os|pathlib|typing)\..*"),
+    ("py:.*", r"(collections|jax|numpy|os|pathlib|typing)\..*"),
     ("py:class", r"(jax_deepcompile\.[\w.]+\.)?[DPR]"),  # type variables
     ("py:class", r"jax_deepcompile\.(?!errors)\w+\..*"),  # fields and results whose classes are no public names
-    ("py:class", r"Event|Loop|MemoryUse|Repeated|Totals|Wait"),  # those of a simulation
 ]
 
 
@@ -55,7 +54,13 @@ class Help(Directive):
 
 def setup(app: Any) -> None:
     app.add_directive("help", Help)
+    app.connect("autodoc-process-docstring", lambda *given: _join_errors(given[-1]), priority=400)  # Napoleon has 500
     app.connect("autodoc-process-docstring", lambda *given: _as_rst(given[-1]))
+
+
+def _join_errors(lines: list[str]) -> None:
+    """Puts names of errors that are described together onto one line."""
+    lines[:] = re.sub(r"(?m)(?<=Error,)\n +(?=\w+Error)", " ", "\n".join(lines)).split("\n")
 
 
 def _as_rst(lines: list[str]) -> None:
