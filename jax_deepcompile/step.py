@@ -104,8 +104,8 @@ class ShardedStep(Summarized, Generic[P, R]):
 
         Raises:
           BatchNotDivisibleError, NoBatchError, MicrobatchNotDivisibleError, AmbiguousRowsError, StateDonatedError,
-          NoRoomToMeasureError, DevicesNotAttachedError, and what tracing finds wrong with the step: see
-          ``jax_deepcompile.errors``.
+            NoRoomToMeasureError, DevicesNotAttachedError: see ``jax_deepcompile.errors``, as for what tracing finds
+            wrong with the step.
           ProcessStoppedError, ProcessMismatchError: another process cannot run it, or would run another.
         """
         if self._fast is not None and not kwargs and are_plain(args):
@@ -123,7 +123,8 @@ class ShardedStep(Summarized, Generic[P, R]):
 
         Args:
           create_state: makes the state: any pytree, or NNX objects.
-          *args, **kwargs: its arguments; replicated.
+          *args: its arguments; replicated.
+          **kwargs: those passed by name.
 
         Returns:
           What ``create_state`` returns, its leaves sharded as the step wants them; where the devices are not attached
@@ -160,7 +161,19 @@ class ShardedStep(Summarized, Generic[P, R]):
         return created
 
     def trace(self, *args, **kwargs) -> TracedStep:
-        """Traces and partitions the step; leaves may be ``jax.ShapeDtypeStruct``s."""
+        """Traces and partitions the step.
+
+        Args:
+          *args: as for a step, of global shapes; leaves may be ``jax.ShapeDtypeStruct``s.
+          **kwargs: those passed by name.
+
+        Returns:
+          The step before it is planned, to look at, plan and lower.
+
+        Raises:
+          BatchNotDivisibleError, NoBatchError, MicrobatchNotDivisibleError: see ``jax_deepcompile.errors``, as for what
+            tracing finds wrong with the step.
+        """
         call = self._bind(args, kwargs)
         made = self._compilation(call)
         shapes = shapes_only(call.inputs, made.shardings.inputs, made.program.inputs)
@@ -168,13 +181,18 @@ class ShardedStep(Summarized, Generic[P, R]):
         return TracedStep(made, shapes)
 
     def lower(self, *args, **kwargs) -> LoweredStep:
-        """Lowers the step; leaves may be ``jax.ShapeDtypeStruct``s."""
+        """Plans the step and lowers it to StableHLO; takes and raises what ``trace`` does.
+
+        Raises:
+          MemoryExceededError: no plan fits in ``memory_limit``.
+          PlanError: ``plan`` speaks of what the step does not have.
+        """
         return self.trace(*args, **kwargs).lower()
 
     def lower_gspmd(self, *args, **kwargs) -> jax.stages.Lowered:
         """The undecorated step under ``jax.jit`` with the same shardings: what XLA's own partitioner makes of it.
 
-        For comparison; leaves may be ``jax.ShapeDtypeStruct``s.
+        For comparison; takes and raises what ``trace`` does.
         """
         call = self._bind(args, kwargs)
         made = self._compilation(call)
@@ -190,7 +208,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         return traced.lower(lowering_platforms=(self._context.use.platform,))
 
     def plan(self, *args, **kwargs) -> Plan:
-        """The decisions of every pass for these arguments; leaves may be ``jax.ShapeDtypeStruct``s."""
+        """The decisions of every pass for these arguments; takes and raises what ``lower`` does."""
         return self.trace(*args, **kwargs).plan()
 
     def profile(self, *args, runs: int = 5, known: Profile | None = None) -> Taken:
@@ -232,7 +250,11 @@ class ShardedStep(Summarized, Generic[P, R]):
         return taken
 
     def explain(self) -> Explanation:
-        """What was decided for the last shapes traced, and why: fields, which print as text."""
+        """What was decided for the last shapes traced, and why: fields, which print as text.
+
+        Raises:
+          NotTracedError: none were.
+        """
         if self._last is None:
             raise errors.NotTracedError(self._context.name)
         return explain_compilation(self._last)

@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.cli.main import _commands
+from jax_deepcompile.planner.strategies import ON_A_HOST, ONE_DEVICE, STRATEGIES
+from jax_deepcompile.runtime.interrupts import Watch
+from jax_deepcompile.transforms import TRANSFORMS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -88,13 +92,57 @@ def test_examples_of_public_names():
         assert not failed
 
 
+def anchors(page: Path) -> set[str]:
+    """Of the headings of ``page``, as GitHub and MyST make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {
+        re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+
+
+def dead_links(page: Path) -> list[str]:
+    dead = []
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)]*))?\)", page.read_text()):
+        path = page.parent / target if target else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            dead.append(f"{target}#{anchor}")
+    return dead
+
+
 @pytest.mark.pure
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("page", [*sorted(ROOT.glob("*.md")), *PAGES], ids=lambda path: path.name)
 def test_links_lead_somewhere(page: Path):
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    assert dead_links(page) == []
+
+
+@pytest.mark.pure
+def test_links_that_lead_nowhere_are_found(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `b`, c\n[1](#a-b-c) [2](page.md#a-b-c) [3](https://x.org#y) [4](#a-b) [5](none.md) [6](page.md#d)"
+    )
+    assert dead_links(page) == ["#a-b", "none.md#", "page.md#d"]
+
+
+@pytest.mark.pure
+def test_every_decision_and_strategy_is_explained():
+    page = (ROOT / "docs" / "decisions.md").read_text()
+    kinds = re.findall(r"^### `(\w+)`$", page, re.MULTILINE)
+    assert sorted(kinds) == sorted(each.kind for each in TRANSFORMS)
+    classes = {each.__name__ for each in TRANSFORMS} | {
+        type(each).__name__ for each in (*STRATEGIES, *ONE_DEVICE, *ON_A_HOST)
+    }
+    assert set(re.findall(r"autoclass:: [\w.]+\.(\w+)$", page, re.MULTILINE)) == classes
+
+
+@pytest.mark.pure
+def test_every_public_name_and_command_is_in_the_reference():
+    page = (ROOT / "docs" / "reference.md").read_text() + (ROOT / "docs" / "decisions.md").read_text()
+    shown = {name.rpartition(".")[2] for name in re.findall(r"auto\w+:: ([\w.]+)(?:\(\))?$", page, re.MULTILINE)}
+    assert set(deepcompile.__all__) <= shown
+    commands = re.findall(r"^## `deepcompile (.*)`$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+    assert set(commands) == set(_commands([], Watch()))
 
 
 @pytest.mark.pure

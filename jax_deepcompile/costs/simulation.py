@@ -290,7 +290,7 @@ class Simulation(Summarized):
 
     @property
     def bound_s(self) -> float:
-        """What no schedule of the same operations beats: the busiest stream alone, or one phase after the other.
+        """What no schedule of the same operations beats, the busiest stream alone or one phase after the other.
 
         Kernels are as fast as alone, but for the least that collectives and copies beside them cost.
         """

@@ -16,11 +16,11 @@ class Stage(StrEnum):
     """When a strategy proposes."""
 
     OPENING = "opening"
-    """First, beside the plan that all begins with: it sees ``best.plan`` and ``best.program``, not evaluated yet."""
+    """First, beside the plan that all begins with; it sees ``best.plan`` and ``best.program``, not evaluated yet."""
     MAIN = "main"
     """In turn, each on top of what was accepted before."""
     CLOSING = "closing"
-    """Last, when all else is decided: what it proposes is scheduled by the cost model before it is compared."""
+    """Last, when all else is decided; what it proposes is scheduled by the cost model before it is compared."""
 
 
 @dataclass(frozen=True)

@@ -143,16 +143,20 @@ class RuleBuilder:
     factors: list[Factor] = field(default_factory=list)
 
     def factor(self, size: int, kind: Kind = Kind.MAP) -> int:
+        """The index of a new factor of ``size`` elements."""
         self.factors.append(Factor(size, kind))
         return len(self.factors) - 1
 
     def map(self, size: int) -> tuple[int, ...]:
+        """A dimension of ``size`` elements; splitting it splits results with it."""
         return (self.factor(size),)
 
     def sum(self, size: int) -> tuple[int, ...]:
+        """A dimension of ``size`` elements that is summed over; splitting it leaves partial sums."""
         return (self.factor(size, Kind.SUM),)
 
     def whole(self, size: int) -> tuple[int, ...]:
+        """A dimension of ``size`` elements that cannot be split."""
         return (self.factor(size, Kind.WHOLE),)
 
     def dims(self, shape: Sequence[int], whole: Container[int] = ()) -> Dims:
@@ -160,6 +164,7 @@ class RuleBuilder:
         return tuple(self.whole(size) if dim in whole else self.map(size) for dim, size in enumerate(shape))
 
     def whole_dims(self, shape: Sequence[int]) -> Dims:
+        """Dimensions of which none can be split."""
         return tuple(map(self.whole, shape))
 
     def shared(self, one: Sequence[int], other: Sequence[int], alike: Sequence[bool] = ()) -> tuple[Dims, Dims]:
@@ -186,6 +191,7 @@ class RuleBuilder:
         emit: Emit = bind_unchanged,
         reported: str = "",
     ) -> OpRule:
+        """The rule: for each operand and result its dimensions, as the other methods make them; see ``OpRule``."""
         return OpRule(
             tuple(self.factors),
             tuple(tuple(dims) for dims in operands),

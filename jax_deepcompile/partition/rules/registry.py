@@ -15,7 +15,7 @@ class RuleRegistry:
         self._regions: dict[str, RegionRule] = {}
 
     def register(self, *names: str) -> Callable[[Rule], Rule]:
-        """Decorates ``rule(eqn) -> OpRule`` as the rule of the primitives ``names``."""
+        """Decorates ``rule(eqn) -> OpRule`` as the rule of the primitives ``names``, in the place of what they had."""
 
         def add(rule: Rule) -> Rule:
             self._rules |= dict.fromkeys(names, rule)
