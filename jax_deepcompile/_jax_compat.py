@@ -288,9 +288,35 @@ def fuses_slices() -> bool:
 
 def compiles_on_gpus_only(eqn) -> bool:
     """Whether ``eqn`` is a Pallas kernel that Mosaic GPU compiles, and what it loads for that is not installed."""
-    if not _is_mosaic_gpu(eqn):
-        return False
-    return not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+    return _is_mosaic_gpu(eqn) and not _has_gpu_plugin()
+
+
+_LIBRARY_CALLS = {
+    *(
+        "cholesky",
+        "cholesky_update",
+        "eig",
+        "eigh",
+        "geqp3",
+        "geqrf",
+        "householder_product",
+        "lu",
+        "ormqr",
+        "qr",
+        "svd",
+    ),
+    *("lu_pivots_to_permutation", "symmetric_product", "tridiagonal", "tridiagonal_solve"),
+}
+"""Primitives that are calls of cuSOLVER, cuSPARSE or kernels of JAX's own on GPUs, which JAX's GPU plugin registers."""
+
+
+def calls_on_gpus_only(eqn) -> bool:
+    """Whether ``eqn`` is a call of a library for GPUs, and what registers it with XLA is not installed."""
+    return eqn.primitive.name in _LIBRARY_CALLS and not _has_gpu_plugin()
+
+
+def _has_gpu_plugin() -> bool:
+    return any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
 
 
 def _is_mosaic_gpu(eqn) -> bool:

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import compiles_on_gpus_only, user_line
+from jax_deepcompile._jax_compat import calls_on_gpus_only, compiles_on_gpus_only, user_line
 from jax_deepcompile.analysis.names import with_loop_names
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.devices import as_if_here, is_described, latency_bytes_of, machine_of
@@ -381,7 +381,8 @@ def _function(context: Context, call: PureCall, signature: Signature) -> Functio
     """The step as a function of flat arrays.
 
     Raises:
-      KernelNeedsGpuError: it has a kernel that only a machine with a GPU compiles, and is for GPUs that are not here.
+      KernelNeedsGpuError, LibraryNeedsGpuError: it has a kernel that only a machine with a GPU compiles, or a call of
+        a library that only such a one has, and is for GPUs that are not here.
     """
     with as_if_here(context.use.mesh):
         function = trace_function(call, signature)
@@ -389,6 +390,8 @@ def _function(context: Context, call: PureCall, signature: Signature) -> Functio
         for eqn, located in located_equations(function.closed):
             if compiles_on_gpus_only(eqn):
                 raise errors.KernelNeedsGpuError(context.name, eqn.primitive.name, user_line(located))
+            if calls_on_gpus_only(eqn):
+                raise errors.LibraryNeedsGpuError(context.name, eqn.primitive.name, user_line(located))
     return function
 
 

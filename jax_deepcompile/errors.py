@@ -191,6 +191,13 @@ class KernelNeedsGpuError(DeepCompileError, RuntimeError):
         jax-cuda12-plugin. Install that, of jax's version and with --no-deps, or plan where the GPUs are.""")
 
 
+class LibraryNeedsGpuError(DeepCompileError, RuntimeError):
+    def __init__(self, function: str, primitive: str, line: str) -> None:
+        super().__init__(f"""{function} has a {primitive} at {line}, which on GPUs is a call of a library, such as
+        cuSOLVER, that this machine cannot compile for GPUs that are not here. Plan where the GPUs are, or plan the step
+        without it.""")
+
+
 class MissingExtraError(DeepCompileError, ImportError):
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"""{what} needs {package}, which is not installed: pip install {package}, or all that comes

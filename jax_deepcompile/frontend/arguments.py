@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import ArrayImpl
+from jax_deepcompile._jax_compat import ArrayImpl, is_tracing
 from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.program import Port
 
@@ -27,7 +27,7 @@ def move(
 
     Args:
       targets: where every leaf goes; None where it may stay.
-      returned: positions of the leaves that are state, which the next call gets where it is wanted.
+      returned: positions of the leaves that the step returns anew, which the next call gets where it is wanted.
       donated: positions of the leaves whose buffers the step takes.
 
     Returns:
@@ -122,14 +122,15 @@ def is_concrete(leaf: Any) -> TypeGuard[jax.Array]:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
-def _moved(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, is_state: bool) -> Any:
-    """State is put where the next call will have it, and what is compiled for one serves the other."""
+def _moved(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, returns: bool) -> Any:
+    """What ``returns`` is put where the next call will have it, and what is compiled for one serves the other."""
     if not is_concrete(leaf):
-        return leaf
+        is_value = returns and not isinstance(leaf, Tracer) and not is_tracing()
+        return jax.device_put(leaf, target or NamedSharding(mesh, PartitionSpec())) if is_value else leaf
     if target is None:
         on_mesh = len(leaf.sharding.device_set) == mesh.size
         return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
-    fits = (not leaf.committed and not is_state) or leaf.sharding.is_equivalent_to(target, leaf.ndim)
+    fits = (not leaf.committed and not returns) or leaf.sharding.is_equivalent_to(target, leaf.ndim)
     return leaf if fits else jax.device_put(leaf, target)
 
 

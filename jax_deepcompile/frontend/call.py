@@ -213,6 +213,11 @@ def _argument(name: str, position: int, holder: Holder, value: Any) -> Argument:
     )
 
 
+def holds_optimizer(value: Any) -> bool:
+    """Whether the state of an optax optimizer is in ``value``."""
+    return any(map(_is_optimizer_state, jax.tree.leaves(value, is_leaf=_is_optimizer_state)))
+
+
 def _is_number(leaf: Any) -> bool:
     if isinstance(leaf, (int, float, complex)):
         return True

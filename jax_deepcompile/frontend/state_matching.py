@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jax_deepcompile import errors
+from jax_deepcompile.frontend.call import holds_optimizer
 from jax_deepcompile.frontend.signature import Signature, port_of, structure_changes
 from jax_deepcompile.ir.lineage import Lineage
 from jax_deepcompile.ir.program import Role
@@ -161,12 +162,17 @@ class _Matches:
         return jax.tree.structure(mine) == jax.tree.structure(theirs) and not _changes(mine, theirs, "")
 
     def _carries_on(self, sub: _Subtree, position: int) -> bool:
-        """Whether most of the argument's arrays, or numbers if it has no arrays, live on in ``sub``."""
+        """Whether most of the argument's arrays, or numbers if it has no arrays, live on in ``sub``.
+
+        Gradients may be all that is like parameters, but not what is like parameters and an optimizer's state: of that
+        some arrays are enough, as an optimizer may keep what it was given last.
+        """
         leaves = _shapes(self._args[position])
         counted = [index for index, shape in enumerate(leaves) if shape] or list(range(len(leaves)))
         start, carried = self._start(position), self._returned.lineage.carried
         kept = sum(carried[sub.leaves[index]] >> (start + index) & 1 for index in counted)
-        return 2 * kept > len(counted) or not counted
+        some = kept > 0 and holds_optimizer(self._args[position])
+        return some or 2 * kept > len(counted) or not counted
 
 
 @dataclass(frozen=True)

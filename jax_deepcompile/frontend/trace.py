@@ -38,18 +38,20 @@ class Traced:
       program: the global view.
       in_tree: structure of ``(args, kwargs)``.
       donated: positions of the arguments whose memory the step may have.
+      handed_on: positions of leaves such as random keys, whose next values the step returns beside the state.
       reasons: by the name of every argument why it is what it is, and donated or not.
     """
 
     program: Program
     in_tree: Any
     donated: tuple[int, ...] = ()
+    handed_on: frozenset[int] = frozenset()
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def returned_leaves(self) -> frozenset[int]:
         """Positions of all leaves that the step returns anew."""
-        return frozenset(source for source, _ in self.program.state_outputs)
+        return self.handed_on.union(source for source, _ in self.program.state_outputs)
 
     @functools.cached_property
     def donated_leaves(self) -> frozenset[int]:
@@ -83,7 +85,19 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
         name, reason = signature.name_of(position), donation.reason if donate else "donate=False"
         reasons[name] = f"{reasons[name]}; {reason}" if name in reasons else reason
         donated += [position] * (donation.is_donated and donate)
-    return Traced(program, in_tree, tuple(donated), reasons)
+    return Traced(program, in_tree, tuple(donated), _handed_on(program), reasons)
+
+
+def _handed_on(program: Program) -> frozenset[int]:
+    """Positions of keys and whole numbers that are not state, but that the step returns one like."""
+    returned = set(map(_kind, program.outputs))
+    others = ((index, port) for index, port in enumerate(program.inputs) if port.role is Role.OTHER)
+    whole = ("key<", "uint", "int")
+    return frozenset(index for index, port in others if port.dtype.startswith(whole) and _kind(port) in returned)
+
+
+def _kind(port: Port) -> tuple:
+    return port.role, port.shape, port.dtype
 
 
 def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Traced:

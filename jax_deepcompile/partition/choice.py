@@ -12,6 +12,7 @@ Axes are chosen one after the other, major first. The price of a way is compared
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,6 +118,9 @@ def _answer(question: _Question):
         if way.factor is not None:
             remaining[way.factor] //= size
             splits[way.factor].append(name)
+    for index, states in enumerate(kept):
+        if not Placement(tuple(states)).fits(_shape(rule, rule.results[index]), mesh):
+            states[:] = [way.results[index] for way in ways]
     if _transposes_first(ways, question):
         natural = question.operands[0].held[0].axes
         ways = [
@@ -186,24 +190,41 @@ def _split_again(
     """The dimension along which a result is cut that had to be computed whole; else every device would go on with all.
 
     The one its consumers ask for; while they are not known, the one that was split before, or one that has examples of
-    it. None if whole is wanted.
+    it; or else one that other axes split, or that was behind it, as what is left of ``x.reshape(parts, -1, n)[part]``.
+    None if whole is wanted.
     """
-    rule = question.rule
-    shape = [math.prod(rule.factors[f].size for f in factors) for factors in rule.results[index]]
+    rule, mesh = question.rule, question.mesh
+    shape = _shape(rule, rule.results[index])
     asked = [placement.axes[axis] for placement in question.demands[index]]
-    batch = [
-        (dims, op.held[0].axes[axis]) for dims, op in zip(rule.operands, question.operands, strict=True) if op.batch
-    ]
     if asked and max(asked) < 0:
         return None
-    examples = {factor for dims, dim in batch if dim >= 0 for factor in dims[dim]}
-    among = [dim for dim, factors in enumerate(rule.results[index]) if examples.intersection(factors)]
-    wanted = asked or [*(dim for _, dim in batch), 0]
-    for dim in [state for state in (*wanted, *among) if state >= 0]:
-        parts = size * math.prod(question.mesh.sizes[i] for i, state in enumerate(before) if state == dim)
+    batch = [(dims, op.held[0].axes) for dims, op in zip(rule.operands, question.operands, strict=True) if op.batch]
+    split = [[dims[states[other]] for dims, states in batch if states[other] >= 0] for other in range(len(mesh.sizes))]
+    taken = [_in_result(rule, index, dims) for dims in split]
+    wanted = asked or [*(states[axis] for _, states in batch), 0]
+    for dim in [state for state in (*wanted, *taken[axis]) if state >= 0]:
+        parts = size * math.prod(mesh.sizes[i] for i, state in enumerate(before) if state == dim)
         if dim < len(shape) and shape[dim] and shape[dim] % parts == 0:
             return dim
+    if asked or mesh.is_virtual(axis):
+        return None
+    has_more = sum(size > 1 for size in shape) > 1
+    behind = [dims[s[axis] + 1] for dims, s in batch if has_more and 0 <= s[axis] < len(dims) - 1]
+    for dim in (*sorted(itertools.chain(*taken)), *_in_result(rule, index, behind)):
+        parts = size * math.prod(mesh.sizes[other] for other, dims in enumerate(taken) if other != axis and dim in dims)
+        if shape[dim] and shape[dim] % parts == 0:
+            return dim
     return None
+
+
+def _in_result(rule: OpRule, index: int, dims: Sequence[Sequence[int]]) -> list[int]:
+    """The dimensions of a result that have a factor of one of ``dims``."""
+    factors = set(itertools.chain(*dims))
+    return [dim for dim, own in enumerate(rule.results[index]) if factors.intersection(own)]
+
+
+def _shape(rule: OpRule, dims: Dims) -> list[int]:
+    return [math.prod(rule.factors[factor].size for factor in factors) for factors in dims]
 
 
 def _ways(axis: int, remaining: Sequence[int], question: _Question, before: Sequence[_Way]) -> list[_Way]:
@@ -342,11 +363,16 @@ def _price(way: _Way, axis: int, question: _Question) -> tuple[float, float, int
         computed = 0.0
     if way.factor in by_element:
         exposed = 0.0  # the table would come to the examples otherwise
+    if exposed and _gathers_the_batch(way, axis, question) and (not stays or _multiplies(question.rule)):
+        exposed = math.inf  # every device would compute all of it
     if stays:
         return exposed, moved, launched, computed
-    if exposed and _gathers_the_batch(way, axis, question):
-        exposed = math.inf  # every device would compute all of it
     return moved + (_EXPOSED - 1) * exposed + waits * question.latency_bytes, exposed, launched, computed
+
+
+def _multiplies(rule: OpRule) -> bool:
+    """Whether an equation is a matrix product or the like, so that computing all of it is not for free."""
+    return len(rule.operands) > 1 and any(factor.kind is Kind.SUM for factor in rule.factors)
 
 
 def _asked(

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+from jax import lax
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
@@ -93,11 +95,20 @@ def _partition(
 
     def body(consts, *blocks):
         parts = [_part_in_turn(block, port, program.mesh) for block, port in zip(blocks, program.inputs, strict=True)]
-        return run_layout(layout, parts, consts)
+        results = run_layout(layout, parts, consts)
+        return [_as_traced(result, var.aval) for result, var in zip(results, jaxpr.outvars, strict=True)]
 
     sharded = program.replace(jaxpr=trace_blocks(body, program, mesh), view=View.LOCAL)
     verify(sharded)
     return Partitioned(sharded, layout, leaves)
+
+
+def _as_traced(value: Any, aval: Any) -> Any:
+    """``value``, its type as weak as the user's step has it: another one would be another step when it comes back."""
+    weak_type = getattr(aval, "weak_type", False)
+    if not isinstance(value, jax.Array) or getattr(value.aval, "weak_type", False) == weak_type:
+        return value
+    return lax.convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=weak_type, sharding=None)
 
 
 def _part_in_turn(block: jax.Array, port: Port, mesh: MeshAxes) -> jax.Array:

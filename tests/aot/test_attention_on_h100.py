@@ -256,3 +256,24 @@ def test_a_kernel_that_only_a_gpus_machine_compiles_is_named(mesh, monkeypatch, 
         match=r"step has a Pallas kernel for Mosaic GPU \(pallas_call\), made at \S*test_attention_on_h100.py:\d+ ",
     ):
         deepcompile.shard(step, mesh).trace(SHAPE((8,), jnp.float32), SHAPE((8, 128), jnp.float32))
+
+
+@pytest.mark.parametrize("decomposed", [jnp.linalg.cholesky, jnp.linalg.qr, jnp.linalg.inv, jnp.linalg.eigvalsh])
+def test_a_call_of_a_library_that_only_a_gpus_machine_has_is_named(mesh, monkeypatch, decomposed):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    def step(state, batch):
+        return state - sum(map(jnp.sum, jax.tree.leaves(decomposed(batch.T @ batch)))), 0.0
+
+    with pytest.raises(
+        deepcompile.errors.LibraryNeedsGpuError, match=r"step has a \w+ at \S*test_attention_on_h100.py:\d+ .*cuSOLVER"
+    ):
+        deepcompile.shard(step, mesh).trace(SHAPE((8,), jnp.float32), SHAPE((8, 128), jnp.float32))
+
+
+def test_what_xla_itself_computes_on_gpus_is_not_refused(mesh):
+    def step(state, batch):
+        solved = jax.scipy.linalg.solve_triangular(batch.T @ batch, batch.T)
+        return state - jnp.sum(jnp.fft.fft(solved).real), 0.0
+
+    deepcompile.shard(step, mesh).trace(SHAPE((8,), jnp.float32), SHAPE((8, 128), jnp.float32))

@@ -516,6 +516,31 @@ def test_state_from_anywhere_is_compiled_for_once(caplog, options):
     assert len([record for record in caplog.messages if "Finished XLA compilation of jit(step)" in record]) == 1
 
 
+@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
+def test_numbers_numpy_and_keys_that_come_back_are_compiled_for_once(caplog, key):
+    """Python's count of steps comes back as a weakly typed array, also out of a loop, what was NumPy's sharded."""
+
+    def counted(state, key, batch):
+        key, noise = jax.random.split(key)
+        x = batch["x"] + jax.random.normal(noise, batch["x"].shape)
+        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        count, _ = jax.lax.scan(lambda count, _: (count + 1, None), state["count"], None, length=2)
+        return {"w": state["w"] - 0.1 * grads, "count": count}, key, jnp.mean(x)
+
+    sharded, plain = deepcompile.shard(counted), jax.jit(counted)
+    state, found = ({"w": np.ones((16, 8), np.float32), "count": 0}, key(0)), None
+    expected = state
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        for _ in range(3):
+            *state, found = sharded(*state, batch())
+    for _ in range(3):
+        *expected, loss = plain(*expected, batch())
+    np.testing.assert_allclose(found, loss, rtol=1e-5)
+    assert int(state[0]["count"]) == 6
+    assert state[0]["count"].weak_type == expected[0]["count"].weak_type
+    assert len([record for record in caplog.messages if "Finished XLA compilation of jit(counted)" in record]) == 1
+
+
 def test_a_primitive_without_a_rule_is_computed_whole_and_named():
     from jax.extend.core import Primitive
     from jax.interpreters import mlir

@@ -89,6 +89,11 @@ def critic_alone(actor, critic, x):
     return teacher_in_front(actor.params, critic, x)
 
 
+def with_the_last_gradients_kept(state, x):
+    """As many arrays of the state are made anew, from nothing but gradients, as live on."""
+    return state.apply_gradients(grads=jax.grad(_loss)(state.params, x, x[:, :16]))
+
+
 def with_frozen_base(base, adapter, opt_state, x, y):
     return _updated(adapter, opt_state, lambda p: _loss(base, x @ p["down"] @ p["up"], y))
 
@@ -169,8 +174,8 @@ _LAYERS = [(layer["kernel"], layer["bias"]) for layer in _PARAMS.values()]
 _STATISTICS = {"norm": {"mean": jnp.ones(64), "var": jnp.ones(64)}}
 
 
-def _train_state(params: dict) -> TrainState:
-    return TrainState.create(apply_fn=_apply, params=params, tx=_OPTIMIZER)
+def _train_state(params: dict, tx: optax.GradientTransformation = _OPTIMIZER) -> TrainState:
+    return TrainState.create(apply_fn=_apply, params=params, tx=tx)
 
 
 def with_schedule_that_is_only_read(params, opt_state, transform_state, batch):
@@ -214,6 +219,11 @@ _STEPS = [
         critic_alone,
         (_train_state(_model(4, 128)), _train_state(_PARAMS), _X),
         "state: critic; read only: actor; batch: x",
+    ),
+    (
+        with_the_last_gradients_kept,
+        (_train_state(_PARAMS, optax.optimistic_gradient_descent(1e-3)), _X),
+        "state: state; batch: x",
     ),
     (
         with_frozen_base,
