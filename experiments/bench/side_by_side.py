@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from experiments.bench.rows import Result, Results
 from experiments.cpu_side_by_side import ROUNDS, SMALL_ELEMENTS, SMALL_WHOLE, WORKLOADS, Figures, measure
 from experiments.markdown import table
-from jax_deepcompile.cli.commands import use_virtual_devices
+from jax_deepcompile.cli.steps import use_virtual_devices
 
 DEVICES = 8
 

@@ -1,4 +1,4 @@
-"""``deepcompile train`` and ``bench``: finds the repository's experiments, which are not installed, and the user's."""
+"""Finds the repository's experiments, which are not installed, and the user's; ``deepcompile train`` and ``bench``."""
 
 import importlib
 import sys
@@ -27,15 +27,10 @@ def train(words: Sequence[str], watch: Watch) -> int:
       The exit code: 2 after one sentence where what that needs is not installed.
     """
     given, words = _own(words)
-    own = None if given is None else given.resolve()
-    if own is not None and not own.is_dir():
-        return _mistake(f"--experiments {given}: there is no such folder")
-    repositorys = next(filter(_is_the_repositorys, _looked_in(own)), None)
-    folders = [folder for folder in (repositorys, own) if folder is not None]
-    if repositorys is not None:
-        sys.path.append(str(repositorys.parent))  # last: the user's `models` and `experiments` are the user's
-    if own is not None:
-        find_first(Path.cwd())
+    try:
+        folders = experiment_folders(given)
+    except NotADirectoryError as error:
+        return _mistake(str(error))
 
     def run() -> int:
         from jax_deepcompile.cli.train import train
@@ -43,6 +38,25 @@ def train(words: Sequence[str], watch: Watch) -> int:
         return train(words, folders, watch)
 
     return _with_extras("train", run)
+
+
+def experiment_folders(given: Path | None) -> list[Path]:
+    """Where experiments are: the repository's folder, if it is found, and the ``given`` one, whose are found before.
+
+    What they import is found from now on.
+
+    Raises:
+      NotADirectoryError: the given one is not there.
+    """
+    own = None if given is None else given.resolve()
+    if own is not None and not own.is_dir():
+        raise NotADirectoryError(f"--experiments {given}: there is no such folder")
+    repositorys = next(filter(_is_the_repositorys, _looked_in(own)), None)
+    if repositorys is not None:
+        sys.path.append(str(repositorys.parent))  # last: the user's `models` and `experiments` are the user's
+    if own is not None:
+        find_first(Path.cwd())
+    return [folder for folder in (repositorys, own) if folder is not None]
 
 
 def bench(words: Sequence[str]) -> int:

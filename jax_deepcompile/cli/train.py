@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jax_deepcompile import errors
-from jax_deepcompile.cli.commands import use_virtual_devices
+from jax_deepcompile.cli.steps import use_virtual_devices
 from jax_deepcompile.training.config import (
     REGISTRY,
     AtLeastOne,

@@ -13,7 +13,7 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.cli import main as cli
-from jax_deepcompile.cli.commands import Cluster, load_step, use_virtual_devices
+from jax_deepcompile.cli.steps import Cluster, load_step, use_virtual_devices
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.lowering.xla_options import DOUBLE_BUFFERING
 from jax_deepcompile.planner.plan import Plan
@@ -77,7 +77,7 @@ def test_a_step_is_found_in_a_file_and_in_a_module(file, monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
-        ("train.py", "it has no colon"),
+        ("train.py:", "a part of it is missing"),
         ("nowhere/train.py:make", "there is no file nowhere/train.py"),
         ("no_such_module:make", "there is no module no_such_module"),
         ("{file}:other", "my_train_step has no other"),
