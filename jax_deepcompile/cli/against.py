@@ -75,7 +75,8 @@ class Difference:
 
     def lines(self) -> list[str]:
         head = f"against {self.name}, {seconds_text(self.step_s)} and {seconds_text(self.other_step_s)}, by your lines:"
-        rows = [(_more(each), each.seconds, each.other_seconds, each.line) for each in self.by_line[:LINES]]
+        shown = [each for each in self.by_line[:LINES] if each.seconds or each.other_seconds]
+        rows = [(_more(each), each.seconds, each.other_seconds, each.line) for each in shown]
         return [head, *table([(more, seconds_text(one), seconds_text(other), line) for more, one, other, line in rows])]
 
 

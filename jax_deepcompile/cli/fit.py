@@ -106,11 +106,11 @@ def fit(request: StepRequest, cluster: Cluster = HERE) -> str:
     """
     with Progress(f"fit {request.step}") as progress:
         step, args = sharded_step(request, cluster, progress)
-        found = what_fits(step, args, request.step, progress)
+        found = what_fits(step, args, request.step)
     return json.dumps(dataclasses.asdict(found)) if request.json else Text(found)
 
 
-def what_fits(step: ShardedStep, args: tuple, what: str, progress: Progress) -> Fit:
+def what_fits(step: ShardedStep, args: tuple, what: str) -> Fit:
     """See ``fit``.
 
     Raises:
@@ -123,8 +123,8 @@ def what_fits(step: ShardedStep, args: tuple, what: str, progress: Progress) -> 
     shaped, given_bytes, devices = _Shaped(args, tuple(batch)), argument_bytes(traced.sharded), step.mesh.size
 
     def tried(examples: int, length: int) -> Size:
-        progress.say(f"{examples:,} examples" + f" of {length:,}" * bool(length))
-        return Size(examples, length, given_bytes, _limited(step.trace(*shaped.of(examples, length)), what))
+        with Progress(f"{examples:,} examples" + f" of {length:,}" * bool(length)):
+            return Size(examples, length, given_bytes, _limited(step.trace(*shaped.of(examples, length)), what))
 
     examples, length, notes = shaped.examples, shaped.length, []
     given = tried(examples, length)
@@ -139,11 +139,10 @@ def what_fits(step: ShardedStep, args: tuple, what: str, progress: Progress) -> 
         except (TypeError, ValueError) as error:
             first = next(iter(str(error).splitlines()), type(error).__name__)
             notes.append(f"the step takes no other sequence length: {first}")
-    progress.say("any memory")
-    everything = limited(traced.compilation, _ANY_BYTES)
-    limits = [math.ceil(share * everything.needed_bytes) for share in _SHARES]
-    progress.say(f"limits down to {limits[-1] / _GIB:.2f} GiB")
-    curve = traced.memory_curve([everything.needed_bytes, *limits], (everything, given.takes))
+    with Progress("with ever less memory"):
+        everything = limited(traced.compilation, _ANY_BYTES)
+        limits = [everything.needed_bytes, *(math.ceil(share * everything.needed_bytes) for share in _SHARES)]
+        curve = traced.memory_curve(limits, (everything, given.takes))
     return Fit(devices, given, sizes, lengths, curve, tuple(notes))
 
 

@@ -18,7 +18,7 @@ from jax_deepcompile.costs.devices import as_if_here
 from jax_deepcompile.lowering import targets
 from jax_deepcompile.runtime.modules import named_by
 from jax_deepcompile.runtime.progress import Progress
-from jax_deepcompile.runtime.quiet import silenced
+from jax_deepcompile.runtime.quiet import silenced, start_backends
 from jax_deepcompile.step import ShardedStep
 from jax_deepcompile.training.config import Experiment
 from jax_deepcompile.training.find import load
@@ -108,6 +108,7 @@ def sharded_step(
     """The step and its arguments. A step that is sharded already keeps what the request does not say otherwise."""
     use_virtual_devices(request.devices)
     progress.say("loading it")
+    start_backends()
     mesh = cluster.mesh
     with as_if_here(mesh):
         step, args = load_step(request.step, request.experiments)

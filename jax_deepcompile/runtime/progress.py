@@ -22,7 +22,7 @@ class Progress:
     """A context in which ``say`` goes to the log, and on a terminal to a line that is gone when the work is done.
 
     The line is there once the work has taken ``PATIENCE_S``, whatever it is in the middle of. Within another such
-    context it says what both are at.
+    context it is that one's line, after its title.
     """
 
     def __init__(self, title: str) -> None:
@@ -38,7 +38,7 @@ class Progress:
 
     def _draw(self, text: str) -> None:
         if self._around is not None:
-            self._around._draw(f"{self._around._shown}: {text}")
+            self._around._draw(f"{self._around._title}: {text}")
         elif self._line is not None:
             self._line.update(text)
 
@@ -63,17 +63,24 @@ class Progress:
 _INNERMOST: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 
+_MARK = 3
+"""What the terminal shows before the text, in columns, and one that stays free."""
+
+
 class _Line:
     """A line of the terminal that comes after a while, and goes."""
 
     def __init__(self) -> None:
-        self._status = Console(stderr=True).status("")
+        self._console = Console(stderr=True)
+        self._status = self._console.status("")
         self._timer = threading.Timer(PATIENCE_S, self._status.start)
         self._timer.daemon = True
         self._timer.start()
 
     def update(self, text: str) -> None:
-        self._status.update(Text(text, no_wrap=True, overflow="ellipsis"))
+        line = Text(text)
+        line.truncate(self._console.width - _MARK, overflow="ellipsis")
+        self._status.update(line)
 
     def stop(self) -> None:
         self._timer.cancel()

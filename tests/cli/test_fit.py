@@ -14,7 +14,6 @@ from jax_deepcompile.cli import main as cli
 from jax_deepcompile.cli.fit import Fit, Size, _largest, _Shaped, what_fits
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.report.memory_curve import LimitedStep, monotone
-from jax_deepcompile.runtime.progress import Progress
 from tests.transforms.programs import h100s
 
 
@@ -106,14 +105,14 @@ def test_where_nothing_is_simulated_that_is_said(tmp_path, capsys):
 def test_what_has_no_batch_is_refused():
     sharded = deepcompile.shard(lambda w: jax.tree.map(jnp.sin, w), h100s(), state_argnums=0)
     with pytest.raises(errors.StepSpecError, match="it has no batch to try sizes of"):
-        what_fits(sharded, (STATE,), "it", Progress("fit"))
+        what_fits(sharded, (STATE,), "it")
 
 
 @pytest.mark.h100_aot
 @pytest.mark.slow
 def test_a_step_on_gpus_that_are_not_here():
     sharded = deepcompile.shard(step, h100s(), memory_limit="64MiB")
-    found = what_fits(sharded, (STATE, jax.ShapeDtypeStruct((64, 256), jnp.int32)), "it", Progress("fit"))
+    found = what_fits(sharded, (STATE, jax.ShapeDtypeStruct((64, 256), jnp.int32)), "it")
     assert isinstance(found, Fit)
     for good, bad in (found.batch, found.length):
         assert good.takes.fits is not None
