@@ -29,8 +29,8 @@ _PLANS = 6
 """Sizes that are planned, at most, to find the largest that fits."""
 _NEAR = 1.125
 """How many times as large what does not fit may be."""
-_TIMES = 4
-"""As large is what is tried next while all fit."""
+_TIMES, _MOST_TIMES = 4, 64
+"""As large, at least and at most, is what is tried next while all fit."""
 _BLOCK = 64
 """Sequences are as long as a multiple of this; tokens may be one more than what is learned from."""
 
@@ -164,10 +164,10 @@ def _largest(given: Size, count: int, unit: int, tried: Callable[[int], Size]) -
     too_large = [(0, given.state_bytes), *([] if given.fits else [(count, given.takes.needed_bytes)])]
     for _ in range(_PLANS):
         least = (good[0] // unit + 1) * unit if good else unit
-        most = (bad[0] - 1) // unit * unit if bad else _TIMES * least
+        most = (bad[0] - 1) // unit * unit if bad else _MOST_TIMES * least
         if least > most or (good and bad and bad[0] <= _NEAR * good[0]):
             break
-        guess = _guess(too_large[-2:], given.takes.limit_bytes) if bad else _TIMES * least
+        guess = _beyond(*good) if good and not bad else _between(*too_large[-2:], given.takes.limit_bytes)
         count = min(max(int(guess) // unit * unit, int(_NEAR * least) // unit * unit), most)
         size = tried(count)
         good, bad = ((count, size), bad) if size.fits else (good, (count, size))
@@ -175,11 +175,16 @@ def _largest(given: Size, count: int, unit: int, tried: Callable[[int], Size]) -
     return tuple(each[1] for each in (good, bad) if each is not None)
 
 
-def _guess(too_large: Sequence[tuple[int, int]], limit_bytes: int) -> float:
-    """What may fit: on the line through two sizes that do not. Of what fits plans fill the memory that there is."""
-    (one, one_bytes), (other, other_bytes) = too_large
-    bytes_each = (other_bytes - one_bytes) / (other - one)
-    return other - (other_bytes - limit_bytes) / bytes_each if bytes_each > 0 else 0.0
+def _beyond(count: int, size: Size) -> float:
+    """What may fit, by what does; that may have taken more memory than it had to, because that was there."""
+    room_bytes, used_bytes = (each - size.state_bytes for each in (size.takes.limit_bytes, size.takes.needed_bytes))
+    return count * max(_TIMES, room_bytes / max(used_bytes, 1))
+
+
+def _between(one: tuple[int, int], other: tuple[int, int], limit_bytes: int) -> float:
+    """What may fit: on the line through two sizes, which no plan could make smaller."""
+    bytes_each = (other[1] - one[1]) / (other[0] - one[0])
+    return other[0] - (other[1] - limit_bytes) / bytes_each if bytes_each > 0 else 0.0
 
 
 class _Shaped:
