@@ -114,29 +114,28 @@ class TracedStep(Summarized):
         """
         self.compilation.dump(Path(folder))
 
-    def memory_curve(self, limits: Sequence[MemoryLimit], known: Sequence[LimitedStep] = ()) -> tuple[LimitedStep, ...]:
+    def memory_curve(self, limits: Sequence[MemoryLimit | LimitedStep]) -> tuple[LimitedStep, ...]:
         """What a step takes, simulated, under memory limits, the largest first: no longer than under a smaller one.
 
         Plans once for each, but for those that the plan of a larger one keeps, and those below one that nothing fits.
 
         Args:
-          limits: as ``shard(memory_limit=...)`` takes them.
-          known: what it takes under other limits.
+          limits: as ``shard(memory_limit=...)`` takes them; or what is known already, as this returns it.
 
         Raises:
           MemoryLimitError: one of ``limits`` is not understood.
           ArgumentError: one is no limit.
         """
-        for limit in limits:
+        points = [limit for limit in limits if isinstance(limit, LimitedStep)]
+        others = [limit for limit in limits if not isinstance(limit, LimitedStep)]
+        for limit in others:
             refuse_unknown(limit)
-        sizes = [(_bytes(limit), limit) for limit in limits]
-        points: list[LimitedStep] = []
-        for size, limit in sorted(sizes, key=lambda each: -each[0]):
-            same = (each.under(size) for each in (*known, *points))
+        for size, limit in sorted(((_bytes(limit), limit) for limit in others), key=lambda each: -each[0]):
+            same = (each.under(size) for each in points)
             points.append(next(filter(None, same), None) or limited(self.compilation, limit))
         return monotone(points)
 
-    def plot_memory_curve(self, limits: Sequence[MemoryLimit], ax: Any = None) -> Any:
+    def plot_memory_curve(self, limits: Sequence[MemoryLimit | LimitedStep], ax: Any = None) -> Any:
         """Draws ``memory_curve``: seconds a step, simulated, over memory limits.
 
         Args:

@@ -140,9 +140,10 @@ def what_fits(step: ShardedStep, args: tuple, what: str) -> Fit:
             first = next(iter(str(error).splitlines()), type(error).__name__)
             notes.append(f"the step takes no other sequence length: {first}")
     with Progress("with ever less memory"):
-        everything = limited(traced.compilation, _ANY_BYTES)
-        limits = [everything.needed_bytes, *(math.ceil(share * everything.needed_bytes) for share in _SHARES)]
-        curve = traced.memory_curve(limits, (everything, given.takes))
+        needed = limited(traced.compilation, _ANY_BYTES)
+        everything = dataclasses.replace(needed, limit_bytes=needed.needed_bytes)
+        limits = [math.ceil(share * everything.limit_bytes) for share in _SHARES]
+        curve = traced.memory_curve([everything, given.takes, *limits])
     return Fit(devices, given, sizes, lengths, curve, tuple(notes))
 
 
