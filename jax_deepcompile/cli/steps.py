@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.api import shard
-from jax_deepcompile.cli.experiments import experiment_folders
+from jax_deepcompile.cli.folders import experiment_folders
 from jax_deepcompile.costs.devices import as_if_here
 from jax_deepcompile.lowering import targets
 from jax_deepcompile.runtime.modules import named_by

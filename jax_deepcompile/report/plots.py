@@ -73,7 +73,7 @@ def memory_curve_plot(curve: Sequence[LimitedStep], ax: Any = None) -> Any:
     ax = _axes(ax, 2.6)
     ordered = sorted(curve, key=lambda each: each.limit_bytes)
     fitting = [(each.limit_bytes / _GIB, each.fits.step_s) for each in ordered if each.fits is not None]
-    ax.plot([limit for limit, _ in fitting], [step_s for _, step_s in fitting], "o-", color="#0072B2")
+    ax.plot([limit for limit, _ in fitting], [step_s for _, step_s in fitting], "o-", color="#0072B2", clip_on=False)
     too_small = [each.limit_bytes / _GIB for each in ordered if each.fits is None]
     if too_small:
         ax.plot(too_small, [0] * len(too_small), "X", color="#D55E00", label="does not fit", clip_on=False, zorder=3)
