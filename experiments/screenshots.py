@@ -7,8 +7,8 @@
 * notebook: as it is committed, by nbconvert (``pip install nbconvert``).
 * terminal: what a command says, as an SVG.
 
-Pictures are taken by a headless Chromium. ``experiments.screenshot_sources`` says what they are drawn from; a test whether that
-has changed since.
+Pictures are taken by a headless Chromium. ``experiments.screenshot_sources`` says what they are drawn from; a test
+whether that has changed since.
 """
 
 from __future__ import annotations
