@@ -1,8 +1,14 @@
-"""Pictures of the page for the documentation.
+"""Pictures of page, notebook and terminal for the documentation.
 
-``python -m experiments.screenshots`` plans Llama-3-70B for 32 H100s that are not here, in two minutes or so, writes its
-page beside ``jax.jit``'s to ``--page FILE``, and pictures of it, taken by a headless Chromium, into ``--out DIR``.
-``--again`` takes them of the page that is there.
+``python -m experiments.screenshots`` draws what ``--only`` names, and all three without it, into ``docs/images``:
+
+* page: plans Llama-3-70B for 32 H100s that are not here, in two minutes or so, writes its page beside ``jax.jit``'s to
+  ``--page FILE``, and takes pictures of it; ``--again`` takes them of the page that is there.
+* notebook: as it is committed, by nbconvert (``pip install nbconvert``).
+* terminal: what a command says, as an SVG.
+
+Pictures are taken by a headless Chromium. ``experiments.screenshot_sources`` says what they are drawn from; a test
+whether that has changed since.
 """
 
 from __future__ import annotations
@@ -23,13 +29,18 @@ import jax_deepcompile as deepcompile
 from experiments.bench.steps import MODELS, training_step
 from experiments.bench.systems import CUBLAS_GEMMS, MEMORY_LIMIT, tokens
 from experiments.bench.workload import Workload
+from experiments.screenshot_sources import IMAGES, NOTEBOOK, TERMINAL, note_sources, terminal_svg, terminal_text
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 
+NOTEBOOK_AT = "document.querySelectorAll('h2')[1].scrollIntoView();"
+AT_TIME = "document.getElementById('time-title').scrollIntoView();"
+
 PICTURES = {
-    "page_light": (1280, 1120, 1, ""),
-    "page_dark": (1280, 1120, 0, "show(0.2 * view.step, 0.23 * view.step); toLane(1); toOperation(1);"),
+    "page_light": (1280, 1120, 1, AT_TIME),
+    "page_dark": (1280, 1120, 0, f"{AT_TIME}show(0.2 * view.step, 0.23 * view.step); toLane(1); toOperation(1);"),
     "page_phone": (390, 1120, 1, ""),
+    "notebook": (1000, 1400, 1, NOTEBOOK_AT),
 }
 """Width and height, Chromium's number of the colour scheme, and what is done on the page before."""
 
@@ -38,20 +49,34 @@ def main() -> int:
     """The exit code: 2 without Chromium."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page", type=Path, default=Path("page.html"))
-    parser.add_argument("--out", type=Path, default=Path("docs/images"))
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=("page", "notebook", "terminal"))
     asked = parser.parse_args()
+    wanted = asked.only or ("page", "notebook", "terminal")
     chromium = next(filter(None, map(shutil.which, CHROMIUM)), None)
-    if chromium is None:
+    if chromium is None and set(wanted) != {"terminal"}:
         print("screenshots: no Chromium is installed; Debian has it as the package chromium", file=sys.stderr)
         return 2
-    if not asked.again:
+    if "page" in wanted and not asked.again:
         write_page(Workload("llama3_70b_cudnn", 4096), asked.page)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    for name in PICTURES:
-        taken = take(chromium, asked.page, name, asked.out)
-        print(f"{taken}: {taken.stat().st_size / 1024:.0f} KiB")
+    taken = [take(str(chromium), asked.page, name) for name in PICTURES if name.startswith("page") and "page" in wanted]
+    if "notebook" in wanted:
+        with tempfile.TemporaryDirectory() as folder:
+            taken.append(take(str(chromium), as_html(NOTEBOOK, Path(folder)), "notebook"))
+    note_sources(*(name for name in wanted if name != "terminal"))
+    if "terminal" in wanted:
+        TERMINAL.write_text(terminal_svg(terminal_text()))
+        taken.append(TERMINAL)
+    for each in taken:
+        print(f"{each}: {each.stat().st_size / 1024:.0f} KiB")
     return 0
+
+
+def as_html(notebook: Path, folder: Path) -> Path:
+    """A notebook as it is committed, in a file of ``folder``."""
+    line = ["jupyter-nbconvert", "--to", "html", "--log-level", "ERROR", "--output-dir", str(folder)]
+    subprocess.run([*line, str(notebook)], check=True)
+    return folder / f"{notebook.stem}.html"
 
 
 def write_page(workload: Workload, page: Path) -> None:
@@ -64,13 +89,12 @@ def write_page(workload: Workload, page: Path) -> None:
     step.trace(*given).page({"jit": deepcompile.simulate(jit, mesh)}).write(page)
 
 
-def take(chromium: str, page: Path, name: str, folder: Path) -> Path:
+def take(chromium: str, page: Path, name: str) -> Path:
     """A picture of ``page``: in a frame, as a window is never as narrow as a phone."""
     width, height, scheme, done = PICTURES[name]
     with tempfile.TemporaryDirectory() as scratch:
         shown, frame = Path(scratch) / "page.html", Path(scratch) / "frame.html"
-        at_time = "document.getElementById('time-title').scrollIntoView();"
-        script = f"<script>{at_time if name != 'page_phone' else ''}{done}</script></body>"
+        script = f"<script>{done}</script></body>"
         shown.write_text(page.read_text(encoding="utf-8").replace("</body>", script), encoding="utf-8")
         style = f"border:0;width:{width}px;height:{height}px"
         frame.write_text(f"<body style='margin:0'><iframe src='page.html' style='{style}'></iframe>")
@@ -85,7 +109,7 @@ def take(chromium: str, page: Path, name: str, folder: Path) -> Path:
         subprocess.run(
             [chromium, *flags, f"--screenshot={picture}", frame.as_uri()], check=True, capture_output=True, timeout=120
         )
-        return cut(picture, folder / f"{name}.png", width, height)
+        return cut(picture, IMAGES / f"{name}.png", width, height)
 
 
 def cut(picture: Path, to: Path, width: int, height: int) -> Path:

@@ -20,12 +20,13 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import compile_options
 from jax_deepcompile.partition.partition import Partitioned
-from jax_deepcompile.planner.limits import MemoryLimit, require_fit
+from jax_deepcompile.planner.limits import MemoryLimit, limit_bytes, refuse_unknown, require_fit
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report import plots
 from jax_deepcompile.report.division import Division, division_of
 from jax_deepcompile.report.explanation import Explanation, explain
+from jax_deepcompile.report.memory_curve import LimitedStep, monotone
 from jax_deepcompile.report.page.page import AFTER, Page, page_of, ways
 from jax_deepcompile.report.summary import summary_of_stage, summary_of_trace
 from jax_deepcompile.summary import Summarized, Summary
@@ -113,11 +114,32 @@ class TracedStep(Summarized):
         """
         self.compilation.dump(Path(folder))
 
-    def plot_memory_curve(self, limits: Sequence[MemoryLimit], ax: Any = None) -> Any:
-        """Draws seconds a step, simulated, over memory limits; plans once for each.
+    def memory_curve(self, limits: Sequence[MemoryLimit | LimitedStep]) -> tuple[LimitedStep, ...]:
+        """What a step takes, simulated, under memory limits, the largest first: no longer than under a smaller one.
+
+        Plans once for each, but for those that the plan of a larger one keeps, and those below one that nothing fits.
 
         Args:
-          limits: as ``shard(memory_limit=...)`` takes them.
+          limits: as ``shard(memory_limit=...)`` takes them; or what is known already, as this returns it.
+
+        Raises:
+          MemoryLimitError: one of ``limits`` is not understood.
+          ArgumentError: one is no limit.
+        """
+        points = [limit for limit in limits if isinstance(limit, LimitedStep)]
+        others = [limit for limit in limits if not isinstance(limit, LimitedStep)]
+        for limit in others:
+            refuse_unknown(limit)
+        for size, limit in sorted(((_bytes(limit), limit) for limit in others), key=lambda each: -each[0]):
+            same = (each.under(size) for each in points)
+            points.append(next(filter(None, same), None) or limited(self.compilation, limit))
+        return monotone(points)
+
+    def plot_memory_curve(self, limits: Sequence[MemoryLimit | LimitedStep], ax: Any = None) -> Any:
+        """Draws ``memory_curve``: seconds a step, simulated, over memory limits.
+
+        Args:
+          limits: as ``memory_curve`` takes them.
           ax: matplotlib's axes to draw on; by default new ones.
 
         Returns:
@@ -125,9 +147,8 @@ class TracedStep(Summarized):
 
         Raises:
           MissingExtraError: matplotlib is not installed.
-          MemoryLimitError: one of ``limits`` is not understood.
         """
-        return plots.memory_curve_plot([_limited(self.compilation, limit) for limit in limits], ax)
+        return plots.memory_curve_plot(self.memory_curve(limits), ax)
 
     def lower(self) -> LoweredStep:
         """Plans, and lowers to StableHLO for the platform of the mesh."""
@@ -137,17 +158,32 @@ class TracedStep(Summarized):
         return LoweredStep(lowered, platform, made.planned, made.runs)
 
 
-def _limited(made: Compilation, limit: MemoryLimit) -> plots.LimitedStep:
-    """``made`` planned under ``limit``."""
+def _bytes(limit: MemoryLimit) -> int:
+    """``limit`` in bytes; of a share of the device's memory, of which nobody has asked yet, more than any is."""
+    try:
+        return limit_bytes(limit, None) or _MOST_BYTES
+    except errors.MemoryLimitError:
+        return _MOST_BYTES
+
+
+_MOST_BYTES = 1 << 62
+
+
+def limited(made: Compilation, limit: MemoryLimit) -> LimitedStep:
+    """``made`` planned under ``limit``.
+
+    Raises:
+      ArgumentError: no limit holds for its devices, and so nothing is simulated.
+    """
     options = replace(made.context.options, memory_limit=limit, plan=None, measure=False)
     try:
         planned = plan(made.sharded, replace(made.context, options=options))
     except errors.MemoryExceededError as error:
-        return plots.LimitedStep(error.limit_bytes, None)
+        return LimitedStep(error.limit_bytes, None, error.needed_bytes)
     expected = planned.plan.prediction
-    assert expected is not None, "under a limit every plan is simulated"
-    assert planned.limit_bytes is not None
-    return plots.LimitedStep(planned.limit_bytes, expected.step_s)
+    if expected is None or planned.limit_bytes is None:
+        raise errors.ArgumentError("memory_curve", "limits", limit, "a limit: these devices have none of their own")
+    return LimitedStep(planned.limit_bytes, expected, expected.peak_bytes)
 
 
 def explain_compilation(made: Compilation) -> Explanation:

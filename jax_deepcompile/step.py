@@ -31,6 +31,7 @@ from jax_deepcompile.planner.limits import MemoryLimit
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.explanation import Explanation
+from jax_deepcompile.report.memory_curve import LimitedStep
 from jax_deepcompile.report.summary import summary_of_step
 from jax_deepcompile.runtime.processes import ALONE, Alone, processes_of
 from jax_deepcompile.stages import LoweredStep, TracedStep, explain_compilation
@@ -259,7 +260,7 @@ class ShardedStep(Summarized, Generic[P, R]):
             raise errors.NotTracedError(self._context.name)
         return explain_compilation(self._last)
 
-    def plot_memory_curve(self, limits: Sequence[MemoryLimit], ax: Any = None) -> Any:
+    def plot_memory_curve(self, limits: Sequence[MemoryLimit | LimitedStep], ax: Any = None) -> Any:
         """As ``TracedStep.plot_memory_curve``, for the last shapes traced."""
         if self._last is None:
             raise errors.NotTracedError(self._context.name)

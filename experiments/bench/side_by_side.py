@@ -14,7 +14,8 @@ from jax.sharding import AxisType
 from experiments.bench.rows import Result, Results
 from experiments.cpu_side_by_side import ROUNDS, SMALL_ELEMENTS, SMALL_WHOLE, WORKLOADS, Figures, measure
 from experiments.markdown import table
-from jax_deepcompile.cli.commands import use_virtual_devices
+from jax_deepcompile.cli.steps import use_virtual_devices
+from jax_deepcompile.runtime.quiet import start_backends
 
 DEVICES = 8
 
@@ -46,6 +47,7 @@ class SideBySide:
         """All systems, which take turns."""
         use_virtual_devices(DEVICES)
         jax.config.update("jax_platforms", "cpu")
+        start_backends()
         mesh = jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,))
         for system, figures in measure(workload, mesh).items():
             yield Result(workload, system, figures)

@@ -12,6 +12,7 @@ from experiments.bench.rows import Result, Results
 from experiments.bench.systems import MEMORY_LIMIT, Figures, System
 from experiments.bench.workload import Cluster, Workload
 from experiments.markdown import table
+from jax_deepcompile.runtime.progress import Progress
 
 _COLUMNS = (
     "model",
@@ -102,7 +103,8 @@ class Simulated:
 
 def _measured(workload: Workload, system: System) -> Result:
     try:
-        figures = system.measure(workload, workload.cluster.make_mesh())
+        with Progress(f"{workload}, {system.name}"):
+            figures = system.measure(workload, workload.cluster.make_mesh())
     except deepcompile.errors.MemoryExceededError as error:
         return Result(workload, system.name, None, str(error))
     return Result(workload, system.name, figures)

@@ -7,6 +7,7 @@ import dataclasses
 from jax.sharding import Mesh
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.runtime.quiet import silenced, start_backends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,9 @@ class Cluster:
 
     def make_mesh(self) -> Mesh:
         """All GPUs along one axis "fsdp"."""
-        return self.target().make_mesh((self.gpus,), ("fsdp",))
+        start_backends()
+        with silenced():
+            return self.target().make_mesh((self.gpus,), ("fsdp",))
 
 
 @dataclasses.dataclass(frozen=True)

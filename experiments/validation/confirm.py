@@ -24,6 +24,7 @@ from experiments.bench.systems import NVIDIA_FLAGS
 from experiments.validation.programs import MODELS, create_state, step_of, tokens_of
 from experiments.validation.runs import RUNS, PublishedRun
 from jax_deepcompile.runtime.files import write_whole
+from jax_deepcompile.runtime.quiet import start_backends
 from models import llama
 
 TITLE = "Simulated beside measured steps, on the devices that are here"
@@ -61,6 +62,7 @@ class Confirmed:
 
 def confirm(out: Path | None) -> int:
     """Runs what fits on the devices that are here; results are printed, and written to ``out`` to be sent back."""
+    start_backends()
     devices, done = jax.devices(), []
     mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "fsdp"))
     for found in _confirmed(mesh):

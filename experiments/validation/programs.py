@@ -16,6 +16,7 @@ import jax_deepcompile as deepcompile
 from experiments.bench.steps import OPTIMIZER, constrained, training_step
 from experiments.bench.systems import CUBLAS_GEMMS, NVIDIA_FLAGS, PREFETCH
 from experiments.validation.runs import PublishedRun
+from jax_deepcompile.runtime.quiet import silenced, start_backends
 from models import gpt2, llama
 
 
@@ -56,7 +57,9 @@ MODELS: Mapping[str, Callable[[], Any]] = {
 def mesh_of(run: PublishedRun) -> Mesh:
     """Replicas by shards."""
     shape = run.replicas, run.cluster.gpus // run.replicas
-    return run.cluster.target().make_mesh(shape, ("data", "fsdp"))
+    start_backends()
+    with silenced():
+        return run.cluster.target().make_mesh(shape, ("data", "fsdp"))
 
 
 def compiled(run: PublishedRun, mesh: Mesh) -> Any:

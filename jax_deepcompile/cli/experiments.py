@@ -1,4 +1,4 @@
-"""``deepcompile train`` and ``bench``: finds the repository's experiments, which are not installed, and the user's."""
+"""``deepcompile train`` and ``bench``: finds what the rest of the line is about."""
 
 import importlib
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tyro
 
+from jax_deepcompile.cli.folders import experiment_folders, is_the_repositorys, looked_in
 from jax_deepcompile.runtime.interrupts import Watch
 from jax_deepcompile.runtime.modules import find_first
 
@@ -27,15 +28,10 @@ def train(words: Sequence[str], watch: Watch) -> int:
       The exit code: 2 after one sentence where what that needs is not installed.
     """
     given, words = _own(words)
-    own = None if given is None else given.resolve()
-    if own is not None and not own.is_dir():
-        return _mistake(f"--experiments {given}: there is no such folder")
-    repositorys = next(filter(_is_the_repositorys, _looked_in(own)), None)
-    folders = [folder for folder in (repositorys, own) if folder is not None]
-    if repositorys is not None:
-        sys.path.append(str(repositorys.parent))  # last: the user's `models` and `experiments` are the user's
-    if own is not None:
-        find_first(Path.cwd())
+    try:
+        folders = experiment_folders(given)
+    except NotADirectoryError as error:
+        return _mistake(str(error))
 
     def run() -> int:
         from jax_deepcompile.cli.train import train
@@ -52,8 +48,8 @@ def bench(words: Sequence[str]) -> int:
       The exit code: 2 after one sentence where there are no benchmarks, or what they need is not installed.
     """
     given, words = _own(words)
-    looked = _looked_in(None if given is None else given.resolve())
-    found = next(filter(_is_the_repositorys, looked), None)
+    looked = looked_in(None if given is None else given.resolve())
+    found = next(filter(is_the_repositorys, looked), None)
     if found is None:
         return _mistake(
             "there are no benchmarks to run: they belong to the repository and are not installed with the package. "
@@ -70,10 +66,6 @@ def _own(words: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
     return where.experiments, words
 
 
-def _looked_in(own: Path | None) -> list[Path]:
-    return [folder for folder in (own, _beside_the_package(), Path.cwd() / "experiments") if folder is not None]
-
-
 def _with_extras(command: str, run: Callable[[], int]) -> int:
     try:
         return run()
@@ -82,16 +74,6 @@ def _with_extras(command: str, run: Callable[[], int]) -> int:
         if extra is None:
             raise
         return _mistake(f"{command} needs {error.name}: pip install 'jax-deepcompile[{extra}]'")
-
-
-def _beside_the_package() -> Path:
-    """Where a checkout has them that is installed with ``pip install -e``."""
-    return Path(__file__).parents[2] / "experiments"
-
-
-def _is_the_repositorys(folder: Path) -> bool:
-    """Whether ``folder`` is no package of somebody else's that has the same name."""
-    return folder.name == "experiments" and (folder / "command.py").is_file() and (folder.parent / "models").is_dir()
 
 
 def _mistake(sentence: str) -> int:

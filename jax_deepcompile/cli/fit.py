@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from jax_deepcompile import errors
-from jax_deepcompile.cli.commands import HERE, Cluster, StepRequest, sharded_step
-from jax_deepcompile.planner.plan import Prediction
-from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
-from jax_deepcompile.planner.strategies.layer_loops import PipelineLoops
+from jax_deepcompile.cli.steps import HERE, Cluster, StepRequest, sharded_step
+from jax_deepcompile.planner.state_on_host import argument_bytes
+from jax_deepcompile.report.memory_curve import LimitedStep
 from jax_deepcompile.runtime.progress import Progress
+from jax_deepcompile.stages import TracedStep, limited
 from jax_deepcompile.step import ShardedStep
 from jax_deepcompile.summary import Text
 
@@ -25,7 +25,12 @@ _GIB = 1 << 30
 _SHARES = (0.75, 0.5, 0.35, 0.25)
 """Of the memory that a step takes which may take what it likes."""
 _ANY_BYTES = 1 << 50
-_DOUBLINGS, _HALVINGS = 8, 2
+_PLANS = 6
+"""Sizes that are planned, at most, to find the largest that fits."""
+_NEAR = 1.125
+"""How many times as large what does not fit may be."""
+_TIMES, _MOST_TIMES = 4, 64
+"""As large, at least and at most, is what is tried next while all fit."""
 _BLOCK = 64
 """Sequences are as long as a multiple of this; tokens may be one more than what is learned from."""
 
@@ -37,23 +42,18 @@ class Size:
     Attributes:
       examples: of all devices.
       length: of every example; 0 where batches have no sequences.
-      fits: what it takes; None where it does not fit.
-      needed_bytes: of device memory.
+      state_bytes: of device memory, that no size changes.
+      takes: under the limit.
     """
 
     examples: int
     length: int
-    fits: Prediction | None
-    needed_bytes: int
+    state_bytes: int
+    takes: LimitedStep
 
-
-@dataclass(frozen=True)
-class Point:
-    """A memory limit and what a step takes under it; None where it does not fit."""
-
-    limit_bytes: int
-    fits: Prediction | None
-    needed_bytes: int
+    @property
+    def fits(self) -> bool:
+        return self.takes.fits is not None
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class Fit:
     given: Size
     batch: tuple[Size, ...]
     length: tuple[Size, ...]
-    curve: tuple[Point, ...]
+    curve: tuple[LimitedStep, ...]
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"as given, {self._size(self.given)}: {_takes(self.given.fits, self.given.needed_bytes)}"]
+        lines = [f"as given, {self._size(self.given)}: {_takes(self.given.takes)}"]
         for what, sizes in (("batch", self.batch), ("sequence", self.length)):
-            lines += [f"largest {what}, {self._size(each)}: {_takes(each.fits, each.needed_bytes)}" for each in sizes]
+            lines += [f"{_tried(each, what)}, {self._size(each)}: {_takes(each.takes)}" for each in sizes]
         lines += [*self.notes, "", "memory limit, as given:"]
-        lines += [f"  {point.limit_bytes / _GIB:8.2f} GiB: {_takes(*_of(point))}" for point in self.curve]
+        lines += [f"  {point.limit_bytes / _GIB:8.2f} GiB: {_takes(point)}" for point in self.curve]
         return "\n".join(lines)
 
     def _size(self, size: Size) -> str:
@@ -87,13 +87,14 @@ class Fit:
         return f"{size.examples:,} examples{of} ({size.examples / self.devices:g} a device)"
 
 
-def _of(point: Point) -> tuple[Prediction | None, int]:
-    return point.fits, point.needed_bytes
+def _tried(size: Size, what: str) -> str:
+    return f"largest {what}" if size.fits else f"a larger {what}"
 
 
-def _takes(fits: Prediction | None, needed_bytes: int) -> str:
+def _takes(step: LimitedStep) -> str:
+    fits = step.fits
     if fits is None:
-        return f"does not fit, takes {needed_bytes / _GIB:.2f} GiB"
+        return f"does not fit, takes {step.needed_bytes / _GIB:.2f} GiB"
     host = f", {fits.host_bytes / _GIB:.2f} GiB of the host's" * bool(fits.host_bytes)
     return f"{fits.step_s:.4g} s, {fits.peak_bytes / _GIB:.2f} GiB{host}"
 
@@ -101,10 +102,11 @@ def _takes(fits: Prediction | None, needed_bytes: int) -> str:
 def fit(request: StepRequest, cluster: Cluster = HERE) -> str:
     """Finds the largest batch and the longest sequence that train, and what a step takes under ever less memory.
 
-    All of it is planned and simulated; sizes are tried by what saves memory alone, and those that are printed planned.
+    All of it is planned and simulated, a dozen plans or so; which size is next is estimated from the last one.
     """
-    step, args = sharded_step(request, cluster)
-    found = what_fits(step, args, request.step)
+    with Progress(f"fit {request.step}") as progress:
+        step, args = sharded_step(request, cluster, progress)
+        found = what_fits(step, args, request.step)
     return json.dumps(dataclasses.asdict(found)) if request.json else Text(found)
 
 
@@ -114,96 +116,76 @@ def what_fits(step: ShardedStep, args: tuple, what: str) -> Fit:
     Raises:
       StepSpecError: nothing is simulated for these devices, or the step has no batch.
     """
-    signature = step.trace(*args).compilation.signature
-    batch = [place for place in range(len(args)) if place in signature.batch]
+    traced = step.trace(*args)
+    batch = [place for place in range(len(args)) if place in traced.compilation.signature.batch]
     if not batch:
         raise errors.StepSpecError(what, "it has no batch to try sizes of; batch_argnums= names it")
-    shaped = _Shaped(args, tuple(batch))
-    saving = step.reshard(passes=(PipelineLoops(), KeepActivations()))
-    devices = step.mesh.size
-    with Progress(f"fit {what}") as progress:
+    shaped, given_bytes, devices = _Shaped(args, tuple(batch)), argument_bytes(traced.sharded), step.mesh.size
 
-        def tried(by: ShardedStep, examples: int, length: int) -> Size:
-            progress.say(f"{examples:,} examples" + f" of {length:,}" * bool(length))
-            fits, needed = _planned(by, shaped.of(examples, length), what)
-            return Size(examples, length, fits, needed)
+    def tried(examples: int, length: int) -> Size:
+        with Progress(f"{examples:,} examples" + f" of {length:,}" * bool(length)):
+            return Size(examples, length, given_bytes, _limited(step.trace(*shaped.of(examples, length)), what))
 
-        examples, length, notes = shaped.examples, shaped.length, []
-        given = tried(step, examples, length)
-
-        def largest(start: int, unit: int, size_of: Callable[[int], tuple[int, int]]) -> tuple[Size, ...]:
-            found = _largest(lambda count: tried(saving, *size_of(count)), start, unit)
-            return tuple(
-                tried(step, each.examples, each.length) if each.fits is not None and each.examples else each
-                for each in found
-            )
-
-        sizes = largest(examples, devices, lambda count: (count, length))
-        lengths: tuple[Size, ...] = ()
-        if length:
-            try:
-                lengths = largest(length, _BLOCK if length % _BLOCK == 0 else 1, lambda count: (examples, count))
-            except (TypeError, ValueError) as error:
-                first = next(iter(str(error).splitlines()), type(error).__name__)
-                notes.append(f"the step takes no other sequence length: {first}")
-        curve = tuple(_curve(step, args, what, progress))
+    examples, length, notes = shaped.examples, shaped.length, []
+    given = tried(examples, length)
+    parts = traced.compilation.context.options.microbatches
+    assert isinstance(parts, int), "of several numbers of microbatches one was chosen"
+    sizes = _largest(given, examples, devices * parts, lambda count: tried(count, length))
+    lengths: tuple[Size, ...] = ()
+    if length:
+        try:
+            block = _BLOCK if length % _BLOCK == 0 else 1
+            lengths = _largest(given, length, block, lambda count: tried(examples, count))
+        except (TypeError, ValueError) as error:
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            notes.append(f"the step takes no other sequence length: {first}")
+    with Progress("with ever less memory"):
+        needed = limited(traced.compilation, _ANY_BYTES)
+        everything = dataclasses.replace(needed, limit_bytes=needed.needed_bytes)
+        limits = [math.ceil(share * everything.limit_bytes) for share in _SHARES]
+        curve = traced.memory_curve([everything, given.takes, *limits])
     return Fit(devices, given, sizes, lengths, curve, tuple(notes))
 
 
-def _planned(step: ShardedStep, args: tuple, what: str) -> tuple[Prediction | None, int]:
-    """What a step is predicted to take, None where it does not fit, and its device memory."""
-    try:
-        prediction = step.plan(*args).prediction
-    except errors.MemoryExceededError as error:
-        return None, error.needed_bytes
-    if prediction is None:
+def _limited(traced: TracedStep, what: str) -> LimitedStep:
+    options, platform = traced.compilation.context.options, traced.compilation.context.use.platform
+    if platform == "cpu" and options.memory_limit is None:
         raise errors.StepSpecError(what, "nothing is simulated for its devices: name GPUs, such as --gpu h100")
-    return prediction, prediction.peak_bytes
+    return limited(traced.compilation, options.memory_limit)
 
 
-def _largest(tried: Callable[[int], Size], start: int, unit: int) -> tuple[Size, ...]:
-    """The largest count that fits, in multiples of ``unit``, and the smallest that was seen not to."""
-    good: tuple[int, Size] | None = None
-    bad: tuple[int, Size] | None = None
-    count = start
-    for _ in range(_DOUBLINGS):
+def _largest(given: Size, count: int, unit: int, tried: Callable[[int], Size]) -> tuple[Size, ...]:
+    """The largest count that fits, in multiples of ``unit``, and the smallest that was seen not to.
+
+    Args:
+      given: what ``count`` takes.
+      tried: what others take.
+    """
+    good, bad = ((count, given), None) if given.fits else (None, (count, given))
+    too_large = [(0, given.state_bytes), *([] if given.fits else [(count, given.takes.needed_bytes)])]
+    for _ in range(_PLANS):
+        least = (good[0] // unit + 1) * unit if good else unit
+        most = (bad[0] - 1) // unit * unit if bad else _MOST_TIMES * least
+        if least > most or (good and bad and bad[0] <= _NEAR * good[0]):
+            break
+        guess = _beyond(*good) if good and not bad else _between(*too_large[-2:], given.takes.limit_bytes)
+        count = min(max(int(guess) // unit * unit, int(_NEAR * least) // unit * unit), most)
         size = tried(count)
-        if size.fits is not None:
-            good, count = (count, size), 2 * count
-        else:
-            bad, count = (count, size), count // 2 // unit * unit
-        if (good and bad) or count < unit:
-            break
-    for _ in range(_HALVINGS):
-        if good is None or bad is None or bad[0] - good[0] <= unit:
-            break
-        middle = (good[0] + bad[0]) // 2 // unit * unit
-        if middle in (good[0], bad[0]):
-            break
-        size = tried(middle)
-        if size.fits is not None:
-            good = middle, size
-        else:
-            bad = middle, size
+        good, bad = ((count, size), bad) if size.fits else (good, (count, size))
+        too_large += [] if size.fits else [(count, size.takes.needed_bytes)]
     return tuple(each[1] for each in (good, bad) if each is not None)
 
 
-def _curve(step: ShardedStep, args: tuple, what: str, progress: Progress) -> Iterator[Point]:
-    """What a step takes under each limit, no less than under a smaller one, whose plan fits too."""
-    everything, needed = _planned(step.reshard(memory_limit=_ANY_BYTES), args, what)
-    assert everything is not None, "anything fits"
-    points = [Point(needed, everything, needed)]
-    for share in _SHARES:
-        limit = math.ceil(share * needed)
-        progress.say(f"a limit of {limit / _GIB:.2f} GiB")
-        points.append(Point(limit, *_planned(step.reshard(memory_limit=limit), args, what)))
-    best: Prediction | None = None
-    monotone = []
-    for point in reversed(points):
-        if point.fits is not None and (best is None or point.fits.step_s <= best.step_s):
-            best = point.fits
-        monotone.append(Point(point.limit_bytes, best, point.needed_bytes if best is None else best.peak_bytes))
-    return reversed(monotone)
+def _beyond(count: int, size: Size) -> float:
+    """What may fit, by what does; that may have taken more memory than it had to, because that was there."""
+    room_bytes, used_bytes = (each - size.state_bytes for each in (size.takes.limit_bytes, size.takes.needed_bytes))
+    return count * max(_TIMES, room_bytes / max(used_bytes, 1))
+
+
+def _between(one: tuple[int, int], other: tuple[int, int], limit_bytes: int) -> float:
+    """What may fit: on the line through two sizes, which no plan could make smaller."""
+    bytes_each = (other[1] - one[1]) / (other[0] - one[0])
+    return other[0] - (other[1] - limit_bytes) / bytes_each if bytes_each > 0 else 0.0
 
 
 class _Shaped:

@@ -5,15 +5,18 @@ end in a traceback, or in one of JAX's callbacks, which ignore it.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from jax_deepcompile.runtime import interrupts
+from jax_deepcompile.runtime.pipes import nobody_reads
 
 _ABOUT = (
     "Trains JAX train steps fully sharded. `deepcompile COMMAND --help` says what a command takes, such as "
     "`deepcompile compare train.py:make_step --gpu h100 --nodes 4`; `deepcompile --version` says which version this "
-    "is. Exit codes: 0 done, 1 failed, 2 a mistake on the line or in a file, 130 stopped by Ctrl-C, 143 by SIGTERM."
+    "is. Exit codes: 0 done, 1 failed, 2 a mistake on the line or in a file, 130 stopped by Ctrl-C, 143 by SIGTERM, "
+    "141 nobody reads any more."
 )
 
 _READ_BY_EXPERIMENTS = (["train"], ["bench"])
@@ -32,9 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     watch.is_loading = True
     try:
         with watch.armed():
-            return _run(words, watch)
+            try:
+                return _run(words, watch)
+            finally:
+                print(end="", flush=True)
     except interrupts.StoppedBySignal as stopped:
         watch.end(stopped.number)
+    except BrokenPipeError:
+        if not nobody_reads(sys.stdout):
+            raise
+        return interrupts.exit_code(signal.SIGPIPE)
 
 
 def _run(words: list[str], watch: interrupts.Watch) -> int:
@@ -44,15 +54,18 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
         print(version("jax-deepcompile"))
         return 0
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    import tyro
-
-    from jax_deepcompile import errors
-    from jax_deepcompile.runtime.modules import nearest_name
+    from jax_deepcompile.runtime.progress import Progress
 
     is_experiment = words[:1] in _READ_BY_EXPERIMENTS
     own = 1 if is_experiment else len(words)
+    with Progress("loading JAX"):
+        import tyro
+
+        from jax_deepcompile import errors
+        from jax_deepcompile.runtime.modules import nearest_name
+
+        commands = _commands(words[own:], watch)
     mistakes = () if is_experiment else (errors.DeepCompileError, OSError)
-    commands = _commands(words[own:], watch)
     watch.is_loading = False
     if words and not words[0].startswith("-") and words[0] not in commands:
         nearest = nearest_name(words[0], commands)
@@ -67,6 +80,8 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
             description=_ABOUT,
             config=(tyro.conf.OmitArgPrefixes,),
         )
+    except BrokenPipeError:
+        raise
     except mistakes as error:
         print(f"deepcompile: {error}", file=sys.stderr)
         return 2

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jax_deepcompile import errors
-from jax_deepcompile.cli.commands import use_virtual_devices
+from jax_deepcompile.cli.steps import use_virtual_devices
+from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.training.config import (
     REGISTRY,
     AtLeastOne,
@@ -158,14 +159,18 @@ def new_folder(name: str, run: Run) -> Path:
 def start(run: Run, folder: Path, watch: "Watch | None") -> int:
     """Brings JAX up, with the other processes where there are any, and trains; returns the exit code."""
     use_virtual_devices(run.devices)
-    import jax
+    with Progress("loading JAX"):
+        import jax
 
-    from jax_deepcompile.training.train import train
+        from jax_deepcompile.runtime.quiet import start_backends
+        from jax_deepcompile.training.train import train
 
     if run.is_shared:
         try:
             jax.distributed.initialize(*run.cluster)
         except ValueError as error:
             raise ConfigError(f"cannot join the other processes: {error}") from error
+    with Progress("starting JAX"):
+        start_backends()
     summary = train(run.experiment, folder, resume=run.resume, watch=watch, options=run.options)
     return 0 if summary.stopped_by is None else 128 + signal.Signals[summary.stopped_by]

@@ -13,9 +13,8 @@ from functools import cached_property
 
 from jax_deepcompile.costs.buffers import Buffer, Value, buffers_of
 from jax_deepcompile.costs.dataflow import Flow, Place
-from jax_deepcompile.costs.memory import block_of, live_bytes_of
+from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.schedule import Schedule, schedule_of
-from jax_deepcompile.costs.sharing import overwrite
 from jax_deepcompile.hlo import opcodes
 from jax_deepcompile.hlo.reader import Instruction, Module, leaves
 
@@ -32,8 +31,8 @@ class Holds(StrEnum):
 
 
 @dataclass(frozen=True)
-class Held:
-    """One block of memory that is needed at the peak.
+class Content:
+    """What lies in a block of memory that is needed at the peak.
 
     Attributes:
       bytes: of the block.
@@ -52,15 +51,16 @@ class Held:
     dims: tuple[int, ...]
 
 
-def held_at_peak(module: Module, batch: Collection[int]) -> tuple[Held, ...]:
+def held_at_peak(module: Module, memory: MemoryUse, batch: Collection[int]) -> tuple[Content, ...]:
     """The temporaries in the device's memory where most is needed, largest first.
 
     Args:
       module: scheduled, whose arguments are called ``inputs[0]`` and so on.
+      memory: that it takes.
       batch: which of those hold examples.
     """
     blocks = _Blocks(module, schedule_of(module), Flow.of(module), frozenset(f"inputs[{number}]" for number in batch))
-    return tuple(sorted((blocks.held(*each) for each in blocks.at_peak()), key=lambda held: -held.bytes))
+    return tuple(sorted((blocks.content(*each) for each in blocks.at_peak(memory)), key=lambda each: -each.bytes))
 
 
 _FORWARDED = opcodes.FREE | opcodes.CONTROL
@@ -91,15 +91,14 @@ class _Blocks:
     def block_at(self) -> Mapping[Place, int]:
         return {value.place: number for number, each in enumerate(self.buffers) for value in each.values}
 
-    def at_peak(self) -> Iterator[tuple[int, int]]:
+    def at_peak(self, memory: MemoryUse) -> Iterator[tuple[int, int]]:
         """The bytes of each block that is needed then, and the buffer that lies in it at that time."""
-        groups = overwrite(self.module, self.schedule, self.buffers)
-        blocks = [block_of(values) for values in groups]
-        peak = int(live_bytes_of(blocks, len(self.schedule.order)).argmax())
-        for block, values in zip(blocks, groups, strict=True):
-            there = next((value for value in values if value.begin <= peak <= value.end), None)
+        peak = memory.live_bytes.index(max(memory.live_bytes))
+        lies_at = {value.place: value.begin <= peak <= value.end for each in self.buffers for value in each.values}
+        for held in memory.held:
+            there = next(filter(lies_at.get, held.places), None) if held.begin <= peak <= held.end else None
             if there is not None:
-                yield block.size_bytes, self.block_at[there.place]
+                yield held.bytes, self.block_at[there]
 
     @cached_property
     def backward_from(self) -> int:
@@ -167,10 +166,10 @@ class _Blocks:
             if len(found) == before:
                 return frozenset(found)
 
-    def held(self, size_bytes: int, number: int) -> Held:
+    def content(self, size_bytes: int, number: int) -> Content:
         maker = self._maker(number)
         dims = self.buffers[number].values[0].array.dims
-        return Held(size_bytes, self.holds(number), maker.name, maker.op_name, self.module.source(maker), dims)
+        return Content(size_bytes, self.holds(number), maker.name, maker.op_name, self.module.source(maker), dims)
 
     def holds(self, number: int) -> Holds:
         if any(map(self._is_workspace, self.buffers[number].values)):

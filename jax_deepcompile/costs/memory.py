@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jax_deepcompile.costs.buffers import Value, buffers_of
+from jax_deepcompile.costs.dataflow import Place
 from jax_deepcompile.costs.packing import Block, packed
 from jax_deepcompile.costs.schedule import NESTING, Schedule, schedule_of
 from jax_deepcompile.costs.sharing import overwrite
@@ -24,14 +25,19 @@ class Held:
       bytes: how much.
       address: from the beginning of the memory for temporaries.
       begin, end: positions among ``MemoryUse.names`` from which and until when it is needed.
-      names: the instructions whose results are in it, in order.
+      places: the results that are in it, in order.
     """
 
     bytes: int
     address: int
     begin: int
     end: int
-    names: tuple[str, ...]
+    places: tuple[Place, ...]
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The instructions that compute them."""
+        return (name for name, _ in self.places)
 
 
 @dataclass(frozen=True)
@@ -96,17 +102,17 @@ def memory_of(module: Module) -> MemoryUse:
         peak_values=tuple(sorted(((value.array.bytes, value.name) for value in needed), reverse=True)),
         loops=_loops(module, schedule),
         held=tuple(
-            Held(block.size_bytes, address, begin, end, _names(group, begin, end))
+            Held(block.size_bytes, address, begin, end, _places(group, begin, end))
             for group, block, address in zip(groups, blocks, packing.addresses, strict=True)
             for begin, end in block.stretches()
         ),
     )
 
 
-def _names(values: Sequence[Value], begin: int, end: int) -> tuple[str, ...]:
-    """The instructions that compute those of ``values`` that are needed within a stretch."""
+def _places(values: Sequence[Value], begin: int, end: int) -> tuple[Place, ...]:
+    """The results among ``values`` that are needed within a stretch."""
     ordered = sorted(values, key=lambda value: value.begin)
-    return tuple(dict.fromkeys(value.name for value in ordered if begin <= value.begin <= end))
+    return tuple(value.place for value in ordered if begin <= value.begin <= end)
 
 
 def _loops(module: Module, schedule: Schedule) -> tuple[str, ...]:

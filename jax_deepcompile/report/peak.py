@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import derived, size_bytes
-from jax_deepcompile.costs.held import Held, Holds, held_at_peak
+from jax_deepcompile.costs.held import Content, Holds, held_at_peak
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.planner.session import Planned
@@ -135,17 +135,17 @@ def _temporaries(planned: Planned, program: Program, expected: Prediction, given
         return
     batch = [place for place, port in enumerate(planned.program.inputs) if port.role is Role.BATCH]
     vocabularies, left_bytes = _vocabularies(program), expected.peak_bytes - given_bytes
-    for held in held_at_peak(evaluation.module, batch):
-        left_bytes -= held.bytes
-        yield Block(
-            operation_text(held.op_name) or held.name, users_line(held.source), _role(held, vocabularies), held.bytes, 1
-        )
-    results_bytes = evaluation.simulation.memory.output_bytes
+    memory = evaluation.simulation.memory
+    for each in held_at_peak(evaluation.module, memory, batch):
+        left_bytes -= each.bytes
+        what, line = operation_text(each.op_name) or each.name, users_line(each.source)
+        yield Block(what, line, _role(each, vocabularies), each.bytes, 1)
+    results_bytes = memory.output_bytes
     yield Block("", "", _RESULTS, results_bytes, 1)
     yield Block("", "", _GAPS, left_bytes - results_bytes, 1)
 
 
-def _role(held: Held, vocabularies: frozenset[int]) -> str:
+def _role(held: Content, vocabularies: frozenset[int]) -> str:
     """Logits depend on the examples, and have a number for every word."""
     is_logits = held.holds in (Holds.KEPT, Holds.WORKING) and held.dims[-1:] and held.dims[-1] in vocabularies
     return _LOGITS if is_logits else str(held.holds)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.report import timeline
+from jax_deepcompile.report.memory_curve import LimitedStep
 
 _GIB = 1 << 30
 _WAITS = "waits"
@@ -28,19 +28,6 @@ _OTHER = "#999999"
 _EDGED = 150
 """As many operations of a row are drawn with edges; more would be all edges."""
 _WIDTH = 8.0
-
-
-@dataclass(frozen=True)
-class LimitedStep:
-    """A step planned under one memory limit.
-
-    Attributes:
-      limit_bytes: device memory that it may take.
-      step_s: simulated; None where it does not fit.
-    """
-
-    limit_bytes: int
-    step_s: float | None
 
 
 def timeline_plot(simulation: Simulation, start_s: float, end_s: float, ax: Any = None) -> Any:
@@ -85,9 +72,9 @@ def memory_curve_plot(curve: Sequence[LimitedStep], ax: Any = None) -> Any:
     """Seconds a step over memory limits; those that nothing fits are marked."""
     ax = _axes(ax, 2.6)
     ordered = sorted(curve, key=lambda each: each.limit_bytes)
-    fitting = [(each.limit_bytes / _GIB, each.step_s) for each in ordered if each.step_s is not None]
-    ax.plot([limit for limit, _ in fitting], [step_s for _, step_s in fitting], "o-", color="#0072B2")
-    too_small = [each.limit_bytes / _GIB for each in ordered if each.step_s is None]
+    fitting = [(each.limit_bytes / _GIB, each.fits.step_s) for each in ordered if each.fits is not None]
+    ax.plot([limit for limit, _ in fitting], [step_s for _, step_s in fitting], "o-", color="#0072B2", clip_on=False)
+    too_small = [each.limit_bytes / _GIB for each in ordered if each.fits is None]
     if too_small:
         ax.plot(too_small, [0] * len(too_small), "X", color="#D55E00", label="does not fit", clip_on=False, zorder=3)
         ax.legend(fontsize="small")

@@ -19,7 +19,7 @@ def named_by(spec: str) -> Any:
     """
     where, _, name = spec.rpartition(":")
     if not where or not name:
-        raise errors.SpecError(spec, "it has no colon")
+        raise errors.SpecError(spec, "a part of it is missing")
     find_first(Path.cwd())
     try:
         module = _from_file(spec, Path(where)) if where.endswith(".py") else importlib.import_module(where)

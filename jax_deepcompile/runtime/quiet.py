@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+
+import jax
 
 _STDERR = 2
+_GPUS = ("/dev/nvidia[0-9]*", "/dev/dxg")
+"""Where Linux, and Windows' Linux, has NVIDIA's GPUs."""
 
 
 @contextmanager
@@ -22,3 +27,13 @@ def silenced() -> Iterator[None]:
     finally:
         os.dup2(kept, _STDERR)
         os.close(kept)
+
+
+def start_backends() -> None:
+    """Starts JAX's backends; where there is no GPU, without what JAX's CUDA plugin says about that.
+
+    Raises:
+      RuntimeError: there is no backend such as ``JAX_PLATFORMS`` asks for.
+    """
+    with nullcontext() if any(map(glob.glob, _GPUS)) else silenced():
+        jax.devices()

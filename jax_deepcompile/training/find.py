@@ -51,7 +51,8 @@ def _config(name: str, found: dict[str, tuple[Path, str]]) -> Any:
     if name not in found:
         nearest = nearest_name(name, found)
         hint = f"; the nearest is {nearest!r}" if nearest else ""
-        raise ConfigError(f"there is no experiment {name!r}{hint}; there are {', '.join(found)}")
+        known = ", ".join([*found, "FILE.py:NAME and package.module:NAME"])
+        raise ConfigError(f"there is no experiment {name!r}{hint}; there are {known}")
     path, _ = found[name]
     if not (path.parent / "__init__.py").exists():
         find_first(path.parent)

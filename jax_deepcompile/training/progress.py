@@ -42,7 +42,7 @@ class LiveBar:
             TimeRemainingColumn(compact=True),
             console=console,
         )
-        self._task = self._progress.add_task("compiling", total=total_steps, completed=first_step)
+        self._task = self._progress.add_task("first step", total=total_steps, completed=first_step)
 
     def __enter__(self) -> Self:
         self._progress.start()

@@ -17,6 +17,7 @@ from flax.training.train_state import TrainState
 from rich.console import Console
 
 from jax_deepcompile.api import shard
+from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.training import report
 from jax_deepcompile.training.checkpoints import Checkpoints, abstract, claim_folder, parameters_of
 from jax_deepcompile.training.config import ConfigError, Experiment, Mesh, Optimizer
@@ -161,7 +162,8 @@ def train(
     console = console or Console(quiet=not is_primary, highlight=False, soft_wrap=True)
     mesh = make_mesh(experiment.mesh)
     check_batch_size(experiment.data.batch_size, mesh)
-    dataset = load_data(experiment.data)
+    with Progress("reading the data"):
+        dataset = load_data(experiment.data)
     model = build_model(experiment.model, experiment.data)
     claim_folder(folder, experiment, dataset.fingerprint, resume=resume, is_primary=is_primary)
 
@@ -169,16 +171,19 @@ def train(
     create_state = make_create_state(model, make_optimizer(experiment.optimizer, settings.steps))
     batches = training_batches(dataset.training, experiment.data, **share_of_batch())
     with contextlib.closing(Checkpoints(folder, settings)) as checkpoints:
-        state = step.init(create_state, jax.random.key(settings.seed))
+        with Progress("making the state"):
+            state = step.init(create_state, jax.random.key(settings.seed))
         if settings.base is not None and not resume:
             if state.frozen is None:
                 raise ConfigError(f"train.base={settings.base}: all parameters of this model are trained")
-            state = state.replace(frozen=parameters_of(Path(settings.base), abstract(state.frozen)))
+            with Progress(f"reading {settings.base}"):
+                state = state.replace(frozen=parameters_of(Path(settings.base), abstract(state.frozen)))
         done = 0
         if resume and checkpoints.steps():
             target = abstract(state)
             del state  # before its successor takes its place in memory
-            restored = checkpoints.restore(target, batches.set_state)
+            with Progress(f"restoring {folder}"):
+                restored = checkpoints.restore(target, batches.set_state)
             done, state = restored.step, restored.state
             console.print(str(restored), markup=False)
         elif resume:
@@ -196,7 +201,8 @@ def train(
     if records[-1]["step"] >= settings.steps and stop.signal is None:
         evaluate_step = shard(make_evaluate_step(model), mesh)
         held_out = held_out_batches(dataset.held_out, experiment.data, settings.held_out_batches, **share_of_batch())
-        held_out_loss = mean_loss(evaluate_step, state, held_out)
+        with Progress("measuring the loss on data held out"):
+            held_out_loss = mean_loss(evaluate_step, state, held_out)
     summary = report.summarise(
         records,
         dataset,
@@ -242,11 +248,12 @@ def run_steps(
         with stop.waiting_for(f"the checkpoint after step {done}"):
             checkpoints.save(done, state, batches.get_state())
 
-    with contextlib.closing(writer), view:
-        first = next(batches)
-        compiled = {"compile_s": compile_s(step, state, first)}
+    with contextlib.closing(writer):
+        with Progress("planning and compiling the step"):
+            first = next(batches)
+            compiled = {"compile_s": compile_s(step, state, first)}
         all_batches = itertools.chain([first], batches)
-        with stop:
+        with view, stop:
             for new_state, record in training_steps(step, state, all_batches, steps, data.batch_size * data.targets):
                 state = new_state
                 done += 1

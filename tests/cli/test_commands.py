@@ -5,18 +5,22 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import textwrap
 from pathlib import Path
 
+import jax
 import pytest
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.cli import main as cli
-from jax_deepcompile.cli.commands import Cluster, load_step, use_virtual_devices
+from jax_deepcompile.cli.against import Difference
+from jax_deepcompile.cli.steps import Cluster, load_step, use_virtual_devices
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.lowering.xla_options import DOUBLE_BUFFERING
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.training.config import ConfigError
 from tests.report.pages import data_of
 
 STEP = """
@@ -77,7 +81,7 @@ def test_a_step_is_found_in_a_file_and_in_a_module(file, monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
-        ("train.py", "it has no colon"),
+        ("train.py:", "a part of it is missing"),
         ("nowhere/train.py:make", "there is no file nowhere/train.py"),
         ("no_such_module:make", "there is no module no_such_module"),
         ("{file}:other", "my_train_step has no other"),
@@ -88,6 +92,35 @@ def test_a_step_is_found_in_a_file_and_in_a_module(file, monkeypatch):
 def test_what_is_no_step_is_named(file, spec, problem):
     with pytest.raises(errors.StepSpecError, match=problem):
         load_step(spec.format(file=file))
+
+
+@pytest.mark.pure
+def test_an_experiment_is_called_as_training_calls_it(tmp_path):
+    use_virtual_devices(None)
+    step, (state, batch) = load_step("tiny_llama")
+    assert (step.__name__, {leaf.shape[0] for leaf in jax.tree.leaves(batch)}) == ("train_step", {32})
+    (tmp_path / "mine.py").write_text("from experiments.tiny_llama import CONFIG as ours\n\nCONFIG = ours\n")
+    mine = load_step("mine", tmp_path)[1][0]
+    assert [leaf.shape for leaf in jax.tree.leaves(mine)] == [leaf.shape for leaf in jax.tree.leaves(state)]
+    with pytest.raises(ConfigError, match=r"no experiment 'tiny_lama'; the nearest is 'tiny_llama'; .*, FILE\.py:NAME"):
+        load_step("tiny_lama")
+    with pytest.raises(NotADirectoryError, match="--experiments nowhere: there is no such folder"):
+        load_step("tiny_llama", Path("nowhere"))
+
+
+@pytest.mark.pure
+def test_differences_are_told_by_line_most_first():
+    def run(name: str, step_s: float, **lines: float) -> dict:
+        return {"name": name, "figures": {"step_s": step_s}, "lines": {line: [s, 0] for line, s in lines.items()}}
+
+    runs = [run("theirs.json", 3.0, a=1.0, b=2.0), run("before", 9.0, a=9.0), run("planned", 1.75, a=1.25, c=0.5)]
+    head, *lines = Difference.of(runs).lines()
+    assert head == "against theirs.json, 1.75 s and 3 s, by your lines:"
+    assert [line.split() for line in lines] == [
+        ["-2", "s", "0", "s", "2", "s", "b"],
+        ["+500", "ms", "500", "ms", "0", "s", "c"],
+        ["+250", "ms", "1.25", "s", "1", "s", "a"],
+    ]
 
 
 @pytest.mark.pure
@@ -166,9 +199,13 @@ def test_a_plan_is_written_and_explained(file, tmp_path, capsys):
     capsys.readouterr()
     trace = tmp_path / "trace.json.gz"
     told = ["explain", f"{file}:make", "--gpu", "h100", "--nodes", "2", "--plan", str(out), "--trace"]
-    assert cli.main([*told, str(trace)]) == 0
+    html = tmp_path / "page.html"
+    assert cli.main([*told, str(trace), "--against", str(out), "--html", str(html)]) == 0
     printed = capsys.readouterr().out
     assert "plan: given" in printed
+    assert [each["name"] for each in data_of(html.read_text())["runs"]] == [str(out), "planned"]
+    (said,) = re.findall(rf"against {out}, (.*) and (.*), by your lines:\n  0 s ", printed)
+    assert said[0] == said[1]
     assert printed.endswith(f"trace of the simulated step: {trace}\n")
     assert json.loads(gzip.decompress(trace.read_bytes()))["distributedInfo"]["world_size"] == 16
 

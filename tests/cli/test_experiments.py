@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_deepcompile.cli import experiments
+from jax_deepcompile.cli import folders
 from jax_deepcompile.cli import main as cli
 
 pytestmark = pytest.mark.pure
@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 def installed(monkeypatch, tmp_path_factory):
     """As if the package came from a wheel."""
     beside = tmp_path_factory.mktemp("site-packages") / "experiments"
-    monkeypatch.setattr(experiments, "_beside_the_package", lambda: beside)
+    monkeypatch.setattr(folders, "_beside_the_package", lambda: beside)
     return beside
 
 

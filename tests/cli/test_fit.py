@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,7 @@ from jax_deepcompile import errors
 from jax_deepcompile.cli import main as cli
 from jax_deepcompile.cli.fit import Fit, Size, _largest, _Shaped, what_fits
 from jax_deepcompile.planner.plan import Prediction
+from jax_deepcompile.report.memory_curve import LimitedStep, monotone
 from tests.transforms.programs import h100s
 
 
@@ -30,23 +33,48 @@ STATE = {
 }
 
 
+def size(count: int, most: int, state_bytes: int = 50) -> Size:
+    """Of a step that takes a byte more for each example, and as much as it may where it fits."""
+    limit, needed = state_bytes + most, state_bytes + count
+    fits = Prediction(1.0, 1.0, 0.0, 0.0, limit) if count <= most else None
+    return Size(count, 0, state_bytes, LimitedStep(limit, fits, limit if fits else needed))
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize("start", [8, 64, 512])
 @pytest.mark.parametrize("most", [8, 40, 100, 1000])
-def test_the_largest_that_fits_is_found(start, most):
-    def tried(count: int) -> Size:
-        fits = Prediction(1.0, 1.0, 0.0, 0.0, count) if count <= most else None
-        return Size(count, 0, fits, count)
+def test_the_largest_that_fits_is_found_by_few_plans(start, most):
+    seen = []
 
-    good, bad = _largest(tried, start, 8)
+    def tried(count: int) -> Size:
+        seen.append(count)
+        return size(count, most)
+
+    good, bad = _largest(size(start, most), start, 8, tried)
     assert good.examples <= most < bad.examples
-    assert bad.examples - good.examples <= max(8, good.examples // 2)
+    assert bad.examples <= 1.125 * good.examples + 8
+    assert len(seen) == len(set(seen)) <= 6
+    assert all(count % 8 == 0 for count in seen)
 
 
 @pytest.mark.pure
 def test_nothing_fits():
-    (bad,) = _largest(lambda count: Size(count, 0, None, count), 64, 8)
+    (bad,) = _largest(size(64, 0), 64, 8, lambda count: size(count, 0))
     assert bad.examples == 8
+
+
+@pytest.mark.pure
+def test_less_memory_never_is_faster_and_what_fits_it_is_not_planned_again():
+    def point(limit_bytes: int, step_s: float | None, needed_bytes: int) -> LimitedStep:
+        fits = None if step_s is None else Prediction(step_s, 1.0, 0.0, 0.0, needed_bytes)
+        return LimitedStep(limit_bytes, fits, needed_bytes)
+
+    points = [point(90, 1.5, 80), point(70, 1.0, 60), point(50, 2.0, 50), point(20, None, 30)]
+    assert [each.fits and each.fits.step_s for each in monotone(points)] == [1.0, 1.0, 2.0, None]
+    assert [each.needed_bytes for each in monotone(points)] == [60, 60, 50, 30]
+    assert points[1].under(65) == replace(points[1], limit_bytes=65)
+    assert points[1].under(55) is points[1].under(80) is None
+    assert points[3].under(10) == point(10, None, 30)
 
 
 @pytest.mark.pure
@@ -87,8 +115,8 @@ def test_a_step_on_gpus_that_are_not_here():
     found = what_fits(sharded, (STATE, jax.ShapeDtypeStruct((64, 256), jnp.int32)), "it")
     assert isinstance(found, Fit)
     for good, bad in (found.batch, found.length):
-        assert good.fits is not None
-        assert good.fits.peak_bytes <= 64 << 20 < bad.needed_bytes
+        assert good.takes.fits is not None
+        assert good.takes.fits.peak_bytes <= 64 << 20 < bad.takes.needed_bytes
     seconds = [point.fits.step_s for point in found.curve if point.fits is not None]
     assert seconds == sorted(seconds)
     assert len(seconds) >= 2

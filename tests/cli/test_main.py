@@ -174,3 +174,22 @@ def test_help_says_what_there_is(capsys, line, words):
 def test_the_default_folder_is_a_new_one(asked):
     assert cli.main(["train", "tiny_llama"]) == 0
     assert asked["folder"].startswith("runs/tiny_llama-")
+
+
+@pytest.mark.parametrize("words", [["train", "--list", "tiny_llama"], ["explain", "--help"], ["--version"]])
+def test_a_reader_that_goes_away_ends_a_command_without_a_word(monkeypatch, capfd, words):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.main(words) == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch):
+    def broken(words, watch):
+        raise BrokenPipeError("the data's")
+
+    monkeypatch.setattr(cli, "_run", broken)
+    with pytest.raises(BrokenPipeError, match="the data's"):
+        cli.main([])

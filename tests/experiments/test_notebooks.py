@@ -82,25 +82,22 @@ def test_seventy_billion_on_a_laptop(monkeypatch):
     assert "tokens/s/GPU, simulated" in shown
 
 
-@pytest.mark.cpu_mesh
-def test_my_own_pass():
-    shown = run("my_own_pass.ipynb")
-    assert "metrics_last: metrics are computed last, accepted: " in shown
-    assert "[True, True]" in shown
-
-
-@pytest.mark.slow
-@pytest.mark.h100_aot
-def test_anatomy_of_a_plan():
-    shown = run("anatomy_of_a_plan.ipynb")
-    assert "as planned, simulated" in shown
-    assert "loop layers @backward: " in shown
-    assert "pipeline_loops accepted" in shown
-
-
-@pytest.mark.slow
-@pytest.mark.cpu_mesh
-def test_what_my_gpu_says():
-    shown = run("what_my_gpu_says.ipynb")
-    assert "ms measured" in shown
-    assert "trace.rank7.json" in shown
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        pytest.param(
+            "my_own_pass", ["metrics_last: metrics are computed last, accepted: ", "[True, True]"],
+            marks=pytest.mark.cpu_mesh,
+        ),
+        pytest.param(
+            "anatomy_of_a_plan", ["as planned, simulated", "loop layers @backward: ", "pipeline_loops accepted"],
+            marks=[pytest.mark.slow, pytest.mark.h100_aot],
+        ),
+        pytest.param(
+            "what_my_gpu_says", ["ms measured", "trace.rank7.json"], marks=[pytest.mark.slow, pytest.mark.cpu_mesh]
+        ),
+    ],
+)  # fmt: skip
+def test_a_notebook_says_what_it_is_about(name: str, says: list[str]):
+    shown = run(f"{name}.ipynb")
+    assert [each for each in says if each not in shown] == []

@@ -5,40 +5,25 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.report.printer import changed_counts, readable
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
+from tests.report.pages import SHAPES, step, traced
 
 pytestmark = pytest.mark.pure
 
-SHAPES = {"w": jax.ShapeDtypeStruct((4, 16, 16), jnp.float32)}, jax.ShapeDtypeStruct((16, 16), jnp.float32)
 PLAN = deepcompile.Plan("", (StackCollectives("w @forward", ("w",)),))
 
 
-def step(params, batch):
-    def loss(params):
-        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
-        return jnp.mean(jax.lax.scan(layer, batch, params["w"])[0] ** 2)
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
-
-
-def traced(**options):
-    return deepcompile.shard(step, {"fsdp": 8}, plan=PLAN, state_argnums=0, **options).trace(*SHAPES)
-
-
 def test_a_program_reads_as_what_it_gathers_computes_and_reduces():
-    text = readable(traced().sharded)
+    text = readable(traced(plan=PLAN).sharded)
     assert "  params['w']: param float32[4,16,16] shard(1: fsdp)" in text
     assert ", in the memory of the input" in text
     assert "  loop w @forward: 4 iterations\n    gathers: 1 values, 1.0 KiB an iteration: w\n" in text
     assert "  loop w @backward: 4 iterations, last layer first\n" in text
-    assert re.search(r"\n      <lambda> all_gather: float32\[16,16\] 1.0 KiB  .*test_dump.py:\d+\n", text)
+    assert re.search(r"\n      <lambda> all_gather: float32\[16,16\] 1.0 KiB  .*pages.py:\d+\n", text)
 
 
 def test_seconds_stand_beside_operations_of_the_local_view():
@@ -50,7 +35,7 @@ def test_seconds_stand_beside_operations_of_the_local_view():
 
 
 def test_what_changed_is_counted():
-    found = traced()
+    found = traced(plan=PLAN)
     assert changed_counts(found.sharded, found.sharded) == "as many of each operation"
     assert "+1 all_gather" in changed_counts(found.program, found.sharded) or "+2 all_gather" in changed_counts(
         found.program, found.sharded
@@ -61,11 +46,11 @@ def test_what_changed_is_counted():
 def test_every_stage_and_decision_is_written(tmp_path: Path, monkeypatch, how: str):
     if how == "method":
         folder = tmp_path / "new" / "folder"
-        traced().dump(folder)
+        traced(plan=PLAN).dump(folder)
     else:
         monkeypatch.setenv("DEEPCOMPILE_DUMP", str(tmp_path))
         for number in range(2):
-            traced().plan()
+            traced(plan=PLAN).plan()
             folder = tmp_path / f"step_{number}"
     names = [path.name for path in sorted(folder.iterdir())]
     stages = ["trace", "canonicalize", "partition", "stop_alone", "accumulate", "name_loops", "donate"]
@@ -77,5 +62,5 @@ def test_every_stage_and_decision_is_written(tmp_path: Path, monkeypatch, how: s
     assert re.search(r"^partition: \d+\.\d{3} s; .*\+\d all_gather", summary, re.MULTILINE)
     assert "  w @forward: gathers w for all layers at once, outside of the loop\n" in summary
     before, after = ((folder / f"07_stack_collectives.{which}.txt").read_text() for which in ("before", "after"))
-    assert before in readable(traced().sharded, None) or "loop w @forward" in before
+    assert before in readable(traced(plan=PLAN).sharded, None) or "loop w @forward" in before
     assert after.startswith("stack_collectives: ")

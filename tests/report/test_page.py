@@ -8,8 +8,6 @@ import shutil
 import subprocess
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 
@@ -26,26 +24,12 @@ from jax_deepcompile.report.page.placements import leaves
 from jax_deepcompile.report.page.runs import NO_LINE, REST, category, line_seconds, run_data
 from tests.costs.snippets import COSTS, module
 from tests.costs.test_simulator import BODY, START, WHILE
-from tests.report.pages import data_of
+from tests.report.pages import SHAPES, data_of, step, traced
 
 pytestmark = pytest.mark.pure
 
 HOSTILE = "</script><script>alert(1)</script><!-- ' \" & \u2028"
-SHAPES = {"w": jax.ShapeDtypeStruct((4, 16, 16), jnp.float32)}, jax.ShapeDtypeStruct((16, 16), jnp.float32)
 LINE = 'metadata={op_name="step/dot_general" source_file="train.py" source_line=7}'
-
-
-def step(params, batch):
-    def loss(params):
-        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
-        return jnp.mean(jax.lax.scan(layer, batch, params["w"])[0] ** 2)
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
-
-
-def traced(**options):
-    return deepcompile.shard(step, {"fsdp": 8}, state_argnums=0, **options).trace(*SHAPES)
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
-from jax_deepcompile.runtime.quiet import silenced
+from jax_deepcompile.runtime import quiet
+from jax_deepcompile.runtime.quiet import silenced, start_backends
 
 pytestmark = pytest.mark.pure
 
@@ -24,3 +26,11 @@ def test_errors_are_not_lost(capfd):
         raise ValueError("why")
     os.write(2, b"after")
     assert capfd.readouterr().err == "after"
+
+
+@pytest.mark.parametrize(("there", "expected"), [("nowhere*", ""), ("quiet.py", "no driver\n")])
+def test_what_jax_says_as_it_starts_is_lost_where_there_is_no_gpu(monkeypatch, capfd, there, expected):
+    monkeypatch.setattr(quiet, "_GPUS", (str(Path(quiet.__file__).with_name(there)),))
+    monkeypatch.setattr(quiet.jax, "devices", lambda: os.write(2, b"no driver\n"))
+    start_backends()
+    assert capfd.readouterr().err == expected

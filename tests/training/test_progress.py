@@ -32,6 +32,6 @@ def test_on_a_terminal_there_is_one_live_line():
     with view:
         view.show(record(1))
         view.show(record(2))
-    for part in ("compiling", "2/2", "loss 2.500", "12,346 tokens/s", "42 ms/step", "1.00 GiB"):
+    for part in ("first step", "2/2", "loss 2.500", "12,346 tokens/s", "42 ms/step", "1.00 GiB"):
         assert part in out.getvalue()
     assert "\x1b" in out.getvalue()

@@ -1,0 +1,25 @@
+"""Pipes whose reader has gone, as ``head`` does."""
+
+from __future__ import annotations
+
+import os
+import select
+from typing import TextIO
+
+
+def nobody_reads(stream: TextIO | None) -> bool:
+    """Whether ``stream`` is a pipe that nobody reads any more. What is still in it is then lost without a word."""
+    try:
+        number = stream.fileno() if stream is not None else None
+    except (OSError, ValueError):  # no file, or closed
+        return False
+    if number is None:
+        return False
+    polled = select.poll()
+    polled.register(number, 0)
+    if not any(event & select.POLLERR for _, event in polled.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
+    return True
