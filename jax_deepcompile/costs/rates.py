@@ -48,13 +48,15 @@ class ProductRates:
     def at(self, product: Product) -> float:
         """FLOP/s of a product, between those of the nearest shapes in logarithms.
 
-        Rows and columns beyond the largest shape are further tiles, as another product of the batch would be; a shape
-        smaller than all takes as long as the smallest.
+        Rows and columns beyond the largest shape are further tiles, as another product of the batch would be, and
+        products beyond the largest batch, as further rows would be; a shape smaller than all takes as long as the
+        smallest.
         """
         smallest, largest = self.shapes.min(axis=0), self.shapes.max(axis=0)
         wanted = np.log2([max(size, 1.0) for size in (product.batch, product.m, product.n, product.k)])
         wanted[0] += np.maximum(wanted - largest, 0.0)[1:3].sum()
-        at = np.clip(wanted, smallest, largest)
+        more_rows = np.array([0.0, max(wanted[0] - largest[0], 0.0), 0.0, 0.0])
+        at = np.clip(wanted + more_rows, smallest, largest)
         distances = ((self.shapes - at) ** 2).sum(axis=1)
         near = np.argsort(distances, kind="stable")[:_NEAREST]
         weights = 1 / np.maximum(distances[near], _SAME)

@@ -70,6 +70,8 @@ def test_between_and_beyond_the_shapes_of_a_table():
     assert rate(1, 4096, 256, 256) == pytest.approx(4e12)
     assert rate(1, 128, 256, 256) == pytest.approx(0.5e12), "as long as 256 rows"
     assert product_s(1, 8192, 4096, 4096) == pytest.approx(2 * product_s(1, 4096, 4096, 4096), rel=0.05)
+    assert product_s(64, 256, 256, 256) < 8 * product_s(4, 256, 256, 256), "many small ones fill the device"
+    assert product_s(64, 256, 256, 256) == pytest.approx(product_s(4, 4096, 256, 256), rel=0.05)
     assert product_s(1, 64, 4096, 4096) == pytest.approx(product_s(1, 256, 4096, 4096), rel=0.01)
 
 

@@ -160,7 +160,7 @@ def test_inside_of_a_loop_values_stay_the_same(of):
 
 
 @pytest.mark.cpu_mesh
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.sampled_from(sorted(LOSSES)), st.randoms(use_true_random=False))
 def test_whatever_is_kept_values_stay_the_same(name, random):
     """From any values of forward, not only from those that save most."""
