@@ -6,6 +6,8 @@ begin again.
 
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,6 +71,10 @@ class Tape:
             for var in eqn.outvars
         }
 
+    def pass_of(self, place: int) -> int:
+        """The same for what forward does before backward reads anything of it: a step may have several of either."""
+        return bisect.bisect(self.readers, place)
+
     def _is_again(self, eqn: Any) -> bool:
         """Of collectives those of parameters alone, which backward gathers anyway."""
         if not is_repeatable(eqn) or contains(eqn, _LOOPS):
@@ -128,13 +134,9 @@ def segment_inputs(tape: Tape) -> tuple:
     """What is kept of forward where backward computes the rest again by segments, in as little memory as can be.
 
     That is what the segments are given, and what backward reads of the largest one. The last segment is not computed
-    again: backward begins with it. Nothing if that saves no memory.
+    again: backward begins with it. Nothing if that keeps hardly fewer bytes.
     """
-    places = [
-        place
-        for place in tape.needed(tape.residuals, ())
-        if not set(tape.jaxpr.eqns[place].outvars) <= tape.cheap.keys()
-    ]
+    places = tape.without_cheap(tape.needed(tape.residuals, ()))
     order = {place: index for index, place in enumerate(places)}
     until = _last_reads(tape, places, order)
     crossing = np.zeros(len(places) + 1)
@@ -170,7 +172,8 @@ def _best_cuts(crossing: np.ndarray, left: np.ndarray) -> list[int]:
     if not len(crossing) or not left[-1]:
         return []
     lower = np.r_[True, crossing[1:] <= crossing[:-1]] & np.r_[crossing[:-1] < crossing[1:], False]
-    candidates = [int(place) for place in np.flatnonzero(lower)]
+    minima = [int(place) for place in np.flatnonzero(lower)]
+    candidates = sorted(heapq.nsmallest(_MOST, minima, key=crossing.__getitem__))
     best: tuple[float, list[int]] = (_WORTH * left[-1], [])
     for count in _COUNTS:
         cuts = _fewest_bytes(candidates, crossing, left, left[-1] / count)
@@ -183,6 +186,9 @@ def _best_cuts(crossing: np.ndarray, left: np.ndarray) -> list[int]:
 
 _WORTH = 0.9
 """Of what backward reads: for saving less nothing is computed again."""
+
+_MOST = 512
+"""Places to cut that are looked at: those that the fewest bytes cross."""
 
 _COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 

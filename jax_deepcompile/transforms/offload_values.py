@@ -105,6 +105,7 @@ def _copying(tape: Tape, values: Sequence) -> dict[int, Compute]:
     for at, var in enumerate(back):
         first = readers[var][0]
         behind = readers[back[at - _IN_FLIGHT]][0] if at >= _IN_FLIGHT else 0
+        behind = max(behind, makers[var] + 1)
         after = next((place for place in marks if behind <= place < first), None)
         if after is not None:
             roles[after].fetched.append(var)

@@ -10,10 +10,10 @@ After, where ``y1`` is kept::
     h1 = dot(x, W1); y1 = gelu(h1); h2 = dot(y1, W2); y2 = gelu(h2)
     ... h2 ...; g = dot(dh2, W2); h1' = dot(barrier(x, g), W1); ... h1' ...
 
-A segment is all that hangs together between values that are kept. It is computed again, all of it that backward reads,
-where backward first reads something of it, once the products of the segment before are there: XLA would do those last,
-and hold all they read. The last one is not: backward begins with it. Parameters that backward
-gathers anyway are gathered once.
+A segment is all that hangs together, of one pass, between values that are kept. All of it that backward reads is computed
+again where backward first reads something of it, once the products of the segment before are there: XLA would do those
+last, and hold all they read. The last one is not: backward begins with it. Parameters that backward gathers anyway are
+gathered once.
 
 Guarantees: what is computed again is the value that was kept; a segment waits for the gradient that comes to it.
 """
@@ -134,7 +134,7 @@ class _Again:
                 sources = {atom: renamed(atom, tape.guarded) for atom in variables(eqn.invars)}
                 for source in sources.values():
                     if segment := waiting.get(source):
-                        own = [atom for atom in eqn.invars if atom in made] or list(made)
+                        own = [atom for atom in variables(eqn.invars) if atom in made] or list(made)
                         waits, after = _all_of([*products, *own[-1:]], eqn.source_info)
                         eqns += [*waits, *self._copied(segment, after)]
                         products = []
@@ -188,8 +188,9 @@ def _segments(tape: Tape, kept: Collection) -> dict[Any, tuple[int, ...]]:
     found = DisjointSet(own)
     for place in own:
         for var in tape.operands(place):
-            if var not in kept and tape.makers.get(var) in found:
-                found.merge(place, tape.makers[var])
+            maker = tape.makers.get(var)
+            if var not in kept and maker in found and tape.pass_of(maker) == tape.pass_of(place):
+                found.merge(place, maker)
     segments = {}
     for together in found.subsets():
         targets = [var for var in wanted if tape.makers[var] in together]

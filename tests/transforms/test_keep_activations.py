@@ -159,7 +159,7 @@ def test_what_xla_merges_by_itself_is_no_matter():
         return jnp.mean((batch @ params["w"]) ** 2) + jnp.mean(jnp.sin(batch @ params["w"]))
 
     program, _ = sharded(loss, {"w": (16, 32)})
-    assert turns(program) == []
+    assert not any(turn.activations for turn in turns(program))
 
 
 @pytest.mark.cpu_mesh
@@ -257,7 +257,7 @@ def test_what_the_program_does_not_have_is_an_error(choices, why):
 @pytest.mark.pure
 def test_a_loop_of_no_layers_computes_nothing_again():
     program, _ = sharded(stack_loss, {"stack": stack_shapes(0)})
-    assert turns(program) == []
+    assert not any(turn.activations for turn in turns(program))
 
 
 @pytest.mark.pure

@@ -46,7 +46,14 @@ def test_before_and_after():
 @pytest.mark.cpu_mesh
 @pytest.mark.parametrize(
     ("name", "again"),
-    [("layers", False), ("mask", True), ("dropout", True), ("U", False), ("loops inside", False), ("bfloat16", True)],
+    [
+        ("layers", False),
+        ("mask", True),
+        ("dropout", True),
+        ("U", False),
+        ("loops inside", False),
+        ("inner gradient", True),
+    ],
 )
 def test_values_stay_the_same(name, again):
     program, mesh = sharded(LOSSES[name], STACK, BATCH)

@@ -95,7 +95,22 @@ def looped(x, params, place):
     return lax.scan(lambda h, _: (layer(h, params), None), x, length=2)[0] + jnp.sin(layer(x, params))
 
 
+@jax.custom_vjp
+def squared(x):
+    return x * x
+
+
+squared.defvjp(lambda x: (x * x, x), lambda x, g: (2.0 * x * g,))
+
+
+def inner_gradient(x, params, place):
+    """Of forward some follows a gradient."""
+    return layer(x, params) + jax.grad(lambda x: jnp.sum(jnp.sin(layer(x, params)) ** 2))(x)
+
+
 LOSSES = {
+    "own gradient": unrolled(lambda x, params, place: squared(layer(x, params))),
+    "inner gradient": unrolled(inner_gradient),
     "layers": unrolled(lambda x, params, place: layer(x, params)),
     "mask": unrolled(masked, lambda x: (x, x.sum(-1, keepdims=True) > 0), lambda carry: carry[0]),
     "dropout": unrolled(dropped),

@@ -120,8 +120,12 @@ def _starts(base: Program, best: Candidate, environment: Environment) -> Iterato
         return
     plan = as_checkpointed(base, best.plan, tuple(loops), environment)
     held_bytes, before = _held_bytes(regions), plan.program(base, mesh, until=SavedGathers)
-    plan = plan.having(RematerializedSegments, segments)
-    after = plan.program(base, mesh, until=SavedGathers) if segments else before
+    again = plan.having(RematerializedSegments, segments)
+    after = again.program(base, mesh, until=SavedGathers) if segments else before
+    less_bytes = memory_of_program(before).live_peak_bytes - memory_of_program(after).live_peak_bytes if segments else 0
+    if less_bytes <= 0 and not loops:
+        return
+    plan, after = (again, after) if less_bytes > 0 else (plan, before)
     regions = find_recomputation(after, costs)
     dropped = {(each.forward, each.backward): names for each, names in loops.items()}
     dropped |= {(each.where, each.where): names for each, names in segments.items()}
@@ -130,11 +134,9 @@ def _starts(base: Program, best: Candidate, environment: Environment) -> Iterato
         for region in regions
     }
     said = f"{len(loops)} backward loops compute again what they read of forward ones; " * bool(loops)
-    said += f"{sum(each.segments for each in segments)} segments are computed again; " * bool(segments)
+    said += f"{sum(each.segments for each in segments)} segments are computed again; " * (less_bytes > 0)
     already = Places(kept)
-    freed_bytes = held_bytes - _held_bytes(regions) - taken_bytes(regions, already, {})
-    if segments:
-        freed_bytes += memory_of_program(before).live_peak_bytes - memory_of_program(after).live_peak_bytes
+    freed_bytes = held_bytes - _held_bytes(regions) + max(less_bytes, 0) - taken_bytes(regions, already, {})
     yield _Start(plan, regions, already, (), said, freed_bytes)
 
 
