@@ -10,7 +10,7 @@ After, where ``y1`` is kept::
     h1 = dot(x, W1); y1 = gelu(h1); h2 = dot(y1, W2); y2 = gelu(h2)
     ... h2 ...; g = dot(dh2, W2); h1' = dot(barrier(x, g), W1); ... h1' ...
 
-A segment is all that hangs together, of one pass, between values that are kept. All of it that backward reads is computed
+A segment is all that hangs together, of one pass, between kept values. All of it that backward reads is computed
 again where backward first reads something of it, once the products of the segment before are there: XLA would do those
 last, and hold all they read. The last one is not: backward begins with it. Parameters that backward gathers anyway are
 gathered once.
