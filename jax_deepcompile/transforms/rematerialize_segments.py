@@ -189,7 +189,9 @@ def _segments(tape: Tape, kept: Collection) -> dict[Any, tuple[int, ...]]:
     for place in own:
         for var in tape.operands(place):
             maker = tape.makers.get(var)
-            if var not in kept and maker in found and tape.pass_of(maker) == tape.pass_of(place):
+            if maker is None or maker not in found or var in kept:
+                continue
+            if tape.pass_of(maker) == tape.pass_of(place):
                 found.merge(place, maker)
     segments = {}
     for together in found.subsets():
