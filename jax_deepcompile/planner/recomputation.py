@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -144,8 +144,8 @@ def find_recomputation(program: Program, costs: CostModel) -> list[RecomputeRegi
                 passes_s = sum(seconds) - backward_s, backward_s
                 known = value_names(body, phased=not loops[0])
                 soon = _read_soon(tape, activations, known, seconds, costs) if residuals else soon
-            made = copy_s, residuals, passes_s, soon
-            regions.append(RecomputeRegion(loops, body, activations, names, seconds, layers, often, *made))
+            found = RecomputeRegion(loops, body, activations, names, seconds, layers, often, copy_s)
+            regions.append(replace(found, residuals=residuals, passes_s=passes_s, soon=soon))
             taken.update(loops if activations else ())
 
     for forward, backward in _in_order(loops):
