@@ -127,6 +127,7 @@ BENCHMARKS: Mapping[str, Simulated] = {
             Workload("llama3_70b", 1024, microbatches=16),
             Workload("llama3_70b_cudnn", 1024, microbatches=16),
             Workload("llama2_7b_cudnn_saved", 4096, batch=2, cluster=Cluster(nodes=1)),
+            Workload("llama2_7b_cudnn_saved_unrolled", 4096, batch=2, cluster=Cluster(nodes=1)),
             Workload("llama3_70b_cudnn", 2048, microbatches=4, cluster=Cluster(nodes=2)),
             Workload("llama3_70b_cudnn", 2048, microbatches=8, cluster=Cluster(nodes=1)),
         ),

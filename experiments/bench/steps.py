@@ -81,6 +81,8 @@ _CUDNN: dict[str, Any] = {"attention": "cudnn"}
 
 _SAVED_7B = dataclasses.replace(llama.LLAMA2_7B, remat_policy=None, **_CUDNN)
 
+_UNROLLED_7B = dataclasses.replace(_SAVED_7B, scan_layers=False)
+
 _CUDNN_70B = dataclasses.replace(llama.LLAMA3_70B, **_CUDNN)
 
 # The sizes of https://huggingface.co/Qwen/Qwen3-14B/blob/main/config.json; its norms of queries and keys are left out.
@@ -97,6 +99,7 @@ MODELS: Mapping[str, Callable[[bool], tuple[Gradients, Any]]] = {
     "qwen3_14b_cudnn": lambda by_hand: llama_gradients(_QWEN3_14B, by_hand),
     "qwen3_14b_cudnn_activations_on_host": lambda by_hand: llama_gradients(_on_host(_QWEN3_14B), by_hand),
     "llama2_7b_cudnn_saved": lambda by_hand: llama_gradients(_SAVED_7B, by_hand),
+    "llama2_7b_cudnn_saved_unrolled": lambda by_hand: llama_gradients(_UNROLLED_7B, by_hand),
     "mixtral_8x7b": lambda by_hand: mixtral_gradients(_MIXTRAL_8X7B, by_hand),
     "mixtral_8x7b_cudnn": lambda by_hand: mixtral_gradients(dataclasses.replace(_MIXTRAL_8X7B, **_CUDNN), by_hand),
 }

@@ -8,7 +8,7 @@ the time of layer loops, forward and backward, each as long as the busiest of co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -74,6 +74,20 @@ class Phases:
             both_ways_bytes_per_s=both_ways,
         )
 
+    @property
+    def alone_s_per_byte(self) -> float:
+        """What copies in and out again take longer than if others went the other way meanwhile."""
+        there, back = 1 / self.to_host_bytes_per_s, 1 / self.from_host_bytes_per_s
+        return max(there + back - 1 / self.both_ways_bytes_per_s, 0.0)
+
+    def update_s(self, sizes: Collection[int]) -> float:
+        """What leaves of those bytes wait for around their update: one comes in while the one before goes out.
+
+        Nothing goes out while the first comes in, and nothing comes in while the last goes out: there are few bytes in
+        flight if no leaf is large.
+        """
+        return sum(sizes) / self.both_ways_bytes_per_s + max(sizes, default=0) * self.alone_s_per_byte
+
 
 _MANY_BYTES = 1 << 30
 
@@ -137,8 +151,12 @@ def choose(
     loops = [each for each in found if each.region.is_of_loops]
     gathered = {model.variable(_LEAST * each.size_bytes / phases.bytes_per_s): each for each in stacks}
     sizes = {var: float(each.size_bytes) for var, each in gathered.items()}
+    movable = state if host_bytes > 0 else {}
     rate = phases.both_ways_bytes_per_s
-    leaves = {model.variable(leaf.size_bytes / rate): (name, leaf) for name, leaf in state.items() if host_bytes > 0}
+    leaves = {model.variable(leaf.size_bytes / rate): (name, leaf) for name, leaf in movable.items()}
+    alone_s = model.variable(1.0, upper=math.inf)
+    for var, (_, leaf) in leaves.items():
+        model.at_least({alone_s: 1.0, var: -leaf.size_bytes * phases.alone_s_per_byte}, 0.0)
     moved = {var: float(leaf.size_bytes) for var, (_, leaf) in leaves.items()}
     freed = {var: float(leaf.freed_bytes) for var, (_, leaf) in leaves.items()}
     streamed = {var: leaf.reads / 2 * leaf.size_bytes for var, (_, leaf) in leaves.items() if leaf.reads}
@@ -171,8 +189,8 @@ def choose(
     gained_s = now_s - values[forward_s] - values[backward_s]
     gained_s += sum(each.gained_s(values) - _gained_s(each.region, already) for each in found)
     away = tuple(name for var, (name, _) in leaves.items() if values[var])
-    before = sum(state[name].size_bytes for name in already.state if name in state)
-    gained_s += (before - sum(state[name].size_bytes for name in away)) / rate
+    before, after = ([state[name].size_bytes for name in names if name in state] for names in (already.state, away))
+    gained_s += phases.update_s(before) - phases.update_s(after)
     kept = {each.region.loops: positions for each in found if (positions := each.at_hand(values))}
     offloaded = {each.region.loops: names for each in found if (names := each.away(values))}
     taken = tuple(each for var, each in gathered.items() if values[var])

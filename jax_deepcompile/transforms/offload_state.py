@@ -8,9 +8,10 @@ After, for one parameter after the other::
 
     d = to_device(m); e = f(d, g); p' = h(p, e); m' = to_host(e)
 
-Two parameters at a time are on their way: what the next but one needs waits until the results of this one are there. So
-copies run both ways at once, and the device holds a few leaves instead of all. Where even those are too large, stacks
-are updated in a loop, a layer at a time::
+As much is on its way as two of the largest parameters take: what comes later waits until the results of earlier ones are
+there. So copies run both ways at once, and the device holds a few leaves instead of all. Those whose gradients are there
+first come first, and the first begin as soon as theirs are, beside what is left of backward and the norm of all gradients.
+Where even those are too large, stacks are updated in a loop, a layer at a time::
 
     loop(t): d = to_device(m[t]); e = f(d, g[t]); p[t] = h(p[t], e); m[t] = to_host(e)
 
@@ -127,13 +128,17 @@ def _updated(
     read_here = {*variables(atom for eqn in jaxpr.eqns for atom in eqn.invars)}
     read_here |= {*variables(atom for place, atom in enumerate(jaxpr.outvars) if place not in back)}
     groups = _together(jaxpr, [leaf for leaf in host if not is_on_host(leaf)])
+    order = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    groups.sort(key=lambda group: max((order[var] for var in group.gradients(jaxpr)), default=0))
     later = {id(eqn) for group in groups for eqn in group.eqns}
     known = compute([eqn for eqn in jaxpr.eqns if id(eqn) not in later], known)
     early = {place for place in results if place not in back and jaxpr.outvars[place] in known}
     donors = {result: inputs[place] for place, result in program.state_outputs}
-    done: list[list] = []
+    done: list[tuple[int, list]] = []
+    room_bytes = _IN_FLIGHT * max((group.size_bytes for group in groups), default=0)
     for group in groups:
-        awaited = done[-_IN_FLIGHT] if len(done) >= _IN_FLIGHT else [known[var] for var in group.reads]
+        behind = _behind(done, room_bytes - group.size_bytes)
+        awaited = [known[var] for var in group.gradients(jaxpr)] if behind is None else behind
         fetched = [leaf for leaf in group.leaves if leaf in read_here]
         waiting, _ = lax.optimization_barrier(([host[leaf] for leaf in fetched], awaited)) if fetched else ([], None)
         here = dict(zip(fetched, waiting, strict=True))
@@ -151,7 +156,7 @@ def _updated(
             known |= {jaxpr.outvars[place]: value for place, value in updated.items() if place not in places}
             back |= {place: updated[place] for place in places}
         if places:
-            done.append([back[place] for place in places])
+            done.append((group.size_bytes, [back[place] for place in places]))
     return [back[place] if place in back else read(atom, known) for place, atom in enumerate(jaxpr.outvars)]
 
 
@@ -176,7 +181,20 @@ def _as_if_here(jaxpr: Any, leaves: Sequence[int], results: Collection[int]) -> 
 
 
 _IN_FLIGHT = 2
-"""Groups that are on their way at a time: one comes in while the other goes out."""
+"""Groups of the largest size that may be on their way at a time: one comes in while the other goes out."""
+
+
+def _behind(done: Sequence[tuple[int, list]], room_bytes: int) -> list | None:
+    """The last results that have to be there so that what is on its way after them has room; None if all has.
+
+    Args:
+      done: bytes and results, in order.
+    """
+    for size, results in reversed(done):
+        room_bytes -= size
+        if room_bytes < 0:
+            return results
+    return None
 
 
 @dataclass(frozen=True)
@@ -185,15 +203,25 @@ class _Group:
 
     Attributes:
       eqns: that read one of them, or what is made of it.
-      reads: what else those read.
     """
 
     leaves: tuple
     eqns: tuple
 
     @property
-    def reads(self) -> list:
-        return [var for var in free_variables(self.eqns, ()) if var not in self.leaves]
+    def size_bytes(self) -> int:
+        return sum(map(size_bytes, self.leaves))
+
+    def gradients(self, jaxpr: Any) -> list:
+        """What the arrays that its equations read are made of, element by element: before any norm scales them."""
+        wanted, found = {var for var in free_variables(self.eqns, ()) if var not in self.leaves}, []
+        for eqn in reversed(jaxpr.eqns):
+            made = [var for var in eqn.outvars if var in wanted and var.aval.shape]
+            if made and _is_elementwise(eqn, made[0].aval.shape):
+                wanted |= {*variables(eqn.invars)}
+            else:
+                found += made
+        return found
 
 
 def _together(jaxpr: Any, leaves: Sequence) -> list[_Group]:

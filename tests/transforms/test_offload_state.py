@@ -12,6 +12,7 @@ from jax import lax
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.dataflow import needed_for
 from jax_deepcompile.ir.memory import HOST_KIND, is_fetch, is_offload, is_on_host
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
@@ -150,7 +151,7 @@ def test_before_and_after():
     after = lines(away(program, mesh, ["m"]))
     assert after[:-7] == lines(program)[:-4]
     assert after[-7:] == [
-        "optimization_barrier f32<host>[2,16] f32[2,16] f32[2,16] -> f32<host>[2,16] f32[2,16] f32[2,16]",
+        "optimization_barrier f32<host>[2,16] f32[2,16] -> f32<host>[2,16] f32[2,16]",
         "device_put f32<host>[2,16] -> f32[2,16]",
         *update,
         *descent,
@@ -183,13 +184,44 @@ def test_what_is_not_elementwise_or_not_read_is_updated_at_once(step, small_laye
     assert not loops(away(program, mesh, STEPS["norm" if step is normed else "unread"][1], by_layer=True))
 
 
-@pytest.mark.cpu_mesh
-def test_with_clipping_by_the_global_norm_values_stay_the_same():
+def clipped():
     optimizer = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.1, momentum=0.9))
     program, mesh = sharded(stack_loss, STACK, optimizer=optimizer)
     names = [name for name in movable(program).values() if "trace" in name]
     assert len(names) == 3
+    return program, mesh, names
+
+
+@pytest.mark.cpu_mesh
+def test_with_clipping_by_the_global_norm_values_stay_the_same():
+    program, mesh, names = clipped()
     assert_same_values(away(program, mesh, names), program, mesh)
+
+
+@pytest.mark.pure
+def test_the_first_leaves_come_while_the_norm_of_all_gradients_is_computed():
+    eqns = open_jaxpr(away(*clipped()).jaxpr).eqns
+    assert "sqrt" in {eqn.primitive.name for eqn in eqns}
+    first, second, third = (eqn for eqn in eqns if is_barrier_of_host(eqn))
+    for eqn in (first, second):
+        assert "sqrt" not in {each.primitive.name for each in needed_for(eqns, eqn.invars)}
+    assert "sqrt" in {each.primitive.name for each in needed_for(eqns, third.invars)}
+
+
+@pytest.mark.parametrize(
+    ("done", "room_bytes", "behind"),
+    [
+        ([], 4, None),
+        ([(4, ["a"])], 4, None),
+        ([(4, ["a"]), (4, ["b"])], 4, ["a"]),
+        ([(4, ["a"]), (1, ["b"]), (2, ["c"])], 4, ["a"]),
+        ([(4, ["a"]), (1, ["b"]), (2, ["c"])], 7, None),
+        ([(4, ["a"])], 0, ["a"]),
+    ],
+)
+@pytest.mark.pure
+def test_as_much_is_on_its_way_as_there_is_room_for(done, room_bytes, behind):
+    assert offload_state._behind(done, room_bytes) == behind
 
 
 @pytest.mark.pure
@@ -212,11 +244,15 @@ def test_each_leaf_is_copied_once_and_what_stays_the_same_is_not_copied_back(ste
     assert copies(away(*stepped(step), ["m"])) == counts
 
 
+def is_barrier_of_host(eqn) -> bool:
+    return eqn.primitive.name == "optimization_barrier" and is_on_host(eqn.invars[0])
+
+
 def barriers(program: Program) -> list:
     """Those that copies from the host wait at: (leaves that come, values on the host that are waited for)."""
     found = []
     for eqn in open_jaxpr(program.jaxpr).eqns:
-        if eqn.primitive.name == "optimization_barrier" and is_on_host(eqn.invars[0]):
+        if is_barrier_of_host(eqn):
             host = [atom for atom in eqn.invars if is_on_host(atom)]
             coming = [atom for atom in host if atom in open_jaxpr(program.jaxpr).invars]
             found.append((coming, [atom for atom in host if atom not in coming]))
