@@ -8,10 +8,10 @@ After, for one parameter after the other::
 
     d = to_device(m); e = f(d, g); p' = h(p, e); m' = to_host(e)
 
-As much is on its way as two of the largest parameters take: what comes later waits until the results of earlier ones are
-there. So copies run both ways at once, and the device holds a few leaves instead of all. Those whose gradients are there
-first come first, and the first begin as soon as theirs are, beside what is left of backward and the norm of all gradients.
-Where even those are too large, stacks are updated in a loop, a layer at a time::
+As much is on its way as two of the largest parameters take: what comes later waits until the results of earlier ones
+are there. So copies run both ways at once, and the device holds a few leaves instead of all. Those whose gradients are
+there first come first, and the first begin as soon as theirs are, beside what is left of backward and the norm of all
+gradients. Where even those are too large, stacks are updated in a loop, a layer at a time::
 
     loop(t): d = to_device(m[t]); e = f(d, g[t]); p[t] = h(p[t], e); m[t] = to_host(e)
 
