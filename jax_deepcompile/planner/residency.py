@@ -17,7 +17,6 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from jax_deepcompile.analysis.recomputed import Activation
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.simulation import Totals
 from jax_deepcompile.ir.primitives import PRODUCTS
@@ -208,10 +207,10 @@ _WORTH = 3.0
 """How many times longer cheap work must take again than bringing from memory: most of it XLA does beside other."""
 
 
-def _worth(region: RecomputeRegion, activation: Activation) -> float:
-    """Likewise, of ``activation``: products are kernels of their own, and what is theirs is written anyway."""
-    makers = (eqn for eqn in region.body.eqns if activation.again[0] in eqn.outvars)
-    return 1.0 if any(eqn.primitive.name in PRODUCTS for eqn in makers) else _WORTH
+def _worths(region: RecomputeRegion) -> list[float]:
+    """Likewise, of each activation: products are kernels of their own, and what is theirs is written anyway."""
+    products = {var for eqn in region.body.eqns if eqn.primitive.name in PRODUCTS for var in eqn.outvars}
+    return [1.0 if each.again[0] in products else _WORTH for each in region.activations]
 
 
 _LEAST = 1e-3
@@ -267,8 +266,8 @@ class _Region:
         self.region, self.keep, self.send, self.move = region, dict[int, int](), dict[int, int](), dict[int, int]()
         can_move = to_host and (region.is_of_loops or bool(region.residuals))
         there: dict = {}
-        for place, activation in enumerate(region.activations):
-            cost = _worth(region, activation) * region.step_s(region.copy_s[place])
+        for place, (activation, worth) in enumerate(zip(region.activations, _worths(region), strict=True)):
+            cost = worth * region.step_s(region.copy_s[place])
             self.keep[place] = model.variable(cost)
             if can_move and activation.size_bytes >= COPIED_BYTES and region.names[place] not in region.soon:
                 self.send[place] = model.variable(cost + self._least_s(activation.size_bytes))

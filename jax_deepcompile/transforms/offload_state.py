@@ -11,9 +11,7 @@ After, for one parameter after the other::
 As much is on its way as two of the largest parameters take: what comes later waits until the results of earlier ones
 are there. So copies run both ways at once, and the device holds a few leaves instead of all. Those whose gradients are
 there first come first, and the first begin as soon as theirs are, beside what is left of backward and the norm of all
-gradients. Where even those are too large, stacks are updated in a loop, a layer at a time::
-
-    loop(t): d = to_device(m[t]); e = f(d, g[t]); p[t] = h(p[t], e); m[t] = to_host(e)
+gradients. Where even those are too large, stacks are updated a layer at a time (``stack_updates``).
 
 Guarantees: values are bitwise the same; each leaf is copied in once and out once, one that does not change not at all;
 the memory that a donated leaf has on the host is that of its successor.
@@ -35,11 +33,11 @@ from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.names import parameter_names
 from jax_deepcompile.ir.memory import DEVICE, HOST, HOST_KIND, is_fetch, is_offload, is_on_host
 from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.ir.primitives import ELEMENTWISE
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.ir.retrace import compute, read, trace_blocks
 from jax_deepcompile.ir.rewrite import with_renamed_operands
 from jax_deepcompile.transforms.decision import Decision, positions
+from jax_deepcompile.transforms.stack_updates import StackUpdate, is_elementwise, run, together
 
 
 @dataclass(frozen=True)
@@ -134,30 +132,43 @@ def _updated(
     known = compute([eqn for eqn in jaxpr.eqns if id(eqn) not in later], known)
     early = {place for place in results if place not in back and jaxpr.outvars[place] in known}
     donors = {result: inputs[place] for place, result in program.state_outputs}
-    done: list[tuple[int, list]] = []
-    room_bytes = _IN_FLIGHT * max((group.size_bytes for group in groups), default=0)
+    whole, stacks = list[tuple[_Group, list[int]]](), list[StackUpdate]()
     for group in groups:
-        behind = _behind(done, room_bytes - group.size_bytes)
-        awaited = [known[var] for var in group.gradients(jaxpr)] if behind is None else behind
-        fetched = [leaf for leaf in group.leaves if leaf in read_here]
-        waiting, _ = lax.optimization_barrier(([host[leaf] for leaf in fetched], awaited)) if fetched else ([], None)
-        here = dict(zip(fetched, waiting, strict=True))
         made = {*group.leaves, *(var for eqn in group.eqns for var in eqn.outvars)}
         places = [place for place in results if place not in back and jaxpr.outvars[place] in made]
         ready = [place for place in early if succeeded[place] in group.leaves]
-        in_place = not ready and all(succeeded[place] in here for place in places)
-        layers = _Layers.of(jaxpr, group, places) if by_layer and in_place else None
-        if layers is None:
-            known = compute(group.eqns, known | {leaf: jax.device_put(value, DEVICE) for leaf, value in here.items()})
-            places += ready
-            back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places}
+        in_place = not ready and read_here.issuperset({*group.leaves, *(succeeded[place] for place in places)})
+        stack = StackUpdate.of(jaxpr, group.leaves, group.eqns, places) if by_layer and in_place else None
+        if stack is None:
+            whole.append((group, places + ready))
         else:
-            updated = layers.run(known | here, donors, places)
-            known |= {jaxpr.outvars[place]: value for place, value in updated.items() if place not in places}
-            back |= {place: updated[place] for place in places}
+            stacks.append(stack)
+    done: list[tuple[int, list]] = []
+    room_bytes = _IN_FLIGHT * max((group.size_bytes for group, _ in whole), default=0)
+    for group, places in whole:
+        behind = _behind(done, room_bytes - group.size_bytes)
+        awaited = [known[var] for var in group.gradients(jaxpr)] if behind is None else behind
+        here = _once(awaited, {leaf: host[leaf] for leaf in group.leaves if leaf in read_here})
+        known = compute(group.eqns, known | {leaf: jax.device_put(value, DEVICE) for leaf, value in here.items()})
+        back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places}
         if places:
             done.append((group.size_bytes, [back[place] for place in places]))
+    for several in together(stacks):
+        leaves_of = [leaf for each in several for leaf in each.leaves]
+        awaited = [known[var] for each in groups if each.leaves[0] in leaves_of for var in each.gradients(jaxpr)]
+        here = _once([*awaited, *(done[-1][1] if done else ())], {leaf: host[leaf] for leaf in leaves_of})
+        made = run(several, known | here, donors)
+        gone = [place for each in several for place in each.away]
+        back |= {place: made[place] for place in gone}
+        known |= {jaxpr.outvars[place]: value for place, value in made.items() if place not in gone}
+        done.append((0, [back[place] for place in gone]))
     return [back[place] if place in back else read(atom, known) for place, atom in enumerate(jaxpr.outvars)]
+
+
+def _once(awaited: Sequence, values: Mapping[Any, Any]) -> dict:
+    """The ``values`` once what is ``awaited`` is there."""
+    waiting, _ = lax.optimization_barrier((list(values.values()), awaited)) if values else ([], None)
+    return dict(zip(values, waiting, strict=True))
 
 
 def _as_if_here(jaxpr: Any, leaves: Sequence[int], results: Collection[int]) -> tuple[Any, dict]:
@@ -217,7 +228,7 @@ class _Group:
         wanted, found = {var for var in free_variables(self.eqns, ()) if var not in self.leaves}, []
         for eqn in reversed(jaxpr.eqns):
             made = [var for var in eqn.outvars if var in wanted and var.aval.shape]
-            if made and _is_elementwise(eqn, made[0].aval.shape):
+            if made and is_elementwise(eqn, made[0].aval.shape):
                 wanted |= {*variables(eqn.invars)}
             else:
                 found += made
@@ -238,81 +249,3 @@ def _together(jaxpr: Any, leaves: Sequence) -> list[_Group]:
             reader[id(eqn)] = found[0]
     groups = dict.fromkeys(group_of.values())
     return [_Group(group, tuple(eqn for eqn in jaxpr.eqns if reader.get(id(eqn)) in group)) for group in groups]
-
-
-@dataclass(frozen=True)
-class _Layers:
-    """The elementwise update of stacks of one shape, a layer at a time.
-
-    Attributes:
-      shape: of every stack.
-      eqns: of the update, and cheap ones before it, so that no stack is there that only this reads.
-      made: by position the results that it makes.
-    """
-
-    shape: tuple[int, ...]
-    eqns: tuple
-    made: Mapping[int, Any]
-
-    @classmethod
-    def of(cls, jaxpr: Any, group: _Group, away: Sequence[int]) -> _Layers | None:
-        """None where it cannot be: for what is not elementwise, on stacks of one shape and scalars, each a result once.
-
-        Args:
-          away: positions of the results that go to the host.
-        """
-        shape = group.leaves[0].aval.shape
-        if len(shape) < 2 or size_bytes(group.leaves[0]) < shape[0] * _LAYER_BYTES:
-            return None
-        makers = {var: eqn for eqn in jaxpr.eqns if _is_elementwise(eqn, shape) for var in eqn.outvars}
-        results = {var for eqn in group.eqns for var in eqn.outvars}
-        made = {place: atom for place, atom in enumerate(jaxpr.outvars) if variables([atom]) and atom in results}
-        others = [leaf for leaf in group.leaves if leaf.aval.shape != shape]
-        if others or not set(away) <= made.keys() or len(set(made.values())) != len(made):
-            return None
-        if any(eqn.outvars[0] not in makers or eqn.outvars[0].aval.shape != shape for eqn in group.eqns):
-            return None
-        needed, waiting = set(), list(results)
-        while waiting:
-            eqn = makers.get(waiting.pop())
-            if eqn is not None and id(eqn) not in needed and eqn.outvars[0].aval.shape:
-                needed.add(id(eqn))
-                waiting += variables(eqn.invars)
-        return cls(shape, tuple(eqn for eqn in jaxpr.eqns if id(eqn) in needed), made)
-
-    def run(self, known: Mapping[Any, Any], donors: Mapping[int, Any], away: Sequence[int]) -> dict[int, Any]:
-        """The results by position, in the memory of their donors where they have one."""
-        starts = [
-            known[donors[place]] if place in donors else lax.empty(var.aval.shape, var.aval.dtype)
-            for place, var in self.made.items()
-        ]
-        donated = {donors[place]: number for number, place in enumerate(self.made) if place in donors}
-
-        def layer(t: Any, stacks: list) -> list:
-            def cut(var: Any) -> Any:
-                stack = stacks[donated[var]] if var in donated else known[var]
-                if var.aval.shape != self.shape:
-                    return stack
-                value = lax.dynamic_index_in_dim(stack, t, keepdims=True)
-                return jax.device_put(value, DEVICE) if is_on_host(value) else value
-
-            here = compute(self.eqns, {var: cut(var) for var in free_variables(self.eqns, self.made.values())})
-            pairs = zip(stacks, self.made.items(), strict=True)
-            return [
-                lax.dynamic_update_slice_in_dim(
-                    stack, jax.device_put(here[var], HOST) if place in away else here[var], t, 0
-                )
-                for stack, (place, var) in pairs
-            ]
-
-        return dict(zip(self.made, lax.fori_loop(0, self.shape[0], layer, starts), strict=True))
-
-
-def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
-    name = eqn.primitive.name
-    shapes = {atom.aval.shape for atom in (*eqn.invars, *eqn.outvars)}
-    return name in ELEMENTWISE and name != "reshape" and shapes <= {shape, ()}
-
-
-_LAYER_BYTES = 1 << 20
-"""What is less is not worth a turn of a loop."""

@@ -168,3 +168,6 @@ def test_parameters_on_the_host_come_a_layer_at_a_time_beside_products():
     beside = [products_beside_copies(body) for body in loop_bodies(read(compiled.as_text()))]
     forward, backward = (each for each in beside if any(each))
     assert min(*forward, *backward) >= 1
+    update = next(loop.trip for loop in deepcompile.simulate(compiled, h100s()).loops if not loop.trip.gathered_bytes)
+    assert memory.host_temp_size_in_bytes == 0
+    assert update.exposed_copy_s + update.compute_s < 0.75 * update.copy_s, "copies run both ways at once"

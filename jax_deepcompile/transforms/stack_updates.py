@@ -1,0 +1,181 @@
+"""The elementwise update of stacks, some of which are in the host's memory, a layer at a time.
+
+Before, with ``m`` and ``n`` on the host::
+
+    m' = f(m, g); p' = h(p, m')
+    n' = f(n, k); q' = h(q, n')
+
+After::
+
+    loop(t, a = to_device(m[0])):
+        e = f(a, g[t]); p[t] = h(p[t], e); m[t] = to_host(e); b = to_device(n[t])
+        e = f(b, k[t]); q[t] = h(q[t], e); n[t] = to_host(e); a = to_device(m[t + 1])
+
+What one update needs comes in while what the one before made goes out, so copies run both ways at once. Where there is
+one alone nothing comes in meanwhile: to read its next layer before this one is written, XLA would copy the stack.
+
+Guarantees: values are bitwise the same; stacks are updated in place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax import lax
+
+from jax_deepcompile.analysis.dataflow import free_variables, variables
+from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.ir.memory import DEVICE, HOST, is_on_host
+from jax_deepcompile.ir.primitives import ELEMENTWISE
+from jax_deepcompile.ir.retrace import compute
+
+
+@dataclass(frozen=True)
+class StackUpdate:
+    """The update of stacks of one shape.
+
+    Attributes:
+      leaves: of the state, on the host.
+      eqns: of the update, and cheap ones before it, so that no stack is there that only this reads.
+      made: by position the results of the program that it makes.
+      away: positions of those that go to the host.
+    """
+
+    leaves: tuple
+    eqns: tuple
+    made: Mapping[int, Any]
+    away: tuple[int, ...]
+
+    @classmethod
+    def of(cls, jaxpr: Any, leaves: Sequence, eqns: Sequence, away: Sequence[int]) -> StackUpdate | None:
+        """None where it cannot be: for what is not elementwise, on stacks of one shape and scalars, each a result once.
+
+        Args:
+          eqns: that read one of ``leaves``, or what is made of them.
+        """
+        shape = leaves[0].aval.shape
+        if not away or len(shape) < 2 or size_bytes(leaves[0]) < shape[0] * _LAYER_BYTES:
+            return None
+        makers = {var: eqn for eqn in jaxpr.eqns if is_elementwise(eqn, shape) for var in eqn.outvars}
+        results = {var for eqn in eqns for var in eqn.outvars}
+        made = {place: atom for place, atom in enumerate(jaxpr.outvars) if variables([atom]) and atom in results}
+        others = [leaf for leaf in leaves if leaf.aval.shape != shape]
+        if others or not set(away) <= made.keys() or len(set(made.values())) != len(made):
+            return None
+        if any(eqn.outvars[0] not in makers or eqn.outvars[0].aval.shape != shape for eqn in eqns):
+            return None
+        needed, waiting = set(), list(results)
+        while waiting:
+            eqn = makers.get(waiting.pop())
+            if eqn is not None and id(eqn) not in needed and eqn.outvars[0].aval.shape:
+                needed.add(id(eqn))
+                waiting += variables(eqn.invars)
+        eqns = tuple(eqn for eqn in jaxpr.eqns if id(eqn) in needed)
+        return cls(tuple(leaves), eqns, made, tuple(away))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.leaves[0].aval.shape
+
+    @cached_property
+    def reads(self) -> list:
+        return free_variables(self.eqns, self.made.values())
+
+
+def is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
+    """Whether ``eqn`` makes an array of ``shape``, or a scalar, of such ones alone, element by element."""
+    name = eqn.primitive.name
+    shapes = {atom.aval.shape for atom in (*eqn.invars, *eqn.outvars)}
+    return name in ELEMENTWISE and name != "reshape" and shapes <= {shape, ()}
+
+
+_LAYER_BYTES = 1 << 20
+"""What is less is not worth a turn of a loop."""
+
+
+def together(updates: Sequence[StackUpdate]) -> list[list[StackUpdate]]:
+    """The ``updates`` that one loop runs: of as many layers, those of about as many bytes beside one another."""
+    found = defaultdict[int, list[StackUpdate]](list)
+    for each in sorted(updates, key=lambda each: sum(map(size_bytes, each.leaves))):
+        found[each.shape[0]].append(each)
+    return list(found.values())
+
+
+def run(updates: Sequence[StackUpdate], known: Mapping[Any, Any], donors: Mapping[int, Any]) -> dict[int, Any]:
+    """The results of all by position, in the memory of their donors where they have one.
+
+    Args:
+      updates: of as many layers.
+      known: what they read.
+      donors: variables whose memory results take, by the results' positions.
+    """
+    layers, several = updates[0].shape[0], [_Running(each, known, donors) for each in updates]
+
+    def turn(t: Any, carry: tuple[list, list]) -> tuple[list, list]:
+        stacks, coming = carry
+        for at, each in enumerate(several):
+            coming = coming or each.fetched(stacks[at], t)
+            stacks[at] = each.updated(stacks[at], coming, t)
+            after = (at + 1) % len(several)
+            next_layer = t if after else lax.min(t + 1, layers - 1)
+            coming = several[after].fetched(stacks[after], next_layer) if len(several) > 1 else []
+        return stacks, coming
+
+    starts = [each.starts for each in several]
+    first = several[0].fetched(starts[0], 0) if len(several) > 1 else []
+    stacks, _ = lax.fori_loop(0, layers, turn, (starts, first))
+    return {
+        place: stack
+        for each, made in zip(updates, stacks, strict=True)
+        for place, stack in zip(each.made, made, strict=True)
+    }
+
+
+@dataclass(frozen=True)
+class _Running:
+    """An update in a loop; its ``stacks`` there are those of its results, in order."""
+
+    update: StackUpdate
+    known: Mapping[Any, Any]
+    donors: Mapping[int, Any]
+
+    @cached_property
+    def starts(self) -> list:
+        return [
+            self.known[self.donors[place]] if place in self.donors else lax.empty(var.aval.shape, var.aval.dtype)
+            for place, var in self.update.made.items()
+        ]
+
+    @cached_property
+    def _donated(self) -> dict[Any, int]:
+        return {self.donors[place]: number for number, place in enumerate(self.update.made) if place in self.donors}
+
+    @cached_property
+    def _coming(self) -> list:
+        """What it reads that is on the host."""
+        return [var for var in self.update.reads if is_on_host(self.known[var])]
+
+    def _cut(self, var: Any, stacks: Sequence, t: Any) -> Any:
+        stack = stacks[self._donated[var]] if var in self._donated else self.known[var]
+        return lax.dynamic_index_in_dim(stack, t, keepdims=True) if var.aval.shape else stack
+
+    def fetched(self, stacks: Sequence, t: Any) -> list:
+        """Layer ``t`` of what is on the host."""
+        return [jax.device_put(self._cut(var, stacks, t), DEVICE) for var in self._coming]
+
+    def updated(self, stacks: Sequence, coming: Sequence, t: Any) -> list:
+        """The ``stacks`` with layer ``t`` updated, of which what is on the host is ``coming``."""
+        here = dict(zip(self._coming, coming, strict=True))
+        here |= {var: self._cut(var, stacks, t) for var in self.update.reads if var not in here}
+        made = compute(self.update.eqns, here)
+        return [
+            lax.dynamic_update_slice_in_dim(
+                stack, jax.device_put(made[var], HOST) if place in self.update.away else made[var], t, 0
+            )
+            for stack, (place, var) in zip(stacks, self.update.made.items(), strict=True)
+        ]
