@@ -329,7 +329,13 @@ def images(seed: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("build", "loss_of", "make_batch", "meshes"),
     [
-        (lambda: mixtral.Mixtral(mixtral.MIXTRAL_TINY, rngs=nnx.Rngs(0)), mixtral_loss, tokens, ["8", "2x4"]),
+        pytest.param(
+            lambda: mixtral.Mixtral(mixtral.MIXTRAL_TINY, rngs=nnx.Rngs(0)),
+            mixtral_loss,
+            tokens,
+            ["8", "2x4"],
+            marks=pytest.mark.slow,
+        ),
         (lambda: mixtral.Mixtral(CAPPED, rngs=nnx.Rngs(0)), mixtral_loss, tokens, ["8"]),
         (lambda: vit.ViT(vit.VIT_TINY, rngs=nnx.Rngs(0)), vit_loss, images, ["2x4", "1"]),
     ],
@@ -396,7 +402,7 @@ def test_parameters_that_are_cast_in_a_loop_over_layers(layer):
 ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu, "gelu": jax.nn.gelu, "softmax": jax.nn.softmax}
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     activation=st.sampled_from(sorted(ACTIVATIONS)),
     masked=st.booleans(),

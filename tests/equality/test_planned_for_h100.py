@@ -76,7 +76,9 @@ def training(model: nn.Module) -> tuple[Callable, TrainState]:
     return step, TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
 
-@pytest.mark.parametrize(("create", "microbatches"), [(scanned, 1), (scanned, 2), (Layers, 1)])
+@pytest.mark.parametrize(
+    ("create", "microbatches"), [pytest.param(scanned, 1, marks=pytest.mark.slow), (scanned, 2), (Layers, 1)]
+)
 def test_a_planned_step_equals_one_device(create, microbatches):
     step, state = training(create())
     h100s = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
@@ -85,7 +87,10 @@ def test_a_planned_step_equals_one_device(create, microbatches):
     assert_trains_alike(step, state, plan, microbatches)
 
 
-@pytest.mark.parametrize(("create", "microbatches"), [(scanned, 1), (scanned, 2), (CheckpointedLayers, 2)])
+@pytest.mark.parametrize(
+    ("create", "microbatches"),
+    [pytest.param(scanned, 1, marks=pytest.mark.slow), (scanned, 2), (CheckpointedLayers, 2)],
+)
 def test_so_it_does_with_every_activation_kept(create, microbatches):
     step, state = training(create())
     h100s = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))

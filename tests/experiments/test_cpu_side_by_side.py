@@ -53,7 +53,10 @@ def test_the_benchmark_runs_them_in_turn(tmp_path, monkeypatch, capsys):
     assert "mlp" not in capsys.readouterr().err, "nothing is measured again"
 
 
-@pytest.mark.parametrize("name", SMALL)
+SLOW = ("llama", "mixtral", "resnet", "small transformer", "vit")
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in SMALL])
 def test_no_more_is_sent_than_under_jit(name: str):
     made = SMALL[name]()
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -215,6 +215,7 @@ def bodies():
 FORWARD_KINDS, BACKWARD_KINDS = ("all-gather-start",), ("all-gather-start", "reduce-scatter-start")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [FORWARD_KINDS, BACKWARD_KINDS], ids=["forward", "backward"])
 def test_every_layer_sized_collective_of_a_loop_has_work_beside_it(bodies, kinds):
     """Forward loops gather, backward loops gather and reduce."""
