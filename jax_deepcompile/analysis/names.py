@@ -167,7 +167,7 @@ def _loop_name(program: Program, path: Path, eqn: Any) -> str:
     parameters = {name for name, port in roles if port.role is Role.PARAM}
     paths = [name.split("/") for name in dict.fromkeys(read) if name in parameters]
     if paths:
-        module = _shared(paths) if len(paths) > 1 else paths[0][:-1]
+        module = _shared(paths) or _shared([path[1:] for path in paths]) if len(paths) > 1 else paths[0][:-1]
         return "/".join(module or paths[0]) + (" @backward" if _is_backward(eqn) else " @forward")
     function = _function(eqn)
     return function or ("microbatches" if any(loops_in(Scan(eqn).body)) or _is_backward(eqn) else "loop")
