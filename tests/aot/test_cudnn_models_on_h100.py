@@ -75,7 +75,13 @@ def simulated(make, attention, mesh, *passes):
     return compiled, deepcompile.simulate(compiled, mesh)
 
 
-@pytest.mark.parametrize(("make", "heads"), [(llama_step, 64), (mixtral_step, 32)], ids=["Llama-3-70B", "Mixtral-8x7B"])
+@pytest.mark.parametrize(
+    ("make", "heads"),
+    [
+        pytest.param(llama_step, 64, id="Llama-3-70B"),
+        pytest.param(mixtral_step, 32, id="Mixtral-8x7B", marks=pytest.mark.slow),
+    ],
+)
 def test_cudnn_attention_is_of_one_sequence_a_gpu_and_saves_time(mesh, make, heads):
     compiled, found = simulated(make, "cudnn", mesh, deepcompile.PrefetchGathers())
     calls = [each for each in instructions(read(compiled.as_text() or "")) if each.target.startswith("__cudnn$fmha")]

@@ -28,7 +28,7 @@ from jax_deepcompile.partition.rules.base import Kind, LocalEquation, OpRule
 from jax_deepcompile.partition.rules.families import REGISTRY
 from tests.partition.rules.ways import MESHES, Way, legal_ways
 
-WAYS_PER_MESH = 6
+WAYS_PER_MESH = 4
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
