@@ -8,7 +8,7 @@ from pathlib import Path
 
 from experiments.gpu_suite.cases import Row
 from experiments.gpu_suite.results import Results
-from jax_deepcompile.costs.entries import CopyDirection
+from jax_deepcompile.costs.entries import Direction
 from jax_deepcompile.costs.tables import CopyTime, KernelTable, KernelTime, MatmulTime
 from jax_deepcompile.runtime.files import write_whole
 
@@ -26,7 +26,7 @@ def kernel_table(results: Results) -> KernelTable:
             KernelTime(row["kind"], row["size_bytes"], row["seconds"]) for row in memory if row["kind"] != "tiny"
         ),
         copies=tuple(
-            CopyTime(CopyDirection(row["direction"]), row["size_bytes"], row["seconds"])
+            CopyTime(Direction(row["direction"]), row["size_bytes"], row["seconds"])
             for row in results.section("host_copies").measured
             if row["how"] == "alone"
         ),

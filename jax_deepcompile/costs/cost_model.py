@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 
 from jax_deepcompile.analysis.work import Attention, Product
+from jax_deepcompile.costs.entries import Direction
 from jax_deepcompile.costs.hardware import H100_SXM, Hardware
 from jax_deepcompile.costs.network import DGX_NETWORK, Network
 from jax_deepcompile.costs.overlap import NONE, NOTHING_TAKEN, Overlap, Taken
 from jax_deepcompile.costs.rates import NO_RATES, Rates
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.streams import Stream, Timing
-
-
-class Direction(StrEnum):
-    """Which way a copy between device and host goes."""
-
-    TO_HOST = "to host"
-    FROM_HOST = "from host"
 
 
 @dataclass(frozen=True)

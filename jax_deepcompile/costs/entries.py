@@ -175,7 +175,7 @@ class CollectiveFit:
         return self.kind, self.axes
 
 
-class CopyDirection(StrEnum):
+class Direction(StrEnum):
     """Between a device's memory and pinned memory of its host."""
 
     TO_HOST = "to host"
@@ -186,7 +186,7 @@ class CopyDirection(StrEnum):
 class CopyFit:
     """Seconds of a copy in one direction, all devices copying at once, by bytes on each device."""
 
-    direction: CopyDirection
+    direction: Direction
     fit: LinearFit | None
     source: Source
 

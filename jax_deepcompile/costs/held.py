@@ -6,7 +6,7 @@ backward pass is made before and read after it begins, of examples is what depen
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -138,19 +138,21 @@ class _Blocks:
 
     @cached_property
     def readers(self) -> Mapping[int, list[Instruction]]:
-        found: dict[int, list[Instruction]] = {}
-        for each in self.works:
-            for number in {self.block_at[place] for place in self.read_by(each) if place in self.block_at}:
-                found.setdefault(number, []).append(each)
-        return found
+        return self._by_block(self.read_by)
 
     @cached_property
     def writers(self) -> Mapping[int, list[Instruction]]:
+        return self._by_block(self.made_by)
+
+    def _by_block(self, places_of: Callable[[Instruction], list[Place]]) -> dict[int, list[Instruction]]:
         found: dict[int, list[Instruction]] = {}
         for each in self.works:
-            for number in {self.block_at[place] for place in self.made_by(each) if place in self.block_at}:
+            for number in self._blocks(places_of(each)):
                 found.setdefault(number, []).append(each)
         return found
+
+    def _blocks(self, places: Iterable[Place]) -> set[int]:
+        return {self.block_at[place] for place in places if place in self.block_at}
 
     @cached_property
     def of_examples(self) -> frozenset[int]:
@@ -162,7 +164,7 @@ class _Blocks:
             for each in self.works:
                 read = self.read_by(each)
                 if any(place in given or self.block_at.get(place) in found for place in read):
-                    found |= {self.block_at[place] for place in self.made_by(each) if place in self.block_at}
+                    found |= self._blocks(self.made_by(each))
             if len(found) == before:
                 return frozenset(found)
 
@@ -202,7 +204,7 @@ class _Blocks:
                 if opcodes.split(writer.opcode)[0] in kinds:
                     return True
                 if self._does(writer) <= through:
-                    read = {self.block_at[place] for place in self.read_by(writer) if place in self.block_at}
+                    read = self._blocks(self.read_by(writer))
                     waiting += read - seen
                     seen |= read
         return False
@@ -212,7 +214,7 @@ class _Blocks:
             if opcodes.split(reader.opcode)[0] in _REDUCTIONS:
                 return True
             if self._does(reader) <= _MOVES:
-                made = {self.block_at[place] for place in self.made_by(reader) if place in self.block_at}
+                made = self._blocks(self.made_by(reader))
                 if any(self._goes_to_reduction(each, seen | {number}) for each in made - seen - {number}):
                     return True
         return False

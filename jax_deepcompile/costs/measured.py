@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
-from jax_deepcompile.costs.cost_model import CostModel, Direction
+from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.devices import hardware_of, machine_of, network_of
-from jax_deepcompile.costs.entries import CollectiveFit, CopyDirection
+from jax_deepcompile.costs.entries import CollectiveFit, Direction
 from jax_deepcompile.costs.overlap import overlap_of
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.rates import published_rates
@@ -66,7 +66,7 @@ class MeasuredCostModel(CostModel):
         return super().collective_s(kind, size_bytes, group_size, ranks_per_node)
 
     def copy_s(self, size_bytes: float, direction: Direction) -> float:
-        measured = self.profile.copy_s(CopyDirection(direction.value), size_bytes)
+        measured = self.profile.copy_s(direction, size_bytes)
         return super().copy_s(size_bytes, direction) if measured is None else measured
 
     def _devices(self, entry: CollectiveFit) -> int:

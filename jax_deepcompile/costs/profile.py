@@ -13,8 +13,8 @@ from jax_deepcompile.costs import frozen_json
 from jax_deepcompile.costs.entries import (
     CollectiveFit,
     CollectiveKind,
-    CopyDirection,
     CopyFit,
+    Direction,
     Machine,
     MemoryFigures,
     Method,
@@ -75,7 +75,7 @@ class Profile(Summarized):
         entry = self._collectives.get((kind, tuple(axes)))
         return entry.fit.seconds(size_bytes) if entry and entry.fit else None
 
-    def copy_s(self, direction: CopyDirection, size_bytes: float) -> float | None:
+    def copy_s(self, direction: Direction, size_bytes: float) -> float | None:
         """Seconds of a copy of ``size_bytes`` on each device; None if that was not measured."""
         entry = self._copies.get(direction)
         return entry.fit.seconds(size_bytes) if entry and entry.fit else None

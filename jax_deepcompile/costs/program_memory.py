@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
@@ -12,7 +11,8 @@ from jax_deepcompile.analysis.dataflow import alike, variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.kernels import kernels_of
 from jax_deepcompile.analysis.work import fuses
-from jax_deepcompile.costs.memory import MemoryUse
+from jax_deepcompile.costs.memory import MemoryUse, live_bytes_of
+from jax_deepcompile.costs.packing import Block
 from jax_deepcompile.ir.memory import is_on_host
 from jax_deepcompile.ir.primitives import Scan, While
 from jax_deepcompile.ir.program import Port, Program
@@ -94,12 +94,8 @@ class _Walk:
 
     def live_bytes(self) -> list[int]:
         """Bytes of temporaries needed at each position."""
-        change = [0] * (len(self.names) + 1)
-        for value in self.values:
-            if value.begin <= value.end:
-                change[value.begin] += value.bytes
-                change[value.end + 1] -= value.bytes
-        return list(accumulate(change))[:-1]
+        blocks = [Block(value.bytes, ((value.begin, value.end),)) for value in self.values]
+        return live_bytes_of(blocks, len(self.names))[: len(self.names)].tolist()
 
     def jaxpr(self, flat: Any, path: str, given: Sequence[tuple[Any, Any]]) -> None:
         """Adds a jaxpr.

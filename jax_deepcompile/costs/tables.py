@@ -15,7 +15,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 
 from jax_deepcompile.costs import frozen_json
-from jax_deepcompile.costs.entries import CopyDirection
+from jax_deepcompile.costs.entries import Direction
 from jax_deepcompile.costs.hardware import Hardware
 
 Points = Sequence[tuple[float, float]]
@@ -77,7 +77,7 @@ class KernelTime:
 class CopyTime:
     """One copy of ``size_bytes`` between device memory and pinned host memory."""
 
-    direction: CopyDirection
+    direction: Direction
     size_bytes: int
     seconds: float
 
@@ -173,8 +173,8 @@ def fitted_hardware(hardware: Hardware, table: KernelTable) -> Hardware:
         "memory_fraction": _memory_fraction(hardware, table.kernels),
         "kernel_launch_s": table.kernel_launch_s,
         "shortest_kernel_s": table.shortest_kernel_s,
-        "to_host_bytes_per_s": _copy_bytes_per_s(table.copies, CopyDirection.TO_HOST),
-        "from_host_bytes_per_s": _copy_bytes_per_s(table.copies, CopyDirection.FROM_HOST),
+        "to_host_bytes_per_s": _copy_bytes_per_s(table.copies, Direction.TO_HOST),
+        "from_host_bytes_per_s": _copy_bytes_per_s(table.copies, Direction.FROM_HOST),
     }
     return replace(hardware, **{name: value for name, value in fitted.items() if value is not None})
 
@@ -212,6 +212,6 @@ def _memory_fraction(hardware: Hardware, kernels: Iterable[KernelTime]) -> float
     return statistics.median(rates) / hardware.memory_bytes_per_s if rates else None
 
 
-def _copy_bytes_per_s(copies: Iterable[CopyTime], direction: CopyDirection) -> float | None:
+def _copy_bytes_per_s(copies: Iterable[CopyTime], direction: Direction) -> float | None:
     large = [time for time in copies if time.direction is direction and time.size_bytes >= _LARGE_COPY_BYTES]
     return statistics.median(time.size_bytes / time.seconds for time in large) if large else None

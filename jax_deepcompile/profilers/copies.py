@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile.costs.devices import has_host_memory
-from jax_deepcompile.costs.entries import CopyDirection, CopyFit, analytical
+from jax_deepcompile.costs.entries import CopyFit, Direction, analytical
 from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.placement import AnyMesh, attached
 from jax_deepcompile.profilers.probes import NOT_ATTACHED, ProbeLimits, fit_or_fall_back
@@ -19,10 +19,10 @@ from jax_deepcompile.profilers.timing import timed
 
 def measure_copies(mesh: AnyMesh, limits: ProbeLimits) -> tuple[CopyFit, ...]:
     """Both directions; where one cannot be measured its entry has no fit and says why."""
-    return tuple(measure_copy(mesh, direction, limits) for direction in CopyDirection)
+    return tuple(measure_copy(mesh, direction, limits) for direction in Direction)
 
 
-def measure_copy(mesh: AnyMesh, direction: CopyDirection, limits: ProbeLimits) -> CopyFit:
+def measure_copy(mesh: AnyMesh, direction: Direction, limits: ProbeLimits) -> CopyFit:
     """Copies in one direction; sizes are those on each device, where a copy takes that many bytes and no more."""
     if not isinstance(mesh, Mesh) or not attached(mesh):
         return CopyFit(direction, None, analytical(NOT_ATTACHED))
@@ -32,11 +32,11 @@ def measure_copy(mesh: AnyMesh, direction: CopyDirection, limits: ProbeLimits) -
     return CopyFit(direction, fit, source)
 
 
-def _points(mesh: Mesh, direction: CopyDirection, limits: ProbeLimits) -> Iterator[tuple[int, float]]:
+def _points(mesh: Mesh, direction: Direction, limits: ProbeLimits) -> Iterator[tuple[int, float]]:
     """Pairs (bytes on each device, seconds of the copy)."""
     device = NamedSharding(mesh, PartitionSpec(mesh.axis_names), memory_kind="device")
     host = device.with_memory_kind(HOST_KIND)
-    source, target = (host, device) if direction is CopyDirection.FROM_HOST else (device, host)
+    source, target = (host, device) if direction is Direction.FROM_HOST else (device, host)
     for size_bytes in limits.sizes_bytes(multiple_bytes=4):
         shape = (mesh.size * size_bytes // 4,)
         original = jax.block_until_ready(jax.jit(lambda shape=shape: jnp.zeros(shape), out_shardings=source)())

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.devices import machine_of
-from jax_deepcompile.costs.entries import CollectiveKind, CopyDirection, CopyFit, Machine
+from jax_deepcompile.costs.entries import CollectiveKind, CopyFit, Direction, Machine
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.profilers.collective import measure_collective
 from jax_deepcompile.profilers.probes import ProbeLimits, fit_or_fall_back
@@ -62,7 +62,7 @@ def host_profile(mesh: Mesh, folder: Path | None) -> Profile | None:
 @functools.lru_cache(maxsize=8)
 def _measured(mesh: Mesh) -> Profile:
     fit, source = fit_or_fall_back(_copies(mesh), _COPIES)
-    copies = tuple(CopyFit(direction, fit, source) for direction in CopyDirection)
+    copies = tuple(CopyFit(direction, fit, source) for direction in Direction)
     axes = tuple(name for name, size in mesh.shape.items() if size > 1)
     collectives = tuple(measure_collective(mesh, kind, axes, _COLLECTIVES) for kind in _KINDS)
     return Profile("", machine_of(mesh), collectives=collectives, copies=copies)

@@ -10,14 +10,14 @@ import pytest
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
-from jax_deepcompile.costs.cost_model import CostModel, Direction
+from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.entries import (
     Axis,
     CollectiveFit,
     CollectiveKind,
-    CopyDirection,
     CopyFit,
+    Direction,
     LinearFit,
     Machine,
     Method,
@@ -43,7 +43,7 @@ PROFILE = Profile(
         CollectiveFit(CollectiveKind.ALL_GATHER, ("fsdp",), FIT, MEASURED),
         CollectiveFit(CollectiveKind.REDUCE_SCATTER, ("fsdp",), None, analytical("too little memory")),
     ),
-    copies=(CopyFit(CopyDirection.TO_HOST, FIT, MEASURED),),
+    copies=(CopyFit(Direction.TO_HOST, FIT, MEASURED),),
 )
 COSTS = MeasuredCostModel(profile=PROFILE)
 

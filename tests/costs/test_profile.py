@@ -14,8 +14,8 @@ from jax_deepcompile.costs.entries import (
     Axis,
     CollectiveFit,
     CollectiveKind,
-    CopyDirection,
     CopyFit,
+    Direction,
     LinearFit,
     Machine,
     MemoryFigures,
@@ -53,7 +53,7 @@ PROFILE = Profile(
     MACHINE,
     ops=(op("fusion.1", 1e-3, 2e-3, 9e-3), op("fusion.2", source=NOT_MEASURED)),
     collectives=(gather(),),
-    copies=(CopyFit(CopyDirection.TO_HOST, FIT, MEASURED), CopyFit(CopyDirection.FROM_HOST, None, NOT_MEASURED)),
+    copies=(CopyFit(Direction.TO_HOST, FIT, MEASURED), CopyFit(Direction.FROM_HOST, None, NOT_MEASURED)),
     step=StepTime(0.5, MEASURED),
     memory=memory(),
 )
@@ -80,7 +80,7 @@ profiles = st.builds(
     st.builds(Machine, words, tuples(axes), tuples(st.tuples(words, words))),
     ops=entries(OpTime, words, tuples(seconds), wholes, tuples(wholes), words, sources),
     collectives=entries(CollectiveFit, st.sampled_from(CollectiveKind), tuples(words), fits, sources),
-    copies=entries(CopyFit, st.sampled_from(CopyDirection), fits, sources),
+    copies=entries(CopyFit, st.sampled_from(Direction), fits, sources),
     step=st.none() | st.builds(StepTime, seconds, sources),
     memory=st.none() | st.builds(memory, live_bytes=tuples(wholes)),
 )
@@ -170,7 +170,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path):
 
 def test_lookups():
     assert PROFILE.collective_s(CollectiveKind.ALL_GATHER, ["fsdp"], 1 << 30) == 2e-5 + (1 << 30) * 1e-11
-    assert PROFILE.copy_s(CopyDirection.TO_HOST, 0) == 2e-5
+    assert PROFILE.copy_s(Direction.TO_HOST, 0) == 2e-5
     assert PROFILE.op_s("fusion.1") == 2e-3
     assert FIT.bandwidth_bytes_per_s == pytest.approx(100e9)
 
@@ -178,7 +178,7 @@ def test_lookups():
 def test_lookups_of_what_was_not_measured():
     assert PROFILE.collective_s(CollectiveKind.ALL_REDUCE, ("fsdp",), 8) is None
     assert PROFILE.collective_s(CollectiveKind.ALL_GATHER, ("data", "fsdp"), 8) is None
-    assert PROFILE.copy_s(CopyDirection.FROM_HOST, 8) is None
+    assert PROFILE.copy_s(Direction.FROM_HOST, 8) is None
     assert PROFILE.op_s("fusion.2") is None
     assert PROFILE.op_s("fusion.3") is None
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.entries import CopyDirection
+from jax_deepcompile.costs.entries import Direction
 from jax_deepcompile.costs.hardware import H100_SXM
 from jax_deepcompile.costs.tables import (
     CopyTime,
@@ -93,9 +93,9 @@ def test_hardware_takes_over_medians_of_large_operations():
             KernelTime("copy", 1 << 20, 1.0),
         ),
         copies=(
-            CopyTime(CopyDirection.TO_HOST, 1 << 28, (1 << 28) / 5e10),
-            CopyTime(CopyDirection.FROM_HOST, 1 << 28, (1 << 28) / 5.5e10),
-            CopyTime(CopyDirection.FROM_HOST, 1 << 10, 1.0),
+            CopyTime(Direction.TO_HOST, 1 << 28, (1 << 28) / 5e10),
+            CopyTime(Direction.FROM_HOST, 1 << 28, (1 << 28) / 5.5e10),
+            CopyTime(Direction.FROM_HOST, 1 << 10, 1.0),
         ),
         shortest_kernel_s=1.5e-6,
         kernel_launch_s=1e-6,
@@ -119,7 +119,7 @@ def test_json_and_back():
         versions=(("jax", "0.11.2"),),
         matmuls=(product(64, 1e-5),),
         kernels=(KernelTime("copy", 1 << 10, 1e-6),),
-        copies=(CopyTime(CopyDirection.TO_HOST, 1 << 10, 1e-5),),
+        copies=(CopyTime(Direction.TO_HOST, 1 << 10, 1e-5),),
         shortest_kernel_s=1e-6,
     )
     assert KernelTable.from_json(known.to_json()) == known

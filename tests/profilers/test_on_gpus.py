@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jax_deepcompile.costs.entries import CopyDirection, Method
+from jax_deepcompile.costs.entries import Direction, Method
 from jax_deepcompile.profilers import take_profile
 from tests.profilers import steps
 
@@ -35,7 +35,7 @@ def test_the_allocators_peak_holds_the_step(profile):
 
 
 def test_copies_both_ways(profile):
-    assert all(profile.copy_s(direction, 1 << 20) for direction in CopyDirection)
+    assert all(profile.copy_s(direction, 1 << 20) for direction in Direction)
 
 
 def test_collectives_over_every_axis_of_several_devices(profile):

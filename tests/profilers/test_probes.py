@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.costs.entries import CollectiveKind, CopyDirection, Method
+from jax_deepcompile.costs.entries import CollectiveKind, Direction, Method
 from jax_deepcompile.profilers import collective, copies
 from jax_deepcompile.profilers.probes import ProbeLimits, fit_or_fall_back
 
@@ -108,7 +108,7 @@ def test_no_probe_runs_that_takes_more_than_the_limit(kind: CollectiveKind, monk
 def test_too_low_a_limit_is_said(limit_bytes: int):
     mesh = make_mesh(8)
     entry = collective.measure_collective(mesh, CollectiveKind.ALL_REDUCE, ("fsdp",), ProbeLimits(limit_bytes))
-    copy = copies.measure_copy(mesh, CopyDirection.TO_HOST, ProbeLimits(limit_bytes))
+    copy = copies.measure_copy(mesh, Direction.TO_HOST, ProbeLimits(limit_bytes))
     for fallback in (entry, copy):
         assert fallback.fit is None
         expected = f"analytical: a limit of {limit_bytes} bytes a device leaves no two sizes to measure"

@@ -15,7 +15,7 @@ from experiments.gpu_suite.results import Results, SectionResult, Status
 from experiments.gpu_suite.sizes import SIZES, full, offload, tiny
 from experiments.gpu_suite.summary import summary
 from experiments.gpu_suite.table_file import file_stem, kernel_table, write_table
-from jax_deepcompile.costs.entries import CopyDirection
+from jax_deepcompile.costs.entries import Direction
 from jax_deepcompile.costs.tables import CopyTime, KernelTime, MatmulTime, stored_tables
 
 pytestmark = pytest.mark.cpu_mesh
@@ -181,7 +181,7 @@ def test_a_table_of_the_results(tmp_path: Path):
     table = kernel_table(RESULTS)
     assert table.matmuls == (MatmulTime(64, 64, 64, "bf16", "nn", 1e-6),), "the faster of the two"
     assert table.kernels == (KernelTime("copy", 1 << 21, 1e-6),)
-    assert table.copies == (CopyTime(CopyDirection.TO_HOST, 8, 1.0),)
+    assert table.copies == (CopyTime(Direction.TO_HOST, 8, 1.0),)
     assert table.shortest_kernel_s == 2e-6
     assert table.kernel_launch_s == pytest.approx(0.5e-6), "launched the faster way, which the trace does not know"
     assert (table.device_kind, table.date, table.versions) == (RESULTS.device_kind, RESULTS.date, (("jax", "0.11.2"),))
