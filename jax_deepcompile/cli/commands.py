@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.cli.against import Difference, other_run, plan_in
-from jax_deepcompile.cli.steps import HERE, Cluster, Positive, StepRequest, sharded_step
+from jax_deepcompile.cli.steps import HERE, Cluster, StepRequest, sharded_step
 from jax_deepcompile.cli.traces import checked, write_trace
 from jax_deepcompile.costs.simulate import simulate
 from jax_deepcompile.costs.simulation import Simulation
@@ -21,6 +21,7 @@ from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.lowering import cuda_compiler
 from jax_deepcompile.lowering.compile import compile_options, peak_bytes
 from jax_deepcompile.runtime.progress import Progress
+from jax_deepcompile.training.config import AtLeastOne
 
 _GIB = 1 << 30
 
@@ -84,7 +85,7 @@ def explain(
 
 
 def profile(
-    request: StepRequest, out: Path = Path("profile.json"), runs: Positive = 5, trace: Path | None = None
+    request: StepRequest, out: Path = Path("profile.json"), runs: AtLeastOne = 5, trace: Path | None = None
 ) -> str:
     """Measures a step on the devices of this process, on zeros where it is given shapes.
 

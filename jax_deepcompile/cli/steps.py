@@ -20,15 +20,11 @@ from jax_deepcompile.runtime.modules import named_by
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.runtime.quiet import silenced, start_backends
 from jax_deepcompile.step import ShardedStep
-from jax_deepcompile.training.config import Experiment
+from jax_deepcompile.training.config import AtLeastOne, AtLeastOneOrNone, Experiment
 from jax_deepcompile.training.find import load
-from jax_deepcompile.training.values import bounded
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _DEFAULT_VIRTUAL_DEVICES = 8
-
-
-Positive = Annotated[int, bounded(int, 1)]
 
 
 @dataclass(frozen=True)
@@ -44,9 +40,9 @@ class Cluster:
     """
 
     gpu: Literal["h100", "h200", "gh200", "b200"] | None = None
-    nodes: Positive = 1
-    gpus_per_node: Annotated[int | None, bounded(int, 1, or_none=True)] = None
-    nics_per_node: Annotated[int | None, bounded(int, 1, or_none=True)] = None
+    nodes: AtLeastOne = 1
+    gpus_per_node: AtLeastOneOrNone = None
+    nics_per_node: AtLeastOneOrNone = None
     nic_gbps: float = 400.0
 
     @property
@@ -82,11 +78,11 @@ class StepRequest:
 
     step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
     experiments: Path | None = None
-    microbatches: Positive = 1
+    microbatches: AtLeastOne = 1
     memory_limit: str | None = None
     host_memory_limit: str | None = None
     cache_dir: Path | None = None
-    devices: Annotated[int | None, bounded(int, 1, or_none=True)] = None
+    devices: AtLeastOneOrNone = None
     json: tyro.conf.FlagCreatePairsOff[bool] = False
 
 

@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
 from jax_deepcompile import errors
 from jax_deepcompile.cli.steps import use_virtual_devices
+from jax_deepcompile.runtime.interrupts import Watch, exit_code
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.training.config import (
     REGISTRY,
@@ -23,9 +24,6 @@ from jax_deepcompile.training.config import (
     settings,
 )
 from jax_deepcompile.training.find import load, names
-
-if TYPE_CHECKING:
-    from jax_deepcompile.training.stopping import Watch
 
 _SPEC = re.compile(r"(?!-)[^:]+:[^\W\d]\w*")
 """``FILE.py:NAME`` or ``package.module:NAME``; not ``HOST:PORT``."""
@@ -88,7 +86,7 @@ class Run:
         return self.coordinator, self.processes, self.process
 
 
-def train(words: Sequence[str], folders: Sequence[Path] = (), watch: "Watch | None" = None) -> int:
+def train(words: Sequence[str], folders: Sequence[Path] = (), watch: Watch | None = None) -> int:
     """Trains, or lists.
 
     Args:
@@ -156,7 +154,7 @@ def new_folder(name: str, run: Run) -> Path:
     return Path("runs") / f"{name.rpartition(':')[2]}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def start(run: Run, folder: Path, watch: "Watch | None") -> int:
+def start(run: Run, folder: Path, watch: Watch | None) -> int:
     """Brings JAX up, with the other processes where there are any, and trains; returns the exit code."""
     use_virtual_devices(run.devices)
     with Progress("loading JAX"):
@@ -173,4 +171,4 @@ def start(run: Run, folder: Path, watch: "Watch | None") -> int:
     with Progress("starting JAX"):
         start_backends()
     summary = train(run.experiment, folder, resume=run.resume, watch=watch, options=run.options)
-    return 0 if summary.stopped_by is None else 128 + signal.Signals[summary.stopped_by]
+    return 0 if summary.stopped_by is None else exit_code(signal.Signals[summary.stopped_by])

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -163,13 +163,20 @@ def _named(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     )
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every setting of a config under its dotted name, in the order of declaration."""
-    settings: dict[str, Any] = {}
+def _walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, str]]:
+    """The dotted name, value, annotation and meaning of every setting of a config, in the order of declaration."""
+    hints, meanings = typing.get_type_hints(type(config), include_extras=True), _meanings(type(config))
     for field in dataclasses.fields(config):
         value, name = getattr(config, field.name), prefix + field.name
-        settings |= flatten(value, name + ".") if dataclasses.is_dataclass(value) else {name: value}
-    return settings
+        if dataclasses.is_dataclass(value):
+            yield from _walk(value, name + ".")
+        else:
+            yield name, value, hints[field.name], meanings.get(field.name, "")
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """Every setting of a config under its dotted name, in the order of declaration."""
+    return {name: value for name, value, *_ in _walk(config)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,19 +196,12 @@ class Setting:
     meaning: str
 
 
-def settings(config: Any, prefix: str = "") -> list[Setting]:
+def settings(config: Any) -> list[Setting]:
     """Every setting of a config, in the order of declaration."""
-    hints, meanings = typing.get_type_hints(type(config), include_extras=True), _meanings(type(config))
-    found = []
-    for field in dataclasses.fields(config):
-        value, name = getattr(config, field.name), prefix + field.name
-        if dataclasses.is_dataclass(value):
-            found += settings(value, name + ".")
-        else:
-            spelled = "None" if value is None else spell(value)
-            kind = _kind(hints[field.name], value)
-            found.append(Setting(f"--{name.replace('_', '-')}", spelled, kind, meanings.get(field.name, "")))
-    return found
+    return [
+        Setting(f"--{name.replace('_', '-')}", "None" if value is None else spell(value), _kind(hint, value), meaning)
+        for name, value, hint, meaning in _walk(config)
+    ]
 
 
 def _meanings(kind: type) -> dict[str, str]:
@@ -212,9 +212,8 @@ def _meanings(kind: type) -> dict[str, str]:
 
 
 def _kind(hint: Any, value: Any) -> str:
-    for spec in getattr(hint, "__metadata__", ()):
-        if isinstance(spec, PrimitiveConstructorSpec):
-            return spec.metavar
+    if bounds := _bounds(hint):
+        return bounds[0].metavar
     hint = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
     if value is not None and value in _DTYPES.values():
         return "|".join(_DTYPES)
@@ -234,16 +233,15 @@ def spell(value: Any) -> str:
     return str(getattr(value, "__name__", value))
 
 
-def check(config: Any, prefix: str = "") -> None:
+def check(config: Any) -> None:
     """Checks the bounds of every setting, for configs written in Python."""
-    hints = typing.get_type_hints(type(config), include_extras=True)
-    for field in dataclasses.fields(config):
-        value, name = getattr(config, field.name), prefix + field.name
-        if dataclasses.is_dataclass(value):
-            check(value, name + ".")
-        for spec in getattr(hints[field.name], "__metadata__", ()):
-            if isinstance(spec, PrimitiveConstructorSpec):
-                try:
-                    spec.instance_from_str(spec.str_from_instance(value))
-                except ValueError as error:
-                    raise ConfigError(f"{name}={value}: {error}") from error
+    for name, value, hint, _ in _walk(config):
+        for spec in _bounds(hint):
+            try:
+                spec.instance_from_str(spec.str_from_instance(value))
+            except ValueError as error:
+                raise ConfigError(f"{name}={value}: {error}") from error
+
+
+def _bounds(hint: Any) -> list[PrimitiveConstructorSpec]:
+    return [spec for spec in getattr(hint, "__metadata__", ()) if isinstance(spec, PrimitiveConstructorSpec)]

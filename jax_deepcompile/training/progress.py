@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: a live bar on a terminal, a line every few steps anywhere else."""
 
-from types import TracebackType
-from typing import Protocol, Self
+import contextlib
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -9,78 +9,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jax_deepcompile.training.metrics import Record, memory_in_use
 
 
-class ProgressView(Protocol):
-    """A context manager that is shown every record of a run."""
+@contextlib.contextmanager
+def progress_view(
+    console: Console, total_steps: int, *, first_step: int, log_every_steps: int
+) -> Iterator[Callable[[Record], None]]:
+    """Takes the record of each step that has just ended, those after ``first_step``.
 
-    def __enter__(self) -> Self: ...
+    A terminal has one line, redrawn: steps done, loss, tokens/s, step time, memory, time left. Elsewhere there is one
+    for the first of them, for every ``log_every_steps``-th, and for the last.
+    """
+    bar = Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+    )
+    task = bar.add_task("first step", total=total_steps, completed=first_step)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def redraw(record: Record) -> None:
+        bar.update(task, completed=int(record["step"]), description=describe(record))
 
-    def show(self, record: Record) -> None:
-        """Takes the record of the step that has just ended."""
-        ...
-
-
-def progress_view(console: Console, total_steps: int, *, first_step: int, log_every_steps: int) -> ProgressView:
-    """A live bar where ``console`` is a terminal, else lines."""
-    if console.is_terminal:
-        return LiveBar(console, total_steps=total_steps, first_step=first_step)
-    return Lines(console, total_steps=total_steps, log_every_steps=log_every_steps)
-
-
-class LiveBar:
-    """One line, redrawn: steps done, loss, tokens/s, step time, memory, time left."""
-
-    def __init__(self, console: Console, *, total_steps: int, first_step: int = 0):
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-        )
-        self._task = self._progress.add_task("first step", total=total_steps, completed=first_step)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def show(self, record: Record) -> None:
-        """Redraws the line."""
-        self._progress.update(self._task, completed=int(record["step"]), description=describe(record))
-
-
-class Lines:
-    """A line for the first step, for every ``log_every_steps``-th, and for the last."""
-
-    def __init__(self, console: Console, *, total_steps: int, log_every_steps: int):
-        self._console = console
-        self._total_steps = total_steps
-        self._log_every_steps = log_every_steps
-        self._is_first = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-    def show(self, record: Record) -> None:
-        """Prints the line if it is this step's turn."""
+    def line(record: Record) -> None:
         step = int(record["step"])
-        if self._is_first or step % self._log_every_steps == 0 or step == self._total_steps:
-            self._console.print(f"step {step}/{self._total_steps}  {describe(record)}", highlight=False, soft_wrap=True)
-        self._is_first = False
+        if step in (first_step + 1, total_steps) or step % log_every_steps == 0:
+            console.print(f"step {step}/{total_steps}  {describe(record)}", highlight=False, soft_wrap=True)
+
+    with bar if console.is_terminal else contextlib.nullcontext():
+        yield redraw if console.is_terminal else line
 
 
 def describe(record: Record) -> str:

@@ -5,15 +5,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import jax
 
-
-class Watch(Protocol):
-    """Who ends the process where a signal is not answered; see ``jax_deepcompile.runtime.interrupts``."""
-
-    waits_for: str | None
+from jax_deepcompile.runtime.interrupts import Watch
 
 
 class StopRequest:

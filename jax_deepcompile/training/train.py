@@ -17,6 +17,7 @@ from flax.training.train_state import TrainState
 from rich.console import Console
 
 from jax_deepcompile.api import shard
+from jax_deepcompile.runtime.interrupts import Watch
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.training import report
 from jax_deepcompile.training.checkpoints import Checkpoints, abstract, claim_folder, parameters_of
@@ -26,7 +27,7 @@ from jax_deepcompile.training.loop import compile_s, mean_loss, training_steps
 from jax_deepcompile.training.metrics import MetricsWriter, Record, metrics_path, read_metrics, unreadable_lines
 from jax_deepcompile.training.model import Batch, Metrics, Model, build_model
 from jax_deepcompile.training.progress import progress_view
-from jax_deepcompile.training.stopping import StopRequest, Watch
+from jax_deepcompile.training.stopping import StopRequest
 
 
 class State(TrainState):
@@ -253,14 +254,14 @@ def run_steps(
             first = next(batches)
             compiled = {"compile_s": compile_s(step, state, first)}
         all_batches = itertools.chain([first], batches)
-        with view, stop:
+        with view as show, stop:
             for new_state, record in training_steps(step, state, all_batches, steps, data.batch_size * data.targets):
                 state = new_state
                 done += 1
                 record |= compiled if done == steps.start else {}
                 records.append(record)
                 writer.write(record)
-                view.show(record)
+                show(record)
                 if done % settings.checkpoint_every_steps == 0 or done == settings.steps:
                     save()
                 if stop.is_due(done):

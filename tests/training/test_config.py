@@ -58,10 +58,10 @@ def test_a_module_of_the_package_is_not_addressed_as_an_experiment():
 
 
 def test_flatten_names_every_setting_in_order():
-    settings = flatten(load("tiny_llama", FOLDERS), "x.")
-    assert list(settings)[:2] == ["x.model.vocab_size", "x.model.d_model"]
-    assert list(settings)[-1] == "x.train.explain"
-    assert settings["x.model.dtype"] is jnp.float32
+    settings = flatten(load("tiny_llama", FOLDERS))
+    assert list(settings)[:2] == ["model.vocab_size", "model.d_model"]
+    assert list(settings)[-1] == "train.explain"
+    assert settings["model.dtype"] is jnp.float32
     assert [spell(value) for value in (None, jnp.float32, ("a", "b"), 3)] == ["none", "float32", "a,b", "3"]
 
 
