@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jax_deepcompile import errors
+from jax_deepcompile.analysis.dataflow import given
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.primitives import closed_like
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Compute, replace_equations
+from jax_deepcompile.ir.retrace import Compute, replace_equations, rerun
 
 
 class Decision:
@@ -125,6 +127,28 @@ def replace_loops(program: Program, mesh: AnyMesh, ways: Mapping[str, Callable[[
         loops = [loop for loop in find_loops(program) if loop.name in ways and len(loop.path) == depth]
         program = replace_equations(program, mesh, {id(loop.eqn): ways[loop.name](loop) for loop in loops})
     return program
+
+
+def replace_bodies(
+    program: Program, mesh: AnyMesh, names: Collection[str], what: str, rewrite: Callable[[Any, str], Any]
+) -> Program:
+    """``program`` with the bodies of loops rewritten, and what is outside of loops where a name is empty.
+
+    Args:
+      names: of the loops; ``what`` the decision does with them is for the error.
+      rewrite: makes the open jaxpr that runs instead of one, of which it is given the loop's name, too.
+    """
+    for name in filter(None, names):
+        loop_named(program, name, what)
+
+    def run(loop: Loop) -> Compute:
+        inner = given(rewrite(loop.scan.closed, loop.name), ())
+        return lambda eqn, operands: rerun(eqn, inner, operands)
+
+    program = replace_loops(program, mesh, {name: run for name in names if name})
+    if "" not in names:
+        return program
+    return program.replace(jaxpr=closed_like(program.jaxpr, rewrite(program.jaxpr, "")))
 
 
 def replace_pairs(

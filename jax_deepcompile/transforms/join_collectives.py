@@ -39,6 +39,7 @@ from jax_deepcompile.ir.primitives import Scan, axis_names, closed_like
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import compute, read, rescan, trace_blocks
 from jax_deepcompile.transforms.decision import Decision, refused
+from jax_deepcompile.transforms.reduce_in_order import each_after
 
 Group = tuple[int, ...]
 """Places of equations that become one."""
@@ -179,22 +180,14 @@ def _rescanned(eqn: Any, operands: list, limits: JoinedCollectives) -> list:
 
 def _in_order(eqns: Sequence[Any], groups: Sequence[Group]) -> Iterator[Group]:
     """All places of ``eqns``, those of a group together, after what they read and as early as before."""
-    group_of = {place: group for group in groups for place in group}
-    makers = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
-    done: set[int] = set()
-    for first in range(len(eqns)):
-        waiting = [first]
-        while waiting:
-            group = group_of.get(waiting[-1], (waiting[-1],))
-            operands = [var for place in group for var in variables(eqns[place].invars)]
-            missing = [makers[var] for var in operands if var in makers and makers[var] not in done]
-            if missing and group[0] not in done:
-                waiting += missing
-                continue
-            waiting.pop()
-            if group[0] not in done:
-                done.update(group)
-                yield group
+    group_of = {place: (place,) for place in range(len(eqns))} | {place: group for group in groups for place in group}
+    makers = {var: group_of[place] for place, eqn in enumerate(eqns) for var in eqn.outvars}
+
+    def before(first: int) -> Iterator[int]:
+        operands = (var for place in group_of[first] for var in variables(eqns[place].invars))
+        return (makers[var][0] for var in operands if var in makers)
+
+    return map(group_of.__getitem__, each_after((group[0] for group in group_of.values()), before))
 
 
 def _gather_at_once(eqns: Sequence[Any], blocks: Sequence[jax.Array]) -> Iterator[jax.Array]:

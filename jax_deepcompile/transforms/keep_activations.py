@@ -19,7 +19,7 @@ from the forward loop to the end of the backward one, what is outside of loops t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,17 +29,9 @@ from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.analysis.recomputed import Activation, Place
 from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.ir.primitives import closed_like
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Compute, rerun
-from jax_deepcompile.transforms.decision import (
-    Decision,
-    listed,
-    loop_named,
-    positions,
-    replace_loops,
-    replace_pairs,
-)
+from jax_deepcompile.ir.retrace import Compute
+from jax_deepcompile.transforms.decision import Decision, listed, positions, replace_bodies, replace_pairs
 from jax_deepcompile.transforms.save_gathered import Bridge
 
 
@@ -47,10 +39,7 @@ from jax_deepcompile.transforms.save_gathered import Bridge
 class KeptActivations(
     Decision,
     kind="keep_activations",
-    after=(
-        "rematerialize",
-        "rematerialize_segments",
-    ),
+    after=("rematerialize", "rematerialize_segments"),
     about=("forward", "backward"),
 ):
     """What is computed in one place and used in another that would compute it again.
@@ -73,11 +62,16 @@ class KeptActivations(
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[KeptActivations]) -> Program:
-        what, once = "keeps activations of", {each.forward: each for each in decisions if each.forward == each.backward}
         pairs = [each for each in decisions if each.forward != each.backward]
-        for name in filter(None, once):
-            loop_named(program, name, what)
-        return _computed_once(replace_pairs(program, mesh, pairs, (what, what), _bridge), mesh, once)
+        alone = {each.forward: each for each in decisions if each.forward == each.backward}
+
+        def once(jaxpr: Any, name: str) -> Any:
+            flat = open_jaxpr(jaxpr)
+            twice = _chosen(flat, Place(flat).repeated(), alone[name])
+            return with_names(flat, {var: each.first for each in twice for var in each.again})
+
+        what = "keeps activations of"
+        return replace_bodies(replace_pairs(program, mesh, pairs, (what, what), _bridge), mesh, alone, what, once)
 
 
 def _bridge(program: Program, forward: Loop, backward: Loop, choice: KeptActivations) -> tuple[Compute, Compute] | None:
@@ -101,21 +95,3 @@ def _chosen(body: Any, activations: Sequence[Activation], choice: KeptActivation
     known = activation_names(body, activations, outside_of_loops=not choice.forward)
     where = repr(choice.forward) if choice.forward else "code outside of loops"
     return tuple(activations[place] for place in sorted(positions(choice.values, known, f"keeps from {where}")))
-
-
-def _computed_once(program: Program, mesh: AnyMesh, choices: Mapping[str, KeptActivations]) -> Program:
-    """``program`` with what one place computes twice computed once, by the names of the loops that is in."""
-
-    def once(jaxpr: Any, name: str) -> Any:
-        flat = open_jaxpr(jaxpr)
-        names = {var: each.first for each in _chosen(flat, Place(flat).repeated(), choices[name]) for var in each.again}
-        return with_names(flat, names)
-
-    def run(loop: Loop) -> Compute:
-        inner = given(once(loop.scan.closed, loop.name), ())
-        return lambda eqn, operands: rerun(eqn, inner, operands)
-
-    program = replace_loops(program, mesh, {name: run for name in choices if name})
-    if "" not in choices:
-        return program
-    return program.replace(jaxpr=closed_like(program.jaxpr, once(program.jaxpr, "")))

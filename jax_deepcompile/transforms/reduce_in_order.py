@@ -18,7 +18,7 @@ Guarantees: values are bitwise the same; nothing is reduced more or less often.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -91,7 +91,14 @@ def _ordered(closed: jex.ClosedJaxpr, bucket_bytes: int, in_loops: bool) -> jex.
     inner = list(walk)
     buckets = reduction_buckets(walk.jaxpr, bucket_bytes)
     awaited = {place: before[-1] for before, bucket in pairwise(buckets) for place in bucket}
-    for place in _in_order(inner, awaited):
+    makers = {var: place for place, eqn in enumerate(inner) for var in eqn.outvars}
+
+    def before(place: int) -> list[int]:
+        """Where is what it reads and, where it awaits another, that."""
+        read = [makers[var] for var in variables(inner[place].invars) if var in makers]
+        return [*read, awaited[place]] if place in awaited else read
+
+    for place in each_after(range(len(inner)), before):
         eqn = inner[place]
         if place in awaited:
             walk.eqns.append(new_barrier([eqn.invars[0], inner[awaited[place]].outvars[0]], eqn.source_info))
@@ -100,22 +107,14 @@ def _ordered(closed: jex.ClosedJaxpr, bucket_bytes: int, in_loops: bool) -> jex.
     return walk.result()
 
 
-def _in_order(eqns: Sequence[Any], awaited: Mapping[int, int]) -> Iterator[int]:
-    """The places of ``eqns``, each after what it reads and, where it awaits another, after that."""
-    maker = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
+def each_after(places: Iterable[int], before: Callable[[int], Iterable[int]]) -> Iterator[int]:
+    """``places``, each once, after those ``before`` it and otherwise in their order."""
     done: set[int] = set()
-    for first in range(len(eqns)):
-        stack = [first]
-        while stack:
-            place = stack[-1]
-            before = [maker[var] for var in variables(eqns[place].invars) if var in maker]
-            if place in awaited:
-                before.append(awaited[place])
-            missing = [other for other in before if other not in done]
-            if missing:
-                stack += missing
-                continue
-            stack.pop()
-            if place not in done:
+    for first in places:
+        waiting = [first]
+        while waiting:
+            missing = [other for other in before(waiting[-1]) if other not in done]
+            waiting += missing
+            if not missing and (place := waiting.pop()) not in done:
                 done.add(place)
                 yield place

@@ -28,17 +28,16 @@ from typing import Any
 from scipy.cluster.hierarchy import DisjointSet
 
 from jax_deepcompile._jax_compat import is_drop_var, new_barrier, new_var, open_jaxpr, rematted
-from jax_deepcompile.analysis.dataflow import given, renamed, slim_barriers, variables
+from jax_deepcompile.analysis.dataflow import renamed, slim_barriers, variables
 from jax_deepcompile.analysis.equal_work import Numbers
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.analysis.segments import Tape, has_numbers, segment_inputs
 from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.ir.primitives import PRODUCTS, closed_like
+from jax_deepcompile.ir.primitives import PRODUCTS
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import rerun
 from jax_deepcompile.ir.rewrite import with_renamed_operands
-from jax_deepcompile.transforms.decision import Decision, listed, loop_named, positions, replace_loops
+from jax_deepcompile.transforms.decision import Decision, listed, positions, replace_bodies
 
 
 @dataclass(frozen=True)
@@ -66,20 +65,11 @@ class RematerializedSegments(Decision, kind="rematerialize_segments", after=("re
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[RematerializedSegments]) -> Program:
         inputs = {each.where: each.inputs for each in decisions}
-        for name in filter(None, inputs):
-            loop_named(program, name, _WHAT)
 
-        def run(loop: Any) -> Any:
-            body = given(_computed_again(loop.scan.closed, inputs[loop.name], loop.name), ())
-            return lambda eqn, operands: rerun(eqn, body, operands)
+        def again(jaxpr: Any, where: str) -> Any:
+            return _computed_again(jaxpr, inputs[where], where)
 
-        program = replace_loops(program, mesh, {name: run for name in inputs if name})
-        if "" not in inputs:
-            return program
-        return program.replace(jaxpr=closed_like(program.jaxpr, _computed_again(program.jaxpr, inputs[""], "")))
-
-
-_WHAT = "computes segments again of"
+        return replace_bodies(program, mesh, inputs, "computes segments again of", again)
 
 
 def segments_of(program: Program) -> Iterator[tuple[RematerializedSegments, tuple[str, ...]]]:
