@@ -28,10 +28,9 @@ import jax
 import jax_deepcompile as deepcompile
 from experiments.bench.configs import BENCHMARKS
 from experiments.bench.steps import MODELS, training_step
-from experiments.bench.systems import MEMORY_LIMIT, tokens
+from experiments.bench.systems import MEMORY_LIMIT, tokens_of
 from experiments.cpu_side_by_side import WORKLOADS
 
-LOOPS = ("scan", "while")
 COLLECTIVES = ("all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "reduce_scatter")
 STEP_TOLERANCE = 0.005
 """The share by which a simulated step may differ: XLA's own threads take turns in another order each time."""
@@ -97,7 +96,7 @@ def planned(headline: bool = True, cpu: bool = True) -> Iterator[tuple[str, dict
         step = deepcompile.shard(
             training_step(gradients), mesh, microbatches=workload.microbatches, memory_limit=MEMORY_LIMIT
         )
-        yield str(workload), described(step.trace(state, tokens(workload, mesh)))
+        yield str(workload), described(step.trace(state, tokens_of(workload, mesh)))
     for name, make in WORKLOADS.items() if cpu else ():
         made = make()
         step = deepcompile.shard(made.step, {"fsdp": 8}, microbatches=made.microbatches)

@@ -27,7 +27,7 @@ from matplotlib import image
 
 import jax_deepcompile as deepcompile
 from experiments.bench.steps import MODELS, training_step
-from experiments.bench.systems import CUBLAS_GEMMS, MEMORY_LIMIT, tokens
+from experiments.bench.systems import CUBLAS_GEMMS, MEMORY_LIMIT, tokens_of
 from experiments.bench.workload import Workload
 from experiments.screenshot_sources import IMAGES, NOTEBOOK, TERMINAL, note_sources, terminal_svg, terminal_text
 
@@ -84,7 +84,7 @@ def write_page(workload: Workload, page: Path) -> None:
     gradients, state = MODELS[workload.model](False)
     mesh = workload.cluster.make_mesh()
     step = deepcompile.shard(training_step(gradients), mesh, memory_limit=MEMORY_LIMIT)
-    given = state, tokens(workload, mesh)
+    given = state, tokens_of(workload, mesh)
     jit = step.lower_gspmd(*given).compile(compiler_options={**CUBLAS_GEMMS})
     step.trace(*given).page({"jit": deepcompile.simulate(jit, mesh)}).write(page)
 

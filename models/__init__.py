@@ -1,1 +1,1 @@
-"""Plain Flax models to train, one file each: they import nothing of ours and nothing of each other."""
+"""Plain Flax models to train, one file each, which import nothing of this project but parts of each other."""

@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from models.llama import causal_attention, rotary
+
 
 @dataclass(frozen=True)
 class MixtralConfig:
@@ -251,40 +253,6 @@ def balance_loss(logits_BxTxE: jax.Array, chosen_BxTxA: jax.Array) -> jax.Array:
     f_BxE = jax.nn.one_hot(chosen_BxTxA, E).mean(axis=(1, 2))
     P_BxE = jax.nn.softmax(logits_BxTxE, axis=-1).mean(axis=1)
     return E * (f_BxE * P_BxE).sum(axis=-1).mean()
-
-
-def rotary(x_BxTxHxC: jax.Array, theta: float) -> jax.Array:
-    """Turns the channel pair (r, r + C/2) of the token at t by the angle t theta^(-2r/C)."""
-    T, C = x_BxTxHxC.shape[1], x_BxTxHxC.shape[3]
-    frequency_R = theta ** (-jnp.arange(0, C, 2, dtype=jnp.float32) / C)
-    angle_TxR = jnp.arange(T, dtype=jnp.float32)[:, None] * frequency_R[None, :]
-    sin_1xTx1xR, cos_1xTx1xR = jnp.sin(angle_TxR)[None, :, None, :], jnp.cos(angle_TxR)[None, :, None, :]
-    a_BxTxHxR, b_BxTxHxR = jnp.split(x_BxTxHxC.astype(jnp.float32), 2, axis=-1)
-    turned_BxTxHxC = jnp.concatenate(
-        [
-            a_BxTxHxR * cos_1xTx1xR - b_BxTxHxR * sin_1xTx1xR,
-            b_BxTxHxR * cos_1xTx1xR + a_BxTxHxR * sin_1xTx1xR,
-        ],
-        axis=-1,
-    )
-    return turned_BxTxHxC.astype(x_BxTxHxC.dtype)
-
-
-def causal_attention(
-    q_BxTxHxC: jax.Array, k_BxTxKxC: jax.Array, v_BxTxKxC: jax.Array, implementation: Literal["xla", "cudnn"]
-) -> jax.Array:
-    """softmax(q k / sqrt(C)) v over the tokens up to each one."""
-    if implementation == "cudnn":
-        return jax.nn.dot_product_attention(
-            q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, is_causal=True, implementation=implementation
-        )
-    # A mask that is added keeps its size. A boolean one is broadcast to every sequence and head, and a scan over
-    # layers hoists that out of its loop: 1.3 GB for each sequence of 2048 tokens and 64 heads.
-    T = q_BxTxHxC.shape[1]
-    mask_TxT = jnp.where(jnp.tril(jnp.ones((T, T), dtype=bool)), 0.0, -jnp.inf)
-    return jax.nn.dot_product_attention(
-        q_BxTxHxC, k_BxTxKxC, v_BxTxKxC, bias=mask_TxT[None, None, :, :], implementation=implementation
-    )
 
 
 def next_token_loss(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:

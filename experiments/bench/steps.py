@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -24,18 +25,19 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
 Gradients = Callable[[TrainState, jax.Array], Any]
 
 
-def llama_gradients(config: llama.LlamaConfig, by_hand: bool) -> tuple[Gradients, Any]:
-    """``(gradients of (state, tokens), abstract state)`` of a Llama.
+def create_state(model: Any, key: jax.Array) -> TrainState:
+    """Of a language model in Linen. Its attention has no parameters: where no cuDNN is, the state is made without."""
+    plain = type(model)(dataclasses.replace(model.config, attention="xla"))
+    params = plain.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZER)
+
+
+def linen_gradients(by_hand: bool = False) -> Gradients:
+    """Of ``(state, tokens)``, the state of a language model in Linen.
 
     Args:
-      config: of the model.
       by_hand: whether parameters are cast to bfloat16 before the loss, as users do who tune for ``jax.jit``.
     """
-    model, without_kernels = llama.Llama(config), llama.Llama(dataclasses.replace(config, attention="xla"))
-
-    def create(key: jax.Array) -> TrainState:
-        params = without_kernels.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZER)
 
     def gradients(state: TrainState, tokens: jax.Array):
         def loss_of(params):
@@ -44,7 +46,13 @@ def llama_gradients(config: llama.LlamaConfig, by_hand: bool) -> tuple[Gradients
 
         return jax.value_and_grad(loss_of)(state.params)
 
-    return gradients, jax.eval_shape(create, jax.random.key(0))
+    return gradients
+
+
+def llama_gradients(config: llama.LlamaConfig, by_hand: bool) -> tuple[Gradients, Any]:
+    """``(gradients of (state, tokens), abstract state)`` of a Llama."""
+    abstract = jax.eval_shape(partial(create_state, llama.Llama(config)), jax.random.key(0))
+    return linen_gradients(by_hand), abstract
 
 
 def mixtral_gradients(config: mixtral.MixtralConfig, by_hand: bool) -> tuple[Gradients, Any]:

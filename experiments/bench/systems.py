@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -84,61 +84,37 @@ class Jit:
       by_hand: whether the user casts parameters to bfloat16 before the loss.
       is_constrained: whether the user holds activations to the batch's sharding.
       flags: XLA's, on top of its defaults.
+      on_host: by memory kind: the optimizer's ``moments``, whose copies XLA's scheduler begins when it likes; or
+        ``everything``: the activations that layers name, too, and moments are copied in when all gradients are ready.
     """
 
     name: str
     by_hand: bool = False
     is_constrained: bool = False
     flags: Mapping[str, Any] = field(default_factory=dict)
+    on_host: Literal["nothing", "moments", "everything"] = "nothing"
 
     def trains(self, workload: Workload) -> bool:
         """Whether there is such a step of the workload's model."""
-        return not self.is_constrained or workload.model in LINEN
+        return self._model(workload) in MODELS and (not self.is_constrained or workload.model in LINEN)
+
+    def _model(self, workload: Workload) -> str:
+        return workload.model + "_activations_on_host" * (self.on_host == "everything")
 
     def measure(self, workload: Workload, mesh: Mesh) -> Figures:
-        gradients, state = MODELS[workload.model](self.by_hand)
+        gradients, state = MODELS[self._model(workload)](self.by_hand)
         plain = training_step(accumulated(gradients, workload.microbatches, mesh.size))
         plain = constrained(plain, mesh) if self.is_constrained else plain
-        step, given = deepcompile.shard(plain, mesh, passes=()), (state, tokens(workload, mesh))
-        lowered = step.lower_gspmd(*given)
-        compiled, compile_s = _timed(lambda: lowered.compile(compiler_options={**CUBLAS_GEMMS, **self.flags}))
-        return figures(compiled, mesh, step.trace(*given), compile_s)
-
-
-@dataclass(frozen=True)
-class JitOffloaded:
-    """``jax.jit`` with the same shardings, and the optimizer's moments on the host by memory kind.
-
-    Attributes:
-      name: in the table.
-      is_everything: whether the activations that layers name are on the host meanwhile, and moments are copied in
-        only when all gradients are ready; else XLA's scheduler begins that when it likes.
-      is_constrained, flags: as of ``Jit``.
-    """
-
-    name: str
-    is_everything: bool = False
-    is_constrained: bool = False
-    flags: Mapping[str, Any] = field(default_factory=dict)
-
-    def trains(self, workload: Workload) -> bool:
-        return not self.is_everything or _activations_on_host(workload.model) in MODELS
-
-    def measure(self, workload: Workload, mesh: Mesh) -> Figures:
-        model = _activations_on_host(workload.model) if self.is_everything else workload.model
-        gradients, state = MODELS[model](False)
-        plain = training_step(accumulated(gradients, workload.microbatches, mesh.size))
-        plain = constrained(plain, mesh) if self.is_constrained else plain
-        given = state, tokens(workload, mesh)
-        placed = deepcompile.shard(plain, mesh, passes=()).trace(*given)
-        step = moments_passing_through(plain, after_backward=self.is_everything)
-        lowered = traced(step, given, with_moments_on_host(placed.sharded), mesh).lower(lowering_platforms=("cuda",))
+        step, given = deepcompile.shard(plain, mesh, passes=()), (state, tokens_of(workload, mesh))
+        placed = step.trace(*given)
+        if self.on_host == "nothing":
+            lowered = step.lower_gspmd(*given)
+        else:
+            moved = moments_passing_through(plain, after_backward=self.on_host == "everything")
+            program = with_moments_on_host(placed.sharded)
+            lowered = traced(moved, given, program, mesh).lower(lowering_platforms=("cuda",))
         compiled, compile_s = _timed(lambda: lowered.compile(compiler_options={**CUBLAS_GEMMS, **self.flags}))
         return figures(compiled, mesh, placed, compile_s)
-
-
-def _activations_on_host(model: str) -> str:
-    return f"{model}_activations_on_host"
 
 
 @dataclass(frozen=True)
@@ -162,7 +138,7 @@ class Ours:
 
     def measure(self, workload: Workload, mesh: Mesh) -> Figures:
         gradients, state = MODELS[workload.model](False)
-        given = state, tokens(workload, mesh)
+        given = state, tokens_of(workload, mesh)
         planned_for = mesh
         if self.planned_gbps is not None:
             cluster = dataclasses.replace(workload.cluster, nic_gbps=self.planned_gbps)
@@ -197,19 +173,19 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
     return call(), time.perf_counter() - began
 
 
-System = Jit | JitOffloaded | Ours
+System = Jit | Ours
 
 JIT = Jit("jit")
 JIT_FLAGS = Jit("jit + flags", flags=NVIDIA_FLAGS)
 JIT_BY_HAND = Jit("jit + flags, bf16 by hand", by_hand=True, flags=NVIDIA_FLAGS)
 JIT_CONSTRAINED = Jit("jit + flags, constrained", is_constrained=True, flags=NVIDIA_FLAGS)
-JIT_EVERYTHING_AWAY = JitOffloaded("jit, everything offloaded", is_everything=True)
-JIT_MOMENTS_AWAY = JitOffloaded("jit, moments by memory kind")
-CONSTRAINED_EVERYTHING_AWAY = JitOffloaded(
-    "jit + flags, constrained, everything offloaded", is_everything=True, is_constrained=True, flags=NVIDIA_FLAGS
+JIT_EVERYTHING_AWAY = Jit("jit, everything offloaded", on_host="everything")
+JIT_MOMENTS_AWAY = Jit("jit, moments by memory kind", on_host="moments")
+CONSTRAINED_EVERYTHING_AWAY = dataclasses.replace(
+    JIT_CONSTRAINED, name="jit + flags, constrained, everything offloaded", on_host="everything"
 )
-CONSTRAINED_MOMENTS_AWAY = JitOffloaded(
-    "jit + flags, constrained, moments by memory kind", is_constrained=True, flags=NVIDIA_FLAGS
+CONSTRAINED_MOMENTS_AWAY = dataclasses.replace(
+    JIT_CONSTRAINED, name="jit + flags, constrained, moments by memory kind", on_host="moments"
 )
 FULLY_SHARDED = Ours("fully sharded", ())
 PREFETCH = Ours(
@@ -227,8 +203,8 @@ ALL_24 = Ours("all, 24 GiB", None, memory_limit="24GiB")
 ALL_FOR_400 = Ours("all, planned for 400 Gb/s", None, planned_gbps=400.0)
 
 
-def tokens(workload: Workload, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The global batch, one token more than is predicted."""
+def tokens_of(workload: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """The global batch, of a ``batch``, ``microbatches`` and a ``sequence``: one token more than is predicted."""
     examples = mesh.size * workload.batch * workload.microbatches
     return jax.ShapeDtypeStruct((examples, workload.sequence + 1), jnp.int32)
 

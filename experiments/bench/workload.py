@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
@@ -41,11 +42,12 @@ class Cluster:
         make = getattr(deepcompile.targets, self.gpu)
         return make(self.nodes, self.gpus_per_node, nics_per_node=self.nics_per_node, nic_gbps=self.nic_gbps)
 
-    def make_mesh(self) -> Mesh:
-        """All GPUs along one axis "fsdp"."""
+    def make_mesh(self, axes: Mapping[str, int] | None = None) -> Mesh:
+        """All GPUs along ``axes``, by default along one "fsdp"."""
+        axes = axes or {"fsdp": self.gpus}
         start_backends()
         with silenced():
-            return self.target().make_mesh((self.gpus,), ("fsdp",))
+            return self.target().make_mesh(tuple(axes.values()), tuple(axes))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,9 +19,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_deepcompile as deepcompile
-from experiments.bench.steps import constrained
-from experiments.bench.systems import NVIDIA_FLAGS
-from experiments.validation.programs import MODELS, create_state, step_of, tokens_of
+from experiments.bench.steps import constrained, create_state, linen_gradients, training_step
+from experiments.bench.systems import NVIDIA_FLAGS, tokens_of
+from experiments.validation.programs import MODELS
 from experiments.validation.runs import RUNS, PublishedRun
 from jax_deepcompile.runtime.files import write_whole
 from jax_deepcompile.runtime.quiet import start_backends
@@ -88,7 +88,7 @@ def _confirmed(mesh: Mesh) -> Iterator[Confirmed]:
 
 
 def _both(number: int, model: Any, shape: Any, mesh: Mesh, run: PublishedRun | None) -> Iterator[Confirmed]:
-    step = step_of(model)
+    step = training_step(linen_gradients())
     tokens = jax.random.randint(jax.random.key(1), shape.shape, 0, model.config.vocab_size, jnp.int32)
     create = partial(create_state, model)
 

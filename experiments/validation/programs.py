@@ -9,14 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
 import jax_deepcompile as deepcompile
-from experiments.bench.steps import OPTIMIZER, constrained, training_step
-from experiments.bench.systems import CUBLAS_GEMMS, NVIDIA_FLAGS, PREFETCH
+from experiments.bench.steps import constrained, create_state, linen_gradients, training_step
+from experiments.bench.systems import CUBLAS_GEMMS, NVIDIA_FLAGS, PREFETCH, tokens_of
 from experiments.validation.runs import PublishedRun
-from jax_deepcompile.runtime.quiet import silenced, start_backends
 from models import gpt2, llama
 
 
@@ -56,10 +54,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
 
 def mesh_of(run: PublishedRun) -> Mesh:
     """Replicas by shards."""
-    shape = run.replicas, run.cluster.gpus // run.replicas
-    start_backends()
-    with silenced():
-        return run.cluster.target().make_mesh(shape, ("data", "fsdp"))
+    return run.cluster.make_mesh({"data": run.replicas, "fsdp": run.cluster.gpus // run.replicas})
 
 
 def compiled(run: PublishedRun, mesh: Mesh) -> Any:
@@ -67,7 +62,7 @@ def compiled(run: PublishedRun, mesh: Mesh) -> Any:
     model = MODELS[run.model]()
     state = jax.eval_shape(partial(create_state, model), jax.random.key(0))
     tokens = tokens_of(run, mesh)
-    step = step_of(model)
+    step = training_step(linen_gradients())
     if run.how == "jit":
         lowered = deepcompile.shard(constrained(step, mesh), mesh, passes=()).lower_gspmd(state, tokens)
         return lowered.compile(compiler_options={**CUBLAS_GEMMS, **NVIDIA_FLAGS})
@@ -77,29 +72,5 @@ def compiled(run: PublishedRun, mesh: Mesh) -> Any:
     return sharded.lower(state, tokens).compile()
 
 
-def tokens_of(run: PublishedRun, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """The global batch, one token more than is predicted."""
-    return jax.ShapeDtypeStruct((mesh.size * run.batch * run.microbatches, run.sequence + 1), jnp.int32)
-
-
-def step_of(model: Any) -> Callable:
-    """``(state, tokens) -> (state, loss)`` of a language model in Linen."""
-    return training_step(partial(_gradients, model))
-
-
 _NO_LIMIT = "1000GiB"
 """A run that does not fit in this package's program is simulated, and its row says so."""
-
-
-def create_state(model: Any, key: jax.Array) -> TrainState:
-    """Its attention has no parameters: where no cuDNN is, the state is made without."""
-    plain = type(model)(dataclasses.replace(model.config, attention="xla"))
-    params = plain.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZER)
-
-
-def _gradients(model: Any, state: TrainState, tokens: jax.Array) -> Any:
-    def loss_of(params: Any) -> jax.Array:
-        return llama.next_token_loss(model.apply({"params": params}, tokens[:, :-1]), tokens[:, 1:])
-
-    return jax.value_and_grad(loss_of)(state.params)

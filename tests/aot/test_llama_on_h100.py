@@ -11,11 +11,10 @@ import re
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
+from experiments.bench.steps import llama_gradients, training_step
 from models import llama
 
 pytestmark = [pytest.mark.h100_aot, pytest.mark.xdist_group("llama on H100s")]
@@ -28,21 +27,8 @@ LAYER_LEAVES = 9
 @pytest.fixture(scope="module")
 def compiled():
     mesh = deepcompile.targets.h100(nodes=4).make_mesh((32,), ("fsdp",))
-    model, optimizer = llama.Llama(CONFIG), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
-
-    def create(key):
-        params = model.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
-
-    @deepcompile.shard(mesh, passes=())
-    def step(state, tokens):
-        def loss_of(params):
-            return llama.next_token_loss(state.apply_fn({"params": params}, tokens[:, :-1]), tokens[:, 1:])
-
-        loss, grads = jax.value_and_grad(loss_of)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": loss}
-
-    state = jax.eval_shape(create, jax.random.key(0))
+    gradients, state = llama_gradients(CONFIG, by_hand=False)
+    step = deepcompile.shard(training_step(gradients), mesh, passes=())
     traced = step.trace(state, jax.ShapeDtypeStruct((32, 1025), jnp.int32))
     return state, traced, traced.lower().compile()
 

@@ -8,11 +8,10 @@ import re
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import jax_deepcompile as deepcompile
+from experiments.bench.steps import llama_gradients, training_step
 from models import llama
 
 pytestmark = pytest.mark.h100_aot
@@ -24,23 +23,10 @@ DEVICES, LENGTH = 32, 1024
 @pytest.fixture(scope="module")
 def compile_step():
     mesh = deepcompile.targets.h100(nodes=4).make_mesh((DEVICES,), ("fsdp",))
-    model, optimizer = llama.Llama(CONFIG), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
-
-    def create(key):
-        params = model.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
-
-    def step(state, tokens):
-        def loss_of(params):
-            return llama.next_token_loss(state.apply_fn({"params": params}, tokens[:, :-1]), tokens[:, 1:])
-
-        loss, grads = jax.value_and_grad(loss_of)(state.params)
-        return state.apply_gradients(grads=grads), {"loss": loss}
-
-    state = jax.eval_shape(create, jax.random.key(0))
+    gradients, state = llama_gradients(CONFIG, by_hand=False)
 
     def compiled(microbatches: int, examples: int):
-        sharded = deepcompile.shard(step, mesh, microbatches=microbatches, passes=())
+        sharded = deepcompile.shard(training_step(gradients), mesh, microbatches=microbatches, passes=())
         tokens = jax.ShapeDtypeStruct((examples * DEVICES, LENGTH + 1), jnp.int32)
         return state, sharded.trace(state, tokens).lower().compile()
 

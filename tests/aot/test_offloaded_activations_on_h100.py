@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import optax
 import pytest
-from jax import lax
 
-import jax_deepcompile as deepcompile
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.hlo.reader import Module, read
 from jax_deepcompile.lowering.compile import compile_options, double_buffering, peak_bytes
@@ -21,9 +17,8 @@ from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules
-from tests.partition.steps import shapes, training_step
 from tests.schedules import instructions, loop_bodies, products_beside_copies
-from tests.transforms.programs import compiled_for_h100s, h100s, sharded
+from tests.transforms.programs import compiled_for_h100s, gated_loss, gated_shapes, h100s, sharded
 from tests.transforms.test_offload_activations import CASES, all_kept, all_offloaded
 
 pytestmark = pytest.mark.h100_aot
@@ -42,23 +37,8 @@ class Compiled(NamedTuple):
 @pytest.fixture(scope="module")
 def kept_and_away() -> tuple[Compiled, Compiled]:
     """A stack of gated layers that keeps what two products make: on the device, and on the host."""
-
-    def layer(x, w):
-        w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
-        norm = lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) + 1e-6)
-        h = x * norm.astype(x.dtype) * w["norm"]
-        return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
-
-    def loss(params, x):
-        return jnp.mean(lax.scan(jax.checkpoint(layer), x.astype(jnp.bfloat16), params)[0].astype(jnp.float32) ** 2)
-
-    sizes = {"norm": (WIDTH,), "gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
-    params = shapes({name: (LAYERS, *size) for name, size in sizes.items()})
-    optimizer = optax.sgd(0.1)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
-    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
-    program = step.trace(state, shapes((8 * TOKENS, WIDTH))).sharded
+    sizes = gated_shapes(LAYERS, WIDTH, HIDDEN)
+    program, mesh = sharded(gated_loss, sizes, (8 * TOKENS, WIDTH), h100s(), optax.sgd(0.1))
     (turn,) = find_recomputation(program, CostModel())
     products = tuple(name for name in turn.names if "dot_general" in name)
     kept = KeptActivations(*turn.loops, products)

@@ -6,10 +6,8 @@ import itertools
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
-from jax import lax
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.costs.measured import costs_of
@@ -27,7 +25,7 @@ from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from tests.partition.steps import shapes, training_step
-from tests.transforms.programs import h100s
+from tests.transforms.programs import gated_loss, gated_shapes, h100s
 
 pytestmark = [pytest.mark.h100_aot, pytest.mark.slow]
 
@@ -37,22 +35,10 @@ WITHIN = 1.02
 
 
 def training(limit_bytes: int) -> tuple[deepcompile.ShardedStep, tuple]:
-    """Checkpointed gated layers, whose two large products are worth keeping."""
-
-    def layer(x, w):
-        w = jax.tree.map(lambda leaf: leaf.astype(x.dtype), w)
-        norm = lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) + 1e-6)
-        h = x * norm.astype(x.dtype) * w["norm"]
-        return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
-
-    def loss(params, x):
-        return jnp.mean(lax.scan(jax.checkpoint(layer), x.astype(jnp.bfloat16), params)[0].astype(jnp.float32) ** 2)
-
-    sizes = {"norm": (WIDTH,), "gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
-    params, optimizer = shapes({name: (LAYERS, *size) for name, size in sizes.items()}), optax.sgd(0.1, momentum=0.9)
+    params, optimizer = shapes(gated_shapes(LAYERS, WIDTH, HIDDEN)), optax.sgd(0.1, momentum=0.9)
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
     step = deepcompile.shard(
-        training_step(loss, optimizer), h100s(), memory_limit=limit_bytes, host_memory_limit=HOST_BYTES
+        training_step(gated_loss, optimizer), h100s(), memory_limit=limit_bytes, host_memory_limit=HOST_BYTES
     )
     return step, (state, shapes((8 * TOKENS, WIDTH)))
 

@@ -8,14 +8,13 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
 import jax_deepcompile as deepcompile
+from experiments.bench.steps import llama_gradients, training_step
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.costs.combining import Thresholds
 from jax_deepcompile.costs.program_simulation import simulate_program
@@ -379,21 +378,8 @@ def test_more_work_never_shortens_a_step(chosen, more):
 
 
 def llama_step(mesh, config, tokens: int):
-    model, optimizer = llama.Llama(config), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
-
-    def create(key):
-        params = model.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
-
-    @deepcompile.shard(mesh, passes=())
-    def step(state, batch):
-        def loss_of(params):
-            return llama.next_token_loss(state.apply_fn({"params": params}, batch[:, :-1]), batch[:, 1:])
-
-        loss, grads = jax.value_and_grad(loss_of)(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    state = jax.eval_shape(create, jax.random.key(0))
+    gradients, state = llama_gradients(config, by_hand=False)
+    step = deepcompile.shard(training_step(gradients), mesh, passes=())
     return step.trace(state, jax.ShapeDtypeStruct((mesh.size, tokens + 1), jnp.int32))
 
 

@@ -17,9 +17,14 @@ from jax_deepcompile.transforms.delay_reductions import DelayedReductions
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
+from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.offload_parameters import OffloadedParameters
+from jax_deepcompile.transforms.offload_values import OffloadedValues
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch, parameter_gathers
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
+from jax_deepcompile.transforms.rematerialize import Rematerialized
+from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
@@ -55,6 +60,12 @@ def refused(program, *decisions: Decision, why: str) -> None:
         (KeptGathers("stak @forward", ("head @forward",)), "keeps gathers over"),
         (DelayedReductions("stak @forward", ("head",)), "delays reductions of"),
         (MicrobatchLoop("stak @forward"), "says how to run"),
+        (Rematerialized("stak @forward", BACK), "computes again what is made by"),
+        (Rematerialized(AHEAD, "stak @forward"), "computes again what is read by"),
+        (RematerializedSegments("stak @forward", ("layer",)), "computes segments again of"),
+        (OffloadedActivations("stak @forward", BACK, ()), "copies to the host what is made by"),
+        (OffloadedActivations(AHEAD, "stak @forward", ()), "copies to the host what is read by"),
+        (OffloadedValues("stak @forward", ()), "copies to the host what is made by"),
     ],
 )
 def test_a_loop_that_is_not_there(decision: Decision, what: str):
@@ -93,6 +104,20 @@ def test_a_program_without_loops_has_no_nearest_ones():
             PROGRAM,
             KeptActivations("", "", ("layer tanh",)),
             "it keeps from code outside of loops 'layer tanh', of which there is none there",
+        ),
+        (
+            PROGRAM,
+            OffloadedActivations(AHEAD, BACK, ("stack inputs",)),
+            f"from '{AHEAD}' to the host for '{BACK}' 'stack inputs', {THERE_ARE}: 'stack input'",
+        ),
+        (PROGRAM, OffloadedActivations(AHEAD, BACK, ("layer tanh",)), "'layer tanh', of which there is none there"),
+        (PROGRAM, OffloadedValues("", ("layer tanh",)), "outside of loops, 'layer tanh', of which there is none"),
+        (PROGRAM, OffloadedParameters(("stack/upp",)), f"'stack/upp', {THERE_ARE}: 'stack/up'"),
+        (PROGRAM, OffloadedParameters(("opt_state/0/trace/stack/up",)), "of which there is none there"),
+        (
+            UNROLLED_PROGRAM,
+            RematerializedSegments("", ("layer tan",)),
+            "outside of loops, from 'layer tan', of which there is none there",
         ),
         (
             MICROBATCHED,
@@ -149,10 +174,18 @@ def test_the_gather_of_another_phase_is_another():
         ),
         (PROGRAM, [SavedGathers(AHEAD, BACK, ()), SavedGathers(BACK, AHEAD, ())], "twice"),
         (PROGRAM, [KeptActivations("", "", ())] * 2, "what becomes of .*code outside of loops.* twice"),
+        (PROGRAM, [Rematerialized(AHEAD, BACK)] * 2, rf"what becomes of '{AHEAD}' twice \(rematerialize\)"),
+        (PROGRAM, [RematerializedSegments("", ())] * 2, "what becomes of code outside of loops twice"),
+        (PROGRAM, [OffloadedActivations(AHEAD, BACK, ())] * 2, r"becomes of '.*' twice \(offload_activations\)"),
+        (PROGRAM, [OffloadedValues("", ())] * 2, "what becomes of code outside of loops twice"),
         (MICROBATCHED, [KeptGathers("microbatches", ())] * 2, "what becomes of 'microbatches' twice"),
         (MICROBATCHED, [DelayedReductions("microbatches", ())] * 2, "what becomes of 'microbatches' twice"),
         (MICROBATCHED, [MicrobatchLoop("microbatches")] * 2, "what becomes of 'microbatches' twice"),
         (PROGRAM, [StackCollectives(AHEAD, ("stack/up", "stack/up"))], "the gather of 'stack/up' twice"),
+        (PROGRAM, [StackCollectives(BACK, (), ("stack/up",) * 2)], "the reduction of 'stack/up' twice"),
+        (PROGRAM, [KeptActivations(AHEAD, BACK, ("layer tanh",) * 2)], f"from '{AHEAD}' 'layer tanh' twice"),
+        (PROGRAM, [OffloadedActivations(AHEAD, BACK, ("stack input",) * 2)], f"for '{BACK}' 'stack input' twice"),
+        (PROGRAM, [OffloadedParameters(("stack/up", "stack/up"))], "twice"),
         (MICROBATCHED, [DelayedReductions("microbatches", ("head", "head"))], "the reduction of 'head' twice"),
         (MICROBATCHED, [KeptGathers("microbatches", ("head @forward",) * 2)], "the gather of 'head @forward' twice"),
         (UNROLLED_PROGRAM, [ReusedGathers(("layer0/up @backward",) * 2)], "'layer0/up @backward' twice"),
@@ -176,6 +209,12 @@ def test_what_is_said_twice(program, decisions: list[Decision], why: str):
             KeptActivations(BACK, AHEAD, ("layer tanh",)),
             f"'{AHEAD}' does not follow '{BACK}' in the same place",
         ),
+        (PROGRAM, SavedGathers(AHEAD, AHEAD, ("stack/up",)), f"'{AHEAD}' does not follow '{AHEAD}' in the same place"),
+        (PROGRAM, Rematerialized(BACK, AHEAD), f"'{AHEAD}' does not follow '{BACK}' in the same place"),
+        (PROGRAM, Rematerialized(AHEAD, AHEAD), f"'{AHEAD}' does not follow '{AHEAD}' in the same place"),
+        (PROGRAM, OffloadedActivations(BACK, AHEAD, ()), f"'{AHEAD}' does not follow '{BACK}' in the same place"),
+        (PROGRAM, KeptActivations("", BACK, ()), "activations of '', a loop that step does not have"),
+        (PROGRAM, OffloadedActivations(AHEAD, "", ()), "read by '', a loop that step does not have"),
         (MICROBATCHED, SavedGathers(AHEAD, "microbatches", ("stack/up",)), "in the same place"),
         (PROGRAM, LoopSchedule(AHEAD, prefetch_layers=-1), f"it pipelines '{AHEAD}' by -1 layers"),
         (PROGRAM, LoopSchedule(AHEAD, delay_layers=65), f"it pipelines '{AHEAD}' by 65 layers"),
@@ -193,6 +232,22 @@ def test_what_is_said_twice(program, decisions: list[Decision], why: str):
 )
 def test_what_makes_no_sense_there(program, decision: Decision, why: str):
     refused(program, decision, why=why)
+
+
+@pytest.mark.parametrize(
+    ("program", "decisions"),
+    [
+        (PROGRAM, []),
+        (PROGRAM, [StackCollectives(AHEAD)]),
+        (PROGRAM, [SavedGathers(AHEAD, BACK, ())]),
+        (PROGRAM, [KeptActivations(AHEAD, BACK, ())]),
+        (PROGRAM, [OffloadedActivations(AHEAD, BACK, ())]),
+        (MICROBATCHED, [KeptGathers("microbatches", ()), ReusedGathers(())]),
+        (MICROBATCHED, [DelayedReductions("microbatches", ())]),
+    ],
+)
+def test_decisions_of_nothing_change_nothing(program, decisions: list[Decision]):
+    assert Plan("0", tuple(decisions)).program(program, MESH) is program
 
 
 def test_as_many_layers_as_are_allowed_are_no_error():

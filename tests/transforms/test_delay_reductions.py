@@ -102,32 +102,9 @@ def test_what_waits_follows_an_order_too(unrolled):
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("sums", [(), None], ids=["of no sums", "of no loop"])
-def test_without_a_decision_the_program_is_what_it_was(unrolled, sums):
-    program, mesh = unrolled
-    delayed = [] if sums is None else [DelayedReductions("step", sums)]
-    assert carry_out(program, mesh, delayed) is program
-
-
-@pytest.mark.pure
 def test_sums_are_called_as_the_parameters_they_update(unrolled):
     program, _ = unrolled
     assert sorted(sums_of(program)) == sorted(f"{layer}/{name}" for layer, names in UNROLLED.items() for name in names)
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("choice", "why"),
-    [
-        (DelayedReductions("steps", ()), "delays reductions of 'steps', a loop that step does not have; .*: 'step'"),
-        (DelayedReductions("step", ("layer1/u",)), "in 'step' the reduction of 'layer1/u', of which .*: 'layer1/up'"),
-        (DelayedReductions("step", ("layer1/up",) * 2), "delays in 'step' the reduction of 'layer1/up' twice"),
-    ],
-    ids=["unknown loop", "unknown sum", "twice"],
-)
-def test_what_the_program_does_not_have_is_an_error(unrolled, choice, why):
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(*unrolled, [choice])
 
 
 @pytest.mark.pure

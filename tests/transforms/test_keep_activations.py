@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.ir.program import Program
@@ -225,33 +224,6 @@ def test_some_of_them_is_enough():
     kept = KeptActivations.apply(program, mesh, [KeptActivations(*LOOPS, ("layer dot_general",))])
     assert count(kept, "dot_general") == count(program, "dot_general") - LAYERS
     assert count(kept, "tanh") == count(program, "tanh")
-
-
-@pytest.mark.pure
-def test_nothing_chosen_changes_nothing():
-    program, mesh = sharded(stack_loss, STACK)
-    assert KeptActivations.apply(program, mesh, [KeptActivations(*LOOPS, ())]) is program
-    assert KeptActivations.apply(program, mesh, []) is program
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("choices", "why"),
-    [
-        ([KeptActivations(*LOOPS, ("layer sin",))], "from 'stack @forward' 'layer sin', of which .*'layer tanh'"),
-        ([KeptActivations(*LOOPS, ("layer tanh",) * 2)], "from 'stack @forward' 'layer tanh' twice"),
-        ([KeptActivations("", "", ("layer tanh",))], "from code outside of loops 'layer tanh', of which there is none"),
-        ([KeptActivations(*reversed(LOOPS), ())], "'stack @forward' does not follow 'stack @backward' in the same"),
-        ([KeptActivations("", LOOPS[1], ())], "activations of '', a loop that step does not have"),
-        ([KeptActivations(LOOPS[0], "stack", ())], "of 'stack', a loop .*names: 'stack @forward', 'stack @backward'"),
-        ([KeptActivations(*LOOPS, ())] * 2, r"what becomes of 'stack @forward' twice \(keep_activations\)"),
-        ([KeptActivations("", "", ())] * 2, "what becomes of code outside of loops twice"),
-    ],
-)
-def test_what_the_program_does_not_have_is_an_error(choices, why):
-    program, mesh = sharded(stack_loss, STACK)
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, choices)
 
 
 @pytest.mark.pure

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
@@ -279,43 +278,10 @@ def test_some_of_them_is_enough():
 
 
 @pytest.mark.pure
-def test_nothing_chosen_changes_nothing():
-    program, mesh = sharded(stack_loss, STACK)
-    assert OffloadedActivations.apply(program, mesh, [OffloadedActivations(*LOOPS, ())]) is program
-
-
-@pytest.mark.pure
 def test_a_plan_reads_in_words_and_comes_back_from_json():
     plan = Plan("0", (OffloadedActivations(*LOOPS, (INPUT, "stack/mlp tanh")),))
     assert str(plan) == "stack @forward: copies stack input, mlp tanh to the host for stack @backward"
     assert Plan.from_json(plan.to_json()) == plan
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("choices", "why"),
-    [
-        ([OffloadedActivations(*LOOPS, ("layer sin",))], "from 'stack @forward' to the host for 'stack @backward' 'la"),
-        ([OffloadedActivations(*LOOPS, ("stack inputs",))], "none there; the nearest names: 'stack input'"),
-        ([OffloadedActivations(*LOOPS, ("layer tanh",))], "'layer tanh', of which there is none there"),
-        ([OffloadedActivations(*LOOPS, (INPUT, INPUT))], "for 'stack @backward' 'stack input' twice"),
-        ([OffloadedActivations(*LOOPS, (INPUT,))] * 2, r"becomes of '.*' twice \(offload_activations\)"),
-        (
-            [OffloadedActivations(*reversed(LOOPS), ())],
-            "'stack @forward' does not follow 'stack @backward' in",
-        ),
-        (
-            [OffloadedActivations("stack", LOOPS[1], ())],
-            "made by 'stack', a loop .*names: 'stack @forward', 'st",
-        ),
-        ([OffloadedActivations(LOOPS[0], "", ())], "read by '', a loop that step does not have"),
-    ],
-    ids=["unknown", "nearly known", "not kept", "twice", "in two decisions", "reversed", "no such", "outside of loops"],
-)
-def test_what_the_program_does_not_have_is_an_error(choices, why):
-    program, mesh = sharded(stack_loss, STACK)
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, choices)
 
 
 def scanned_twice(read_again: Callable, layers: int = LAYERS) -> Program:

@@ -10,7 +10,6 @@ import optax
 import pytest
 from jax import lax
 
-from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
@@ -158,16 +157,3 @@ def test_what_a_loop_reads_otherwise_stays():
 def test_what_is_no_stack_of_layers_stays():
     program, _ = sharded(lambda params, x: jnp.mean((x @ params["w"][0]) ** 2), MATRICES)
     assert not streamable(program)
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("leaves", "why"),
-    [(("stack/upp",), r"'stack/upp', of which there is none there; the nearest names: 'stack/up'"),
-     (("stack/up", "stack/up"), "twice"),
-     (("state/opt_state/0/trace/stack/up",), "of which there is none there")],
-)  # fmt: skip
-def test_other_names_are_refused(leaves, why):
-    program, mesh = sharded(stack_loss, STACK)
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, [OffloadedParameters(leaves)])

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.segments import Tape
 from jax_deepcompile.costs.program_memory import memory_of_program
@@ -20,7 +19,7 @@ from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.offload_values import OffloadedValues, offloadable
 from jax_deepcompile.transforms.rematerialize_segments import segments_of
 from tests.schedules import products_beside_copies
-from tests.transforms.programs import STACK, assert_same_values, count, h100s, outline, sharded, stack_loss
+from tests.transforms.programs import STACK, assert_same_values, count, h100s, outline, sharded
 from tests.transforms.test_rematerialize_segments import BATCH, LOSSES, PLAIN, TWO, two_blocks_loss
 
 
@@ -109,27 +108,3 @@ def test_the_device_has_less():
     program, mesh = sharded(PLAIN, STACK, BATCH)
     after = carry_out(program, mesh, [OffloadedValues("", tuple(known(program)))])
     assert memory_of_program(after).live_peak_bytes < memory_of_program(program).live_peak_bytes
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("loss", "choices", "why"),
-    [
-        (
-            PLAIN,
-            [OffloadedValues("", ("layer tan",))],
-            "outside of loops, 'layer tan', of which there is none",
-        ),
-        (PLAIN, [OffloadedValues("stac", ())], "made by 'stac', a loop that step does not have"),
-        (PLAIN, [OffloadedValues("", ())] * 2, "what becomes of code outside of loops twice"),
-        (
-            stack_loss,
-            [OffloadedValues("", ("layer tanh",))],
-            "outside of loops, 'layer tanh', of which there is none",
-        ),
-    ],
-)
-def test_what_the_program_does_not_have_is_an_error(loss, choices, why):
-    program, mesh = sharded(loss, STACK, BATCH)
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, choices)

@@ -346,27 +346,6 @@ def test_layer_loops_that_are_not_pipelined_are_left_alone():
         carry_out(program, mesh, [MicrobatchLoop("microbatches", overlap=True)])
 
 
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("names", "why"),
-    [
-        (["batches"], "how to run 'batches', a loop that step does not have; the nearest names: 'microbatches'"),
-        (["stack @forward"], "how to run 'stack @forward', which has no loops in it"),
-        (["microbatches"] * 2, "what becomes of 'microbatches' twice"),
-    ],
-    ids=["unknown", "innermost", "twice"],
-)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_only_loops_around_others(names, why, overlap):
-    program, mesh = in_microbatches(stack_loss, STACK)
-    decisions = [
-        *pipelining(program).without(MicrobatchLoop).decisions,
-        *(MicrobatchLoop(name, overlap) for name in names),
-    ]
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, decisions)
-
-
 @pytest.mark.h100_aot
 def test_both_passes_communicate_beside_compute_in_one_loop():
     """In the loop of both every collective has work between start and done; forward's inputs are there twice."""

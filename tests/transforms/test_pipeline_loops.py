@@ -12,13 +12,11 @@ from jax import lax
 from jax.experimental.ode import odeint
 from jax.extend.core import Var
 
-from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.planner.layers import AROUND_PIPELINED, not_pipelined, pipelined
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from tests.transforms.programs import (
     LAYERS,
@@ -257,23 +255,3 @@ def test_what_depends_on_the_carry_is_not_done_ahead():
 )
 def test_a_schedule_reads_in_words(schedule, words):
     assert schedule.describe() == words
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("schedules", "why"),
-    [
-        (
-            [LoopSchedule("stack @backwards")],
-            "pipelines 'stack @backwards', a loop .* names: 'stack @backward', 'stack @",
-        ),
-        ([LoopSchedule("stack @forward", -1)], "pipelines 'stack @forward' by -1 layers"),
-        ([LoopSchedule("stack @forward", last_layers=65)], "pipelines 'stack @forward' by 65 layers"),
-        ([LoopSchedule("stack @forward"), LoopSchedule("stack @forward", 2)], "becomes of 'stack @forward' twice"),
-    ],
-    ids=["unknown loop", "before its own", "beyond all use", "twice"],
-)
-def test_schedules_that_are_not_possible_are_errors(schedules, why):
-    program, mesh = sharded(stack_loss, STACK)
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, schedules)

@@ -10,14 +10,12 @@ import optax
 import pytest
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.names import gather_names, value_names
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.planner.candidate import Environment, evaluate
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.strategies.unrolled import room_bytes
-from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.prefetch import Prefetch, choose_prefetches, parameter_gathers
 from tests.partition.steps import lines, shapes, training_step
 from tests.planner.situations import UNROLLED, Clock, unrolled_loss
@@ -145,31 +143,6 @@ def test_before_and_after():
     after = Prefetch.apply(program, None, choose_prefetches(program, Clock(), slack=1.0))
     pinned = ["dot_general", "optimization_barrier", "all_gather"]
     assert order(after) == ["all_gather", *pinned, "all_gather", *pinned, "dot_general", "dot_general"]
-
-
-@pytest.mark.pure
-def test_nothing_chosen_changes_nothing():
-    program, mesh = forward()
-    assert Prefetch.apply(program, None, ()) is program
-    assert Plan("0").program(program, mesh) is program
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("decisions", "why"),
-    [
-        ([("layer9", "chain_loss tanh")], "starts the gather of 'layer9', of which .* names: 'layer"),
-        ([("layer1", "chain_loss sin")], "the gather of 'layer1' after 'chain_loss sin', of which .*'chain_loss tanh'"),
-        ([("layer1", "chain_loss tanh #4")], "'layer1' after 'chain_loss tanh #4', which it cannot wait for"),
-        ([("layer1", "chain_loss all_gather #2")], "'layer1' after 'chain_loss all_gather #2', which it cannot wait"),
-        ([("layer1", "chain_loss tanh")] * 2, "what becomes of 'layer1' twice"),
-    ],
-    ids=["unknown gather", "unknown value", "made later", "its own result", "twice"],
-)
-def test_what_the_program_does_not_have_is_an_error(decisions, why):
-    program, mesh = forward()
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, [Prefetch(*names) for names in decisions])
 
 
 @pytest.mark.cpu_mesh

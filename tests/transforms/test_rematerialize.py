@@ -286,26 +286,3 @@ def test_what_a_layer_prints_is_printed_once():
     after = remade(program, mesh)
     assert count(after, "dot_general") > count(program, "dot_general")
     assert [eqn.primitive.name for eqn in equations(after.jaxpr)].count("debug_print") == 1
-
-
-@pytest.mark.pure
-def test_nothing_chosen_changes_nothing():
-    program, mesh = sharded(plain_loss, STACK)
-    assert carry_out(program, mesh, []) is program
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("choices", "why"),
-    [
-        ([Rematerialized(*reversed(LOOPS))], "'stack @forward' does not follow 'stack @backward' in the same place"),
-        ([Rematerialized(LOOPS[0], LOOPS[0])], "does not follow 'stack @forward' in the same place"),
-        ([Rematerialized("stack", LOOPS[1])], "made by 'stack', a loop that step does not have; .*: 'stack @forward'"),
-        ([Rematerialized(LOOPS[0], "stac")], "read by 'stac', a loop that step does not have; .*: 'stack @forward'"),
-        ([Rematerialized(*LOOPS)] * 2, r"what becomes of 'stack @forward' twice \(rematerialize\)"),
-    ],
-)
-def test_what_the_program_does_not_have_is_an_error(choices, why):
-    program, mesh = sharded(plain_loss, STACK)
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, choices)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jax_deepcompile import errors
 from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.analysis.segments import Tape
 from jax_deepcompile.costs.cost_model import CostModel
@@ -221,21 +220,3 @@ def test_compiled_it_takes_less_memory():
 def test_there_is_nothing_to_compute_again(loss):
     program, _ = sharded(loss, STACK, BATCH)
     assert list(segments_of(program)) == []
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("choices", "why"),
-    [
-        (
-            [RematerializedSegments("", ("layer tan",))],
-            "outside of loops, from 'layer tan', of which there is none there; ",
-        ),
-        ([RematerializedSegments("stac", ("layer",))], "again of 'stac', a loop that step does not have"),
-        ([RematerializedSegments("", ())] * 2, "what becomes of code outside of loops twice"),
-    ],
-)
-def test_what_the_program_does_not_have_is_an_error(choices, why):
-    program, mesh = sharded(PLAIN, STACK, BATCH)
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, choices)

@@ -9,13 +9,11 @@ import pytest
 from jax import lax
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile import errors
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import lower
-from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.save_gathered import SavedGathers, shared_gathers, shared_names
 from tests.partition.steps import shapes, training_step
@@ -96,39 +94,10 @@ def test_some_of_them_is_enough():
 
 
 @pytest.mark.pure
-def test_nothing_chosen_changes_nothing():
-    program, mesh = sharded(stack_loss, STACK)
-    assert SavedGathers.apply(program, mesh, [SavedGathers("stack @forward", "stack @backward", ())]) is program
-
-
-@pytest.mark.pure
 def test_loops_over_different_layers_share_nothing():
     program, _ = sharded(two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes()})
     first, second, *_ = (loop for loop in find_loops(program) if sliced_gathers(loop.eqn))
     assert shared_gathers(program, first, second).gathers == ()
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("choice", "why"),
-    [
-        (
-            SavedGathers("stack @backward", "stack @forward", ("stack/up",)),
-            "does not follow 'stack @backward' in the",
-        ),
-        (SavedGathers("stack @forward", "stack @forward", ("stack/up",)), "does not follow 'stack @forward' in the"),
-        (
-            SavedGathers("stack @forward", "stack", ()),
-            "parameters for 'stack', a loop that step does not",
-        ),
-        (SavedGathers("stack @forward", "stack @backward", ("stack/u",)), "'stack/u', of which .*: 'stack/up', "),
-    ],
-    ids=["other way round", "of itself", "unknown loop", "unknown gather"],
-)
-def test_what_the_program_does_not_have_is_an_error(choice, why):
-    program, mesh = sharded(stack_loss, STACK)
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, [choice])
 
 
 @pytest.mark.h100_aot

@@ -11,12 +11,10 @@ import pytest
 from jax import lax
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile import errors
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.hlo.types import leaves
-from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names, stacked_names
 from tests.partition.steps import GATHER, SCATTER, lines, shapes, training_step
@@ -38,7 +36,6 @@ from tests.transforms.programs import (
 )
 
 WHOLE, BY_LAYER = 1 << 30, 0
-BACKWARD = "stack @backward"
 
 
 def two_stacks_loss(params, batch):
@@ -145,35 +142,6 @@ def test_the_rest_of_the_loop_can_still_be_pipelined(at_once_bytes):
     planned = keeping_gathered(LoopSchedule.apply(outside, mesh, choose_schedules(outside)), mesh)
     assert count(planned, "all_gather") < count(program, "all_gather")
     assert_same_values(planned, program, mesh)
-
-
-@pytest.mark.pure
-def test_nothing_chosen_changes_nothing():
-    program, mesh = sharded(stack_loss, STACK)
-    assert carry_out(program, mesh, ()) is program
-    assert carry_out(program, mesh, [StackCollectives("stack @forward")]) is program
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("choices", "why"),
-    [
-        ([StackCollectives("stack")], "out of 'stack', a loop .* names: 'stack @forward', 'stack @backward'"),
-        ([StackCollectives(BACKWARD, ("stack/u",))], "the gather of 'stack/u', of which .* names: 'stack/up'"),
-        ([StackCollectives(BACKWARD, ("stack/up",) * 2)], "out of 'stack @backward' the gather of 'stack/up' twice"),
-        (
-            [StackCollectives("stack @forward", (), ("stack/up",))],
-            "of 'stack @forward' the reduction of 'stack/up', of",
-        ),
-        ([StackCollectives(BACKWARD, (), ("stack/up",) * 2)], "the reduction of 'stack/up' twice"),
-        ([StackCollectives(BACKWARD)] * 2, r"what becomes of 'stack @backward' twice \(stack_collectives\)"),
-    ],
-    ids=["unknown loop", "unknown gather", "gather twice", "unknown reduction", "reduction twice", "loop twice"],
-)
-def test_what_the_program_does_not_have_is_an_error(choices, why):
-    program, mesh = sharded(stack_loss, STACK)
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, choices)
 
 
 @pytest.mark.pure

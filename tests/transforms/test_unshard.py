@@ -158,32 +158,6 @@ def test_layers_stay_gathered_over_all_microbatches(layers):
 
 
 @pytest.mark.pure
-def test_nothing_chosen_changes_nothing():
-    program, mesh = accumulating(stack_loss, {"stack": stack_shapes()})
-    assert carry_out(program, mesh, []) is program
-    assert carry_out(program, mesh, [KeptGathers("step", ()), ReusedGathers(())]) is program
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("choice", "why"),
-    [
-        (KeptGathers("batches", ()), "over 'batches', a loop that step does not have; .* names: 'microbatches'"),
-        (KeptGathers("microbatches", ("heads",)), "the gather of 'heads', of which .* names: 'head @forward'"),
-        (
-            KeptGathers("microbatches", ("head @forward",) * 2),
-            "over 'microbatches' the gather of 'head @forward' twice",
-        ),
-    ],
-    ids=["unknown loop", "unknown gather", "twice"],
-)
-def test_what_the_program_does_not_have_is_an_error(choice, why):
-    program, mesh = sharded(matrices_under_a_head_loss, UNDER_A_HEAD, (4 * BATCH, WIDTH), microbatches=4)
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, [choice])
-
-
-@pytest.mark.pure
 def test_what_a_loop_changes_is_gathered_in_it():
     def moving(params, batch):
         def body(weights, row):
