@@ -102,10 +102,6 @@ def _reduce_scatter(block, axes: tuple[str, ...]):
     return lax.dynamic_update_slice(block, lax.psum_scatter(block, axes, tiled=True), (0,))
 
 
-def _all_reduce(block, axes: tuple[str, ...]):
-    return lax.psum(block, axes)
-
-
 def _all_to_all(block, axes: tuple[str, ...]):
     return lax.all_to_all(block, axes, 0, 0, tiled=True)
 
@@ -118,7 +114,7 @@ def _permute(block, axes: tuple[str, ...]):
 _LINKS = {
     CollectiveKind.ALL_GATHER: _all_gather,
     CollectiveKind.REDUCE_SCATTER: _reduce_scatter,
-    CollectiveKind.ALL_REDUCE: _all_reduce,
+    CollectiveKind.ALL_REDUCE: lax.psum,
     CollectiveKind.ALL_TO_ALL: _all_to_all,
     CollectiveKind.PERMUTE: _permute,
 }

@@ -10,11 +10,8 @@ import optax
 import pytest
 from jax import lax
 
-import jax_deepcompile as deepcompile
-from jax_deepcompile.lowering.compile import compile_options, double_buffering
-from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
-from tests.partition.steps import shapes, training_step
+from tests.transforms.programs import compiled_for_h100s, h100s, sharded
 
 pytestmark = pytest.mark.h100_aot
 
@@ -32,15 +29,10 @@ def text() -> str:
     def loss(params, x):
         return jnp.mean(lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
 
-    params = shapes({"up": (LAYERS, EXPERTS, WIDTH, HIDDEN), "down": (LAYERS, EXPERTS, HIDDEN, WIDTH)})
-    optimizer = optax.sgd(0.1)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    mesh = deepcompile.targets.h100().make_mesh((DEVICES,), ("fsdp",))
-    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
-    program = step.trace(state, shapes((64, WIDTH))).sharded
+    params = {"up": (LAYERS, EXPERTS, WIDTH, HIDDEN), "down": (LAYERS, EXPERTS, HIDDEN, WIDTH)}
+    program, mesh = sharded(loss, params, (64, WIDTH), h100s(), optax.sgd(0.1))
     planned = LoopSchedule.apply(program, mesh, choose_schedules(program))
-    compiled = lower(planned, mesh, "cuda").compile(compiler_options=compile_options("cuda") | double_buffering())
-    return compiled.as_text() or ""
+    return compiled_for_h100s(planned, mesh).as_text() or ""
 
 
 @pytest.mark.parametrize("block", [(WIDTH // DEVICES, HIDDEN), (HIDDEN // DEVICES, WIDTH)], ids=["up", "down"])

@@ -33,13 +33,18 @@ IN_PYTHON = "os.kill(os.getpid(), signal.{signal})"
 IGNORED = "Ignoring()"
 
 
+CTRL_C = (signal.SIGINT, 130, "deepcompile: Ctrl-C: stopped\n")
+SIGTERM = (signal.SIGTERM, 143, "deepcompile: SIGTERM: stopped\n")
+
+
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [(signal.SIGINT, 130, "deepcompile: Ctrl-C: stopped\n"), (signal.SIGTERM, 143, "deepcompile: SIGTERM: stopped\n")],
-)
-@pytest.mark.parametrize(
-    ("module", "send"),
-    [("tyro", IN_PYTHON), ("jax", IN_PYTHON), ("jax._src.lib", IGNORED), ("jax_deepcompile.api", IGNORED)],
+    ("module", "send", "number", "code", "said"),
+    [
+        ("tyro", IN_PYTHON, *CTRL_C),
+        ("jax", IN_PYTHON, *SIGTERM),
+        ("jax._src.lib", IGNORED, *CTRL_C),
+        ("jax_deepcompile.api", IGNORED, *SIGTERM),
+    ],
 )
 def test_a_signal_while_it_loads_ends_it(tmp_path: Path, module: str, send: str, number: int, code: int, said: str):
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)\n")

@@ -19,7 +19,7 @@ from jax_deepcompile.planner.layers import pipelined
 from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules
 from tests.partition.steps import shapes, training_step
-from tests.transforms.programs import BATCH, WIDTH, layer, run_stack, sharded, stack_shapes
+from tests.transforms.programs import BATCH, WIDTH, layer, sharded, stack_shapes
 
 START = Plan("0")
 NO_MEMORY = MemoryUse(0, 0, 0, 0, (), (), ())
@@ -50,10 +50,6 @@ def unrolled_loss(params, x):
 
 
 UNROLLED = {f"layer{index}": {name: shape[1:] for name, shape in stack_shapes().items()} for index in range(3)}
-
-
-def headed_loss(params, batch):
-    return jnp.mean((run_stack(params["stack"], batch) @ params["head"]) ** 2)
 
 
 HEADED = {"stack": stack_shapes(), "head": (WIDTH, WIDTH)}

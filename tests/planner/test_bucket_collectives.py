@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 
-import jax_deepcompile as deepcompile
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.planner.candidate import Environment, evaluate
@@ -14,7 +13,7 @@ from jax_deepcompile.planner.strategies.unrolled import BucketCollectives, bandw
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from tests.planner.situations import START, UNROLLED, situation, unrolled_loss
 from tests.schedules import gathers, instructions
-from tests.transforms.programs import count, sharded
+from tests.transforms.programs import count, h100s, sharded
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,7 @@ def test_loops_have_buckets_of_their_own():
 
 @pytest.mark.h100_aot
 def test_one_collective_a_bucket():
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
-    program, _ = sharded(unrolled_loss, UNROLLED, mesh=mesh)
+    program, mesh = sharded(unrolled_loss, UNROLLED, mesh=h100s())
     environment = Environment(mesh, "cuda", CostModel(), None)
     alone = START.replace(options=combiner_options(0, 0))
     (proposal,) = BucketCollectives().propose(program, evaluate(program, alone, environment), environment)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.simulation import Loop, Totals
@@ -22,7 +21,7 @@ from jax_deepcompile.transforms.delay_reductions import DelayedReductions
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from tests.planner.situations import START, candidate
 from tests.schedules import loop_bodies, work_while_under_way
-from tests.transforms.programs import assert_same_work, sharded, stack_loss, stack_shapes
+from tests.transforms.programs import assert_same_work, h100s, sharded, stack_loss, stack_shapes
 
 PROGRAM, MESH = sharded(stack_loss, {"stack": stack_shapes()})
 FORWARD, BACKWARD = SCHEDULES = choose_schedules(PROGRAM)
@@ -97,8 +96,7 @@ def compiled() -> list[Candidate]:
     params = {
         "stack": {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width), "bias": (layers, 4 * width)}
     }
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
-    program, _ = sharded(stack_loss, params, batch=(64 * 1024, width), mesh=mesh)
+    program, mesh = sharded(stack_loss, params, batch=(64 * 1024, width), mesh=h100s())
     start = START.replace(options=double_buffering())
     environment = Environment(mesh, "cuda", CostModel(), None)
     deep = [choose_schedules(program, layers, layers) for layers in (1, 2)]

@@ -26,22 +26,18 @@ from jax_deepcompile.planner.strategy import Proposal
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from tests.planner.situations import NO_MEMORY, candidate, in_pipelines
-from tests.transforms.programs import LAYERS, layer, run_stack, sharded, stack_shapes
+from tests.transforms.programs import LAYERS, layer, plain_loss, run_stack, sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
 
 WIDTH, ROWS = 2048, 4096
 
 
-def loss(params, batch):
-    return jnp.mean(run_stack(params["stack"], batch) ** 2)
-
-
 def wide_stack(layers: int = LAYERS) -> dict:
     return {"up": (layers, WIDTH, 2 * WIDTH), "down": (layers, 2 * WIDTH, WIDTH), "bias": (layers, 2 * WIDTH)}
 
 
-PROGRAM, MESH = sharded(loss, {"stack": wide_stack()}, batch=(8 * ROWS, WIDTH))
+PROGRAM, MESH = sharded(stack_loss, {"stack": wide_stack()}, batch=(8 * ROWS, WIDTH))
 TURNS = find_recomputation(PROGRAM, CostModel())
 (TURN,) = TURNS
 PRODUCT_BYTES = 4 * LAYERS * ROWS * 2 * WIDTH
@@ -122,7 +118,7 @@ def test_parameters_that_are_not_waited_for_are_not_kept():
 
 
 def test_small_products_are_computed_again():
-    program, _ = sharded(loss, {"stack": stack_shapes()})
+    program, _ = sharded(stack_loss, {"stack": stack_shapes()})
     choice = choose(find_recomputation(program, CostModel()), (), phases(), PLENTY)
     assert choice is not None
     assert choice.gained_s < 1e-4
@@ -237,9 +233,5 @@ def test_a_little_is_not_worth_a_compilation():
 
 
 def test_layers_that_are_not_checkpointed_have_nothing_to_keep():
-    program, _ = sharded(
-        lambda params, batch: jnp.mean(run_stack(params["stack"], batch, remat=False) ** 2),
-        {"stack": wide_stack()},
-        batch=(8 * ROWS, WIDTH),
-    )
+    program, _ = sharded(plain_loss, {"stack": wide_stack()}, batch=(8 * ROWS, WIDTH))
     assert proposals(program) == []

@@ -10,8 +10,8 @@ from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
-from tests.planner.situations import HEADED, START, accumulating, headed_loss, in_pipelines
-from tests.transforms.programs import sharded
+from tests.planner.situations import HEADED, START, accumulating, in_pipelines
+from tests.transforms.programs import headed_loss, sharded
 
 pytestmark = pytest.mark.pure
 

@@ -29,8 +29,8 @@ from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
 from tests.partition.steps import shapes, training_step
-from tests.planner.situations import HEADED, START, UNROLLED, accumulating, headed_loss, unrolled_loss
-from tests.transforms.programs import sharded, stack_loss, stack_shapes
+from tests.planner.situations import HEADED, START, UNROLLED, accumulating, unrolled_loss
+from tests.transforms.programs import headed_loss, sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
 

@@ -49,8 +49,8 @@ from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegm
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
-from tests.planner.situations import HEADED, START, headed_loss, in_pipelines
-from tests.transforms.programs import assert_same_values, sharded
+from tests.planner.situations import HEADED, START, in_pipelines
+from tests.transforms.programs import assert_same_values, headed_loss, sharded
 
 pytestmark = pytest.mark.pure
 

@@ -10,7 +10,6 @@ import jax
 import optax
 import pytest
 
-import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.streams import Stream
@@ -23,9 +22,8 @@ from jax_deepcompile.planner.strategies import ONE_DEVICE, STRATEGIES
 from jax_deepcompile.planner.strategy import Proposal, Stage, Strategy
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
-from tests.partition.steps import shapes, training_step
 from tests.planner.situations import START, candidate
-from tests.transforms.programs import sharded, stack_loss, stack_shapes
+from tests.transforms.programs import h100s, sharded, stack_loss, stack_shapes
 
 BETTER, WORSE, LARGER, DEAR, LITTLE, FAILS = (
     START.having(OrderedReductions, [OrderedReductions(size)]) for size in range(1, 7)
@@ -328,12 +326,9 @@ def test_where_a_schedule_misses_what_is_attainable_others_are_tried(monkeypatch
 @pytest.fixture(scope="module")
 def compiled():
     """Four layers on 8 H100s, compiled for real."""
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
-    params, optimizer = shapes({"stack": stack_shapes(4)}), optax.sgd(0.1)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    program = deepcompile.shard(training_step(stack_loss, optimizer), mesh, passes=()).trace(state, shapes((16, 16)))
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes(4)}, mesh=h100s(), optimizer=optax.sgd(0.1))
     environment = Environment(mesh, "cuda", CostModel(), None)
-    return program.sharded, environment, evaluate(program.sharded, START, environment)
+    return program, environment, evaluate(program, START, environment)
 
 
 @pytest.mark.h100_aot

@@ -44,12 +44,20 @@ from tests.planner.situations import (
     WAITS,
     Clock,
     candidate,
-    headed_loss,
     in_pipelines,
     situation,
     unrolled_loss,
 )
-from tests.transforms.programs import assert_same_values, count, layer, run_stack, sharded, stack_loss, stack_shapes
+from tests.transforms.programs import (
+    assert_same_values,
+    count,
+    headed_loss,
+    layer,
+    run_stack,
+    sharded,
+    stack_loss,
+    stack_shapes,
+)
 
 IN_ORDER = [OrderedReductions(1)]
 

@@ -20,8 +20,8 @@ from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names
-from tests.planner.situations import HEADED, NO_MEMORY, START, accumulating, candidate, headed_loss, in_pipelines
-from tests.transforms.programs import LAYERS, WIDTH, sharded, stack_loss, stack_shapes
+from tests.planner.situations import HEADED, NO_MEMORY, START, accumulating, candidate, in_pipelines
+from tests.transforms.programs import LAYERS, WIDTH, headed_loss, sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
 

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-
 import jax
 import pytest
 
 from jax_deepcompile.profilers.processes import of_first_process
+from tests.api.test_processes import lines, run_two
 from tests.costs.test_profile import PROFILE
 
 SCRIPT = """
-import sys
-import jax
-rank, port = map(int, sys.argv[1:])
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from jax_deepcompile.costs.fingerprint import fingerprint
 from jax_deepcompile.profilers import take_profile
 from tests.profilers import steps
@@ -37,23 +28,9 @@ print("PROFILE", fingerprint(profile.to_json(), profile.machine), profile.step.s
 
 @pytest.mark.cpu_mesh
 def test_two_processes_have_the_first_ones_profile():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(port)],
-            env=os.environ | flags,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [run.communicate(timeout=240) for run in runs]
-    profiles = [line for out, _ in outputs for line in out.splitlines() if line.startswith("PROFILE")]
-    assert len(profiles) == 2, outputs
+    runs = run_two(SCRIPT)
+    profiles = [line for run in runs for line in lines(run, "PROFILE")]
+    assert len(profiles) == 2, runs
     assert len(set(profiles)) == 1
     assert profiles[0].endswith(" 2"), "the axis spans two hosts"
 

@@ -51,11 +51,20 @@ def ended(body: str, *numbers: int, tmp_path: Path) -> tuple[int, float, str]:
     return process.returncode, time.monotonic() - began, said
 
 
+CTRL_C = (signal.SIGINT, 130, "deepcompile: Ctrl-C: stopped\n")
+SIGTERM = (signal.SIGTERM, 143, "deepcompile: SIGTERM: stopped\n")
+
+
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [(signal.SIGINT, 130, "deepcompile: Ctrl-C: stopped\n"), (signal.SIGTERM, 143, "deepcompile: SIGTERM: stopped\n")],
+    ("busy", "number", "code", "said"),
+    [
+        ("foreign()", *CTRL_C),
+        ("foreign()", *SIGTERM),
+        ("time.sleep(30)", *SIGTERM),
+        ("go_on(30)", *CTRL_C),
+        ("while True: pass", *SIGTERM),
+    ],
 )
-@pytest.mark.parametrize("busy", ["foreign()", "time.sleep(30)", "go_on(30)", "while True: pass"])
 def test_the_process_is_gone_within_two_seconds(tmp_path, busy: str, number: int, code: int, said: str):
     body = f"""
 try:

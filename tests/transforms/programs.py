@@ -14,6 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
@@ -44,6 +45,14 @@ def stack_loss(params, batch):
 
 
 STACK = {"stack": stack_shapes()}
+HEADED = STACK | {"head": (WIDTH, 8 * WIDTH)}
+FOOTED = STACK | {"foot": (WIDTH, WIDTH)}
+GROUPS = {"groups": {name: (2, *shape) for name, shape in stack_shapes(3).items()}}
+
+
+def plain_loss(params, batch):
+    """Without rematerialisation: forward hands over more than each layer's input."""
+    return jnp.mean(run_stack(params["stack"], batch, remat=False) ** 2)
 
 
 def backwards_loss(params, batch):
@@ -61,6 +70,36 @@ def halves_loss(params, batch):
         return total + jnp.mean(run_stack(params["stack"], part) ** 2), None
 
     return lax.scan(again, 0.0, jnp.stack([batch, 2 * batch]))[0]
+
+
+def headed_loss(params, batch):
+    """Layers under a head, which is gathered after them, and whose gradient is ready before their backward pass."""
+    return jnp.mean((run_stack(params["stack"], batch) @ params["head"]) ** 2)
+
+
+def footed_loss(params, batch):
+    """Layers on a foot, which is gathered before them (and again after them, which XLA sees is not needed), and whose
+    gradient is ready only after their backward pass."""
+    return jnp.mean(run_stack(params["stack"], batch @ params["foot"]) ** 2)
+
+
+def groups_loss(params, batch):
+    """A loop of checkpointed layers in a checkpointed loop over groups of them."""
+
+    @jax.checkpoint
+    def group(x, stack):
+        return run_stack(stack, x), None
+
+    return jnp.mean(lax.scan(group, batch, params["groups"])[0] ** 2)
+
+
+def two_products_loss(params, batch):
+    """Checkpointed layers of two products each, with nothing beside them."""
+
+    def layer(x, w):
+        return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None
+
+    return jnp.mean(lax.scan(jax.checkpoint(layer), batch, params)[0] ** 2)
 
 
 MATRICES = {"w": (4, WIDTH, WIDTH)}
@@ -145,6 +184,10 @@ IDLE = {"w": (WIDTH, WIDTH), "head": (WIDTH, WIDTH)}
 
 def outer_loops(program: Program) -> list[Loop]:
     return [loop for loop in find_loops(program) if len(loop.path) == 1]
+
+
+def barriers(jaxpr) -> int:
+    return sum(eqn.primitive.name == "optimization_barrier" for eqn in open_jaxpr(jaxpr).eqns)
 
 
 def inner_loops(program: Program) -> list[Loop]:

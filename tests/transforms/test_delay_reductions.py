@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
 from jax_deepcompile.analysis.loops import Loop, find_loops, loops_in
 from jax_deepcompile.ir import retrace
@@ -105,13 +104,6 @@ def test_what_waits_follows_an_order_too(unrolled):
 def test_sums_are_called_as_the_parameters_they_update(unrolled):
     program, _ = unrolled
     assert sorted(sums_of(program)) == sorted(f"{layer}/{name}" for layer, names in UNROLLED.items() for name in names)
-
-
-@pytest.mark.pure
-def test_a_loop_with_loops_in_it_does_not_run_its_first_iteration_apart():
-    program, mesh = accumulating(stack_loss, {"stack": stack_shapes()})
-    with pytest.raises(errors.PlanError, match=r"first iteration of 'step' apart, which has 'stack @forward' in it"):
-        carry_out(program, mesh, [DelayedReductions("step", (), first_apart=True)])
 
 
 RESULTS = ((0, 0, 0, 0), (0, 0, 0, 0))

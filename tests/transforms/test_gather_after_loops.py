@@ -13,38 +13,23 @@ from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_sched
 from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops
 from tests.schedules import gathers
 from tests.transforms.programs import (
+    FOOTED,
+    HEADED,
     IDLE,
     UNDER_A_HEAD,
-    WIDTH,
     assert_same_work,
+    barriers,
     compiled_for_h100s,
+    footed_loss,
     h100s,
+    headed_loss,
     idle_loop_loss,
     in_two_iterations,
     matrices_loss,
     matrices_under_a_head_loss,
     outline,
-    run_stack,
     sharded,
-    stack_shapes,
 )
-
-HEADED = {"stack": stack_shapes(), "head": (WIDTH, 8 * WIDTH)}
-FOOTED = {"stack": stack_shapes(), "foot": (WIDTH, WIDTH)}
-
-
-def headed_loss(params, batch):
-    """Layers under a head, which is gathered after them."""
-    return jnp.mean((run_stack(params["stack"], batch) @ params["head"]) ** 2)
-
-
-def footed_loss(params, batch):
-    """Layers on a foot, which is gathered before them; and again after them, which XLA sees is not needed."""
-    return jnp.mean(run_stack(params["stack"], batch @ params["foot"]) ** 2)
-
-
-def barriers(jaxpr) -> int:
-    return sum(eqn.primitive.name == "optimization_barrier" for eqn in open_jaxpr(jaxpr).eqns)
 
 
 @pytest.mark.cpu_mesh

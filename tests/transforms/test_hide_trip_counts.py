@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
 
-import jax_deepcompile as deepcompile
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.hlo.trip_counts import trip_count
-from jax_deepcompile.lowering.compile import compile_options, double_buffering
-from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.transforms.decision import replace_loops
 from jax_deepcompile.transforms.microbatch_loops import hidden_trip_count
-from tests.partition.steps import shapes, training_step
 from tests.schedules import gathers, instructions
 from tests.transforms.programs import (
     MATRICES,
@@ -25,7 +18,9 @@ from tests.transforms.programs import (
     WIDTH,
     assert_same_values,
     backwards_loss,
+    compiled_for_h100s,
     count,
+    h100s,
     inner_loops,
     loop_names,
     matrices_loss,
@@ -92,16 +87,10 @@ def compiled():
     def loss(params, x):
         return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0] ** 2)
 
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
-    params, optimizer = shapes({"w": (TRIPS, 8 * WIDTH, 8 * WIDTH)}), optax.sgd(0.1)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
-    program = step.trace(state, shapes((64, 8 * WIDTH))).sharded
+    width = 8 * WIDTH
+    program, mesh = sharded(loss, {"w": (TRIPS, width, width)}, (64, width), h100s(), optax.sgd(0.1))
     hidden = hide_trip_counts(program, mesh, loop_names(program))
-    options: Any = compile_options("cuda") | double_buffering()
-    return [
-        read(lower(each, mesh, "cuda").compile(compiler_options=options).as_text() or "") for each in (program, hidden)
-    ]
+    return [read(compiled_for_h100s(each, mesh).as_text() or "") for each in (program, hidden)]
 
 
 def loops_of(module):

@@ -16,8 +16,7 @@ from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
-from jax_deepcompile.lowering.compile import compile_options, double_buffering, peak_bytes
-from jax_deepcompile.lowering.emit import lower
+from jax_deepcompile.lowering.compile import peak_bytes
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
 from jax_deepcompile.transforms import carry_out
@@ -34,7 +33,9 @@ from tests.transforms.programs import (
     STACK,
     assert_same_values,
     backwards_loss,
+    compiled_for_h100s,
     count,
+    h100s,
     in_two_iterations,
     inner_loops,
     layer,
@@ -47,6 +48,7 @@ from tests.transforms.programs import (
     sharded,
     stack_loss,
     stack_shapes,
+    two_products_loss,
     two_stacks_loss,
 )
 
@@ -251,27 +253,15 @@ def test_each_of_two_stacks_turns_by_itself():
 @pytest.mark.h100_aot
 def test_the_backward_loop_computes_less_and_a_stack_of_memory_holds_it():
     layers, width, rows = 6, 1024, 8192
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
-
-    def loss(params, x):
-        def layer(x, w):
-            return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None
-
-        return jnp.mean(lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
-
-    params = shapes({"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)})
-    optimizer = optax.sgd(0.1)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
-    program = step.trace(state, shapes((8 * rows, width))).sharded
+    params = {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
+    program, mesh = sharded(two_products_loss, params, (8 * rows, width), h100s(), optax.sgd(0.1))
     (turn,) = turns(program)
     sizes = [activation.size_bytes for activation in turn.activations]
     up = sizes.index(rows * 4 * width * 4)
 
     def compiled(choices):
         kept = KeptActivations.apply(program, mesh, choices)
-        planned = LoopSchedule.apply(kept, mesh, choose_schedules(kept))
-        return lower(planned, mesh, "cuda").compile(compiler_options=compile_options("cuda") | double_buffering())
+        return compiled_for_h100s(LoopSchedule.apply(kept, mesh, choose_schedules(kept)), mesh)
 
     before, after = compiled([]), compiled([KeptActivations(*turn.loops, (turn.names[up],))])
     computed = [product_elements(instructions(read(each.as_text()))) for each in (before, after)]
@@ -284,7 +274,6 @@ def test_the_backward_loop_computes_less_and_a_stack_of_memory_holds_it():
 def test_layers_written_one_by_one_are_planned_to_compute_less():
     """Four checkpointed layers of two products, of which the first is kept where memory holds it."""
     layers, width, rows = 4, 2048, 8192
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
 
     def loss(params, x):
         @jax.checkpoint
@@ -302,7 +291,7 @@ def test_layers_written_one_by_one_are_planned_to_compute_less():
 
     def plan(limit: str) -> Plan:
         step = deepcompile.shard(
-            training_step(loss, optimizer), mesh, memory_limit=limit, passes=(deepcompile.KeepActivations(),)
+            training_step(loss, optimizer), h100s(), memory_limit=limit, passes=(deepcompile.KeepActivations(),)
         )
         return step.trace(state, shapes((8 * rows, width))).plan()
 

@@ -29,6 +29,7 @@ from jax_deepcompile.transforms.offload_activations import OffloadedActivations,
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from tests.partition.steps import lines
 from tests.transforms.programs import (
+    GROUPS,
     LAYERS,
     MATRICES,
     OPERATIONS,
@@ -38,12 +39,13 @@ from tests.transforms.programs import (
     assert_same_values,
     backwards_loss,
     count,
+    groups_loss,
     layer,
     layers_loss,
     loop_names,
     matrices_loss,
     outline,
-    run_stack,
+    plain_loss,
     sharded,
     stack_loss,
     stack_shapes,
@@ -71,10 +73,6 @@ def all_offloaded(program: Program, kept: list[KeptActivations], mesh) -> list[O
     return found
 
 
-def plain_loss(params, batch):
-    return jnp.mean(run_stack(params["stack"], batch, remat=False) ** 2)
-
-
 def merged_loss(params, batch):
     """With nothing that keeps XLA from computing early what is computed again."""
     body = jax.checkpoint(layer, prevent_cse=False)
@@ -87,16 +85,6 @@ def named_loss(params, batch):
         return x + jnp.tanh(checkpoint_name(x @ params["up"], "up") + params["bias"]) @ params["down"], None
 
     return jnp.mean(lax.scan(body, batch, params["stack"])[0] ** 2)
-
-
-def groups_loss(params, batch):
-    """A loop of checkpointed layers in a checkpointed loop over groups of them."""
-
-    @jax.checkpoint
-    def group(x, stack):
-        return run_stack(stack, x), None
-
-    return jnp.mean(lax.scan(group, batch, params["groups"])[0] ** 2)
 
 
 def down_and_up_loss(params, batch):
@@ -158,7 +146,6 @@ def dropping_loss(params, batch):
     return jnp.mean(lax.scan(body, (batch, jax.random.key(1)), params["stack"])[0][0] ** 2)
 
 
-GROUPS = {"groups": {name: (2, *shape) for name, shape in stack_shapes(3).items()}}
 CASES = {
     "checkpointed": (stack_loss, STACK, {}),
     "not checkpointed": (plain_loss, STACK, {}),

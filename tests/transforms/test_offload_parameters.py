@@ -24,11 +24,12 @@ from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from tests.partition.steps import lines
 from tests.transforms.programs import (
+    GROUPS,
     MATRICES,
     STACK,
     assert_same_values,
+    groups_loss,
     matrices_loss,
-    run_stack,
     sharded,
     stack_loss,
     stack_shapes,
@@ -38,22 +39,11 @@ from tests.transforms.programs import (
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.1, momentum=0.9))
 
 
-def groups_loss(params, batch):
-    """Loops over layers in a loop over groups of them."""
-
-    @jax.checkpoint
-    def group(x, stack):
-        return run_stack(stack, x), None
-
-    return jnp.mean(lax.scan(group, batch, params["groups"])[0] ** 2)
-
-
 def decayed_loss(params, batch):
     """What loops read is read whole, too."""
     return matrices_loss(params, batch) + 0.01 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
 
 
-GROUPS = {"groups": {name: (2, *shape) for name, shape in stack_shapes(3).items()}}
 CASES: dict[str, tuple[Callable, dict, dict]] = {
     "stack": (stack_loss, STACK, {}),
     "clipped": (stack_loss, STACK, {"optimizer": CLIPPED}),

@@ -38,15 +38,20 @@ from tests.transforms.programs import (
     STACK,
     WIDTH,
     assert_same_values,
+    backwards_loss,
     count,
+    h100s,
     inner_loops,
     layer,
     matrices_loss,
     outer_loops,
     outline,
+    plain_loss,
     run_stack,
+    sharded,
     stack_loss,
     stack_shapes,
+    two_stacks_loss,
 )
 
 
@@ -59,26 +64,10 @@ def with_head(params, batch):
 HEAD = STACK | {"first": (WIDTH, WIDTH), "last": (WIDTH, 3)}
 
 
-def two_stacks(params, batch):
-    return jnp.mean(run_stack(params["b"], run_stack(params["a"], batch)) ** 2)
-
-
-def reverse_loss(params, batch):
-    return jnp.mean(run_stack(params["stack"], batch, reverse=True) ** 2)
-
-
-def saving_loss(params, batch):
-    """Without rematerialisation forward hands over more than each layer's input."""
-    return jnp.mean(run_stack(params["stack"], batch, remat=False) ** 2)
-
-
 def in_microbatches(loss, params, microbatches: int = 4, mesh=None):
     """The fully sharded training step of ``loss`` in microbatches: the program and its mesh."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
-    params = shapes(params)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    step = deepcompile.shard(training_step(loss, optimizer), mesh or {"fsdp": 8}, microbatches=microbatches)
-    return step.trace(state, shapes((microbatches * BATCH, WIDTH))).sharded, step.mesh
+    return sharded(loss, params, (microbatches * BATCH, WIDTH), mesh, optimizer, microbatches)
 
 
 def pipelining(program, first: int = 0, last: int = 0) -> Plan:
@@ -120,9 +109,9 @@ def assert_same(program, mesh, plan: Plan, microbatches: int = 4) -> None:
     [
         (stack_loss, STACK),
         (with_head, HEAD),
-        (reverse_loss, STACK),
-        (saving_loss, STACK),
-        (two_stacks, {"a": stack_shapes(), "b": stack_shapes(4)}),
+        (backwards_loss, STACK),
+        (plain_loss, STACK),
+        (two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes(4)}),
     ],
     ids=["stack", "head", "reverse", "saving", "two stacks"],
 )
@@ -265,7 +254,7 @@ def test_forward_hands_over_what_backward_reads_and_no_more():
 
 @pytest.mark.pure
 def test_of_two_stacks_the_one_where_forward_turns_to_backward():
-    program, mesh = in_microbatches(two_stacks, {"a": stack_shapes(), "b": stack_shapes()})
+    program, mesh = in_microbatches(two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes()})
     outer = outer_loop(program, mesh).eqn
     halves = find_halves(outer)
     assert halves is not None
@@ -350,8 +339,7 @@ def test_layer_loops_that_are_not_pipelined_are_left_alone():
 def test_both_passes_communicate_beside_compute_in_one_loop():
     """In the loop of both every collective has work between start and done; forward's inputs are there twice."""
     rows, width, layers, microbatches = 2048, 1024, 8, 4
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
-    params = shapes({"stack": {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}})
+    params = {"stack": {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}}
 
     def loss(params, x):
         def block(x, w):
@@ -359,10 +347,8 @@ def test_both_passes_communicate_beside_compute_in_one_loop():
 
         return jnp.mean(lax.scan(jax.checkpoint(block), x, params["stack"])[0] ** 2)
 
-    optimizer = optax.sgd(0.1)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    step = deepcompile.shard(training_step(loss, optimizer), mesh, microbatches=microbatches, passes=())
-    program = step.trace(state, shapes((8 * rows * microbatches, width))).sharded
+    batch = (8 * rows * microbatches, width)
+    program, mesh = sharded(loss, params, batch, h100s(), optax.sgd(0.1), microbatches)
     options = compile_options("cuda") | double_buffering()
 
     def compiled(plan: Plan):

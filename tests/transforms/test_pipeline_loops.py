@@ -15,8 +15,6 @@ from jax.extend.core import Var
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
-from jax_deepcompile.planner.layers import AROUND_PIPELINED, not_pipelined, pipelined
-from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from tests.transforms.programs import (
     LAYERS,
@@ -24,14 +22,17 @@ from tests.transforms.programs import (
     STACK,
     WIDTH,
     assert_same_values,
+    backwards_loss,
     count,
     layer,
     matrices_loss,
     outline,
+    plain_loss,
     run_stack,
     sharded,
     stack_loss,
     stack_shapes,
+    two_stacks_loss,
 )
 
 
@@ -84,18 +85,6 @@ def test_peeled_iterations(first, last):
     assert_same(program, mesh, schedules)
 
 
-def no_remat(params, batch):
-    return jnp.mean(run_stack(params["stack"], batch, remat=False) ** 2)
-
-
-def backwards(params, batch):
-    return jnp.mean(run_stack(params["stack"], batch, reverse=True) ** 2)
-
-
-def two_stacks(params, batch):
-    return jnp.mean(run_stack(params["other"], run_stack(params["stack"], batch)) ** 2)
-
-
 def nested(params, batch):
     def group(x, stack):
         return run_stack(stack, x), jnp.sum(x, axis=-1).mean()
@@ -113,9 +102,9 @@ def shared_layer(params, batch):
 
 ONE = jax.tree.map(lambda shape: shape[1:], stack_shapes(), is_leaf=lambda leaf: isinstance(leaf, tuple))
 CASES = {
-    "no remat": (no_remat, STACK),
-    "backwards": (backwards, STACK),
-    "two stacks": (two_stacks, STACK | {"other": stack_shapes(3)}),
+    "no remat": (plain_loss, STACK),
+    "backwards": (backwards_loss, STACK),
+    "two stacks": (two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes(3)}),
     "nested": (
         nested,
         {"groups": jax.tree.map(lambda shape: (2, *shape), stack_shapes(), is_leaf=lambda s: isinstance(s, tuple))},
@@ -218,15 +207,6 @@ def test_loops_that_communicate_nothing_are_left_alone():
     program, mesh = sharded(activations_only, {"w": (WIDTH, WIDTH)})
     assert choose_schedules(program) == ()
     assert LoopSchedule.apply(program, mesh, ()) is program
-
-
-@pytest.mark.pure
-def test_what_goes_with_pipelined_loops_goes_with_them_once():
-    program, _ = sharded(stack_loss, STACK)
-    plan = pipelined(Plan("0"), program, choose_schedules(program))
-    assert {type(each) for each in plan.decisions} == {LoopSchedule, *map(type, AROUND_PIPELINED)}
-    assert pipelined(plan, program, choose_schedules(program)) == plan
-    assert pipelined(plan, program, ()) == not_pipelined(plan) == Plan("0")
 
 
 def gathers_what_the_layer_made(params, batch):

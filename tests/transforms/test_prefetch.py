@@ -17,9 +17,9 @@ from jax_deepcompile.planner.candidate import Environment, evaluate
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.strategies.unrolled import room_bytes
 from jax_deepcompile.transforms.prefetch import Prefetch, choose_prefetches, parameter_gathers
-from tests.partition.steps import lines, shapes, training_step
+from tests.partition.steps import lines, shapes
 from tests.planner.situations import UNROLLED, Clock, unrolled_loss
-from tests.transforms.programs import WIDTH, assert_same_work, sharded, stack_loss, stack_shapes
+from tests.transforms.programs import WIDTH, assert_same_work, h100s, sharded, stack_loss, stack_shapes
 
 LAYERS = 4
 CHAIN = {f"layer{index}": (WIDTH, WIDTH) for index in range(LAYERS)}
@@ -172,12 +172,9 @@ def wide():
             x = jax.checkpoint(block)(x, params[f"layer{index}"])
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
-    params = shapes({f"layer{index}": {"up": (width, inner), "down": (inner, width)} for index in range(depth)})
-    optimizer = optax.sgd(0.1)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    params = {f"layer{index}": {"up": (width, inner), "down": (inner, width)} for index in range(depth)}
     x = jax.ShapeDtypeStruct((8 * rows, width), jnp.bfloat16)
-    program = deepcompile.shard(training_step(loss, optimizer), mesh, passes=()).trace(state, x).sharded
+    program, mesh = sharded(loss, params, x, h100s(), optax.sgd(0.1))
     environment = Environment(mesh, "cuda", CostModel(), None)
     return program, environment, evaluate(program, Plan("0"), environment)
 

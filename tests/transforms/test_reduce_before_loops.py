@@ -2,53 +2,38 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import optax
 import pytest
 
-from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.hlo.types import bytes_of
 from jax_deepcompile.transforms.wait_at_loops import ReduceBeforeLoops
 from tests.transforms.programs import (
+    FOOTED,
+    HEADED,
     IDLE,
+    STACK,
     UNDER_A_HEAD,
-    WIDTH,
     assert_same_values,
+    barriers,
     compiled_for_h100s,
     count,
+    footed_loss,
     h100s,
+    headed_loss,
     idle_loop_loss,
     matrices_under_a_head_loss,
     outline,
-    run_stack,
     sharded,
     stack_loss,
-    stack_shapes,
 )
-
-HEADED = {"stack": stack_shapes(), "head": (WIDTH, 8 * WIDTH)}
-
-
-def headed_loss(params, batch):
-    """Layers under a head: its gradient is ready before the layers' backward pass."""
-    return jnp.mean((run_stack(params["stack"], batch) @ params["head"]) ** 2)
-
-
-def footed_loss(params, batch):
-    """The same layer before them: its gradient is ready only after them."""
-    return jnp.mean(run_stack(params["stack"], batch @ params["foot"]) ** 2)
-
-
-def barriers(program) -> int:
-    return sum(eqn.primitive.name == "optimization_barrier" for eqn in open_jaxpr(program.jaxpr).eqns)
 
 
 @pytest.mark.cpu_mesh
 def test_values_stay_the_same():
     program, mesh = sharded(headed_loss, HEADED)
     waiting = ReduceBeforeLoops.apply(program, None, ())
-    assert barriers(waiting) == barriers(program) + 1
+    assert barriers(waiting.jaxpr) == barriers(program.jaxpr) + 1
     for name in ("all_gather", "reduce_scatter", "dot_general"):
         assert count(waiting, name) == count(program, name)
     assert_same_values(waiting, program, mesh)
@@ -68,7 +53,7 @@ def test_before_and_after():
 @pytest.mark.pure
 @pytest.mark.parametrize(
     ("loss", "params"),
-    [(stack_loss, {"stack": stack_shapes()}), (footed_loss, {"stack": stack_shapes(), "foot": (WIDTH, WIDTH)})],
+    [(stack_loss, STACK), (footed_loss, FOOTED)],
     ids=["nothing before", "only after"],
 )
 def test_loops_that_nothing_is_reduced_before_do_not_wait(loss, params):

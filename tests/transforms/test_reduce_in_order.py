@@ -12,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.planner.candidate import Environment, evaluate
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions, reduce_in_order, reduction_buckets
 from jax_deepcompile.transforms.unshard import ReusedGathers, repeated_gathers
 from models import llama
@@ -84,14 +82,6 @@ def test_before_and_after(chain):
 @pytest.mark.pure
 def test_one_bucket_changes_nothing(chain):
     assert reduce_in_order(chain, 100 * MATRIX_BYTES) is chain
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(("size", "why"), [(0, "buckets of reductions have 0 bytes"), (-1, "have -1 bytes")])
-def test_a_bucket_of_nothing_is_an_error(size, why):
-    program, mesh = sharded(chain_loss, CHAIN)
-    with pytest.raises(errors.PlanError, match=why):
-        carry_out(program, mesh, [OrderedReductions(size)])
 
 
 @pytest.mark.pure

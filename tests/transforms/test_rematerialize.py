@@ -34,6 +34,7 @@ from tests.transforms.programs import (
     layer,
     matrices_loss,
     outline,
+    plain_loss,
     run,
     run_stack,
     sharded,
@@ -52,10 +53,6 @@ def scanned(body, start=lambda batch: batch, xs=lambda stack: stack, end=lambda 
         return jnp.mean(end(carry) ** 2)
 
     return loss
-
-
-def plain_loss(params, batch):
-    return jnp.mean(run_stack(params["stack"], batch, remat=False) ** 2)
 
 
 def plain_matrices_loss(params, batch):

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import optax
 import pytest
-from jax import lax
 
-import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers
 from jax_deepcompile.hlo.reader import read
-from jax_deepcompile.lowering.compile import compile_options, double_buffering
-from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.save_gathered import SavedGathers, shared_gathers, shared_names
-from tests.partition.steps import shapes, training_step
 from tests.schedules import gathers, loop_bodies
 from tests.transforms.programs import (
     LAYERS,
@@ -25,7 +18,9 @@ from tests.transforms.programs import (
     WIDTH,
     assert_same_values,
     backwards_loss,
+    compiled_for_h100s,
     count,
+    h100s,
     in_two_iterations,
     inner_loops,
     matrices_loss,
@@ -33,6 +28,7 @@ from tests.transforms.programs import (
     sharded,
     stack_loss,
     stack_shapes,
+    two_products_loss,
     two_stacks_loss,
 )
 
@@ -104,25 +100,12 @@ def test_loops_over_different_layers_share_nothing():
 def test_backward_gathers_less_for_one_stack_of_memory_and_no_more():
     """The stack of 6 x 1024 x 4096 floats lies once in memory, gathered along its second dimension though it is."""
     layers, width = 6, 1024
-    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
-
-    def loss(params, x):
-        def layer(x, w):
-            return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None
-
-        return jnp.mean(lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
-
-    params = shapes({"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)})
-    optimizer = optax.sgd(0.1)
-    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=())
-    program = step.trace(state, shapes((64, width))).sharded
-    options = compile_options("cuda") | double_buffering()
+    params = {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
+    program, mesh = sharded(two_products_loss, params, (64, width), h100s(), optax.sgd(0.1))
 
     def compiled(choices):
         saved = SavedGathers.apply(program, mesh, choices)
-        planned = LoopSchedule.apply(saved, mesh, choose_schedules(saved))
-        return lower(planned, mesh, "cuda").compile(compiler_options=options)
+        return compiled_for_h100s(LoopSchedule.apply(saved, mesh, choose_schedules(saved)), mesh)
 
     loops = [loop.name for loop in find_loops(program)]
     before, after = compiled([]), compiled([SavedGathers(*loops, ("up",))])
