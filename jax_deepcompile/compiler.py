@@ -39,6 +39,7 @@ from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
+from jax_deepcompile.partition.rules.families import REGISTRY
 from jax_deepcompile.planner.limits import require_fit
 from jax_deepcompile.planner.session import Planned, fastest_of, plan_program
 from jax_deepcompile.profilers.hosts import host_profile
@@ -122,7 +123,7 @@ class Compilation:
     @cached_property
     def program(self) -> Program:
         """The same as partitioning rules expect it."""
-        return self._stage("canonicalize", canonicalize, self.traced.program)
+        return self._stage("canonicalize", canonicalize, self.traced.program, REGISTRY.knows)
 
     @cached_property
     def partitioned(self) -> Partitioned:
@@ -373,7 +374,7 @@ def compile_init(creation: Callable, args: tuple, kwargs: dict, use: MeshUse) ->
     """The local view of the function that creates the state, which the same stages make, less those of a step."""
     with as_if_here(use.mesh):
         traced = stage("trace", trace_init, creation, args, kwargs, use.axes)
-    program = stage("canonicalize", canonicalize, traced.program)
+    program = stage("canonicalize", canonicalize, traced.program, REGISTRY.knows)
     return stage("partition", partition_init, program, use.mesh, use.state).program
 
 

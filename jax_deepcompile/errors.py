@@ -269,10 +269,13 @@ class StateChangedError(DeepCompileError, ValueError):
 
 
 class HostCallbackError(DeepCompileError, NotImplementedError):
-    def __init__(self, primitive: str, where: str) -> None:
-        super().__init__(f"""the step calls back to the host with {primitive} at {where}. A callback would run once on
-        every device, each seeing only its own part of the data. Return the value from the step and use it outside; to
-        look at it, use jax.debug.print.""")
+    def __init__(self, primitive: str, where: str, too_large: str = "") -> None:
+        reason = "A callback would run once on every device, each seeing only its own part of the data"
+        if too_large:
+            reason = f"""Every device would call it with {too_large}, and calls with arrays of more than 100 KiB wait
+            for one another for ever where devices share a host's threads"""
+        super().__init__(f"""the step calls back to the host with {primitive} at {where}. {reason}. Return the value
+        from the step and use it outside; to look at it, use jax.debug.print or jax.debug.callback.""")
 
 
 class OrderedEffectError(DeepCompileError, NotImplementedError):

@@ -1,6 +1,7 @@
 """From the user's step to a global-view ``Program``: abstract tracing, inlining, dead code, checks."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,11 @@ from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.ir.traversal import equations, inline_calls
 
-_REFUSED_CALLBACKS = frozenset({"pure_callback", "io_callback"})
+_HANDED_OVER_AT_ONCE_BYTES = 100 * 1024
+"""XLA's CPU client copies more than that in threads of its own, which devices that wait for a callback may hold all of.
+
+What one callback returns may be more for the next: those are the messages of an error that the first has raised.
+"""
 
 
 @dataclass(frozen=True)
@@ -158,9 +163,19 @@ def _call(fun: Callable, name: str, args: tuple, kwargs: dict):
 
 
 def _refuse_effects(closed: jex.ClosedJaxpr) -> None:
+    returned: set = set()  # by functions on the host
     for eqn in equations(closed):
         name = eqn.primitive.name
-        if name in _REFUSED_CALLBACKS:
+        if name == "io_callback":
             raise errors.HostCallbackError(name, _jax_compat.user_line(eqn))
+        if name == "pure_callback":
+            large = [atom for atom in eqn.invars if _bytes(atom) > _HANDED_OVER_AT_ONCE_BYTES and atom not in returned]
+            if large:
+                raise errors.HostCallbackError(name, _jax_compat.user_line(eqn), large[0].aval.str_short())
+            returned.update(eqn.outvars)
         if eqn.params.get("ordered") and name.startswith("debug_"):
             raise errors.OrderedEffectError(name, _jax_compat.user_line(eqn))
+
+
+def _bytes(atom: Any) -> int:
+    return math.prod(atom.aval.shape) * atom.aval.dtype.itemsize

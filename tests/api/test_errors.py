@@ -195,12 +195,23 @@ def test_host_callbacks_are_refused_with_the_line():
     with pytest.raises(errors.HostCallbackError, match=r"io_callback at .*test_errors.py:\d+ \(.*calling\)"):
         trace(calling)
 
+
+def test_a_pure_function_on_the_host_is_called_on_every_device_and_said_to_be():
     def pure(state, batch):
         x = jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((16, 16), jnp.float32), batch["x"])
         return step(state, {"x": x})
 
-    with pytest.raises(errors.HostCallbackError, match=r"use jax\.debug\.print"):
-        trace(pure)
+    traced = deepcompile.shard(pure, {"fsdp": 8}).trace(STATE, BATCH)
+    assert "a function on the host is of whole arrays" in str(traced.explain())
+
+
+def test_a_function_on_the_host_of_more_than_devices_can_be_handed_at_once():
+    def large(state, batch):
+        x = jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((1024, 32), jnp.float32), batch["x"])
+        return step(state, {"x": x})
+
+    with pytest.raises(errors.HostCallbackError, match=r"pure_callback at .*large\).*float32\[1024,32\].* 100 KiB"):
+        trace(large, batch={"x": jax.ShapeDtypeStruct((1024, 32), jnp.float32)})
 
 
 def test_ordered_prints_are_refused():

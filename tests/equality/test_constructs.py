@@ -377,6 +377,21 @@ def long_short_term_memory(p, batch):
     return squares(jnp.swapaxes(hidden, 0, 1), batch["seq"])
 
 
+@case({"w": (D, D)})
+def functions_on_the_host(p, batch):
+    """One that is called, and one that raises an error where something has gone wrong, as Equinox has them."""
+
+    def refuse(x):
+        raise ValueError(x)
+
+    x = batch["x"] @ p["w"]
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    signs = jax.pure_callback(np.sign, shape, lax.stop_gradient(x), vmap_method="broadcast_all")
+    went_wrong = jnp.isnan(lax.stop_gradient(x)).any()
+    signs = lax.cond(went_wrong, lambda: jax.pure_callback(refuse, shape, signs), lambda: signs)
+    return squares(x * signs, batch["y"])
+
+
 def make_batch(size: int, seed: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     return {

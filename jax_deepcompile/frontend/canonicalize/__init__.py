@@ -1,9 +1,12 @@
 """A program is written as partitioning rules expect it: one rewrite a file, each from closed jaxpr to closed jaxpr."""
 
+from collections.abc import Callable
+
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, dce, open_jaxpr
 from jax_deepcompile.frontend.canonicalize.batched_while import with_one_condition
+from jax_deepcompile.frontend.canonicalize.defined_by_others import with_others_written_out
 from jax_deepcompile.frontend.canonicalize.empty_arrays import without_empty_arrays
 from jax_deepcompile.frontend.canonicalize.explicit_indices import without_explicit_indices
 from jax_deepcompile.frontend.canonicalize.inner_products import without_ravel
@@ -13,9 +16,12 @@ REWRITES = (without_empty_arrays, with_one_condition, without_ravel, without_exp
 """In this order. Each keeps what is computed, goes into loops and branches, and returns what needs no change."""
 
 
-def canonicalize(program: Program) -> Program:
-    """``program``, global and with its calls inlined, after all rewrites and without what those left dead."""
-    closed = program.jaxpr
+def canonicalize(program: Program, has_rule: Callable[[str], bool]) -> Program:
+    """``program``, global and with its calls inlined, after all rewrites and without what those left dead.
+
+    ``has_rule`` says of the name of a primitive whether it can be divided as it is.
+    """
+    closed = with_others_written_out(program.jaxpr, has_rule)
     for rewrite in REWRITES:
         closed = rewrite(closed)
     if closed is program.jaxpr:

@@ -17,7 +17,8 @@ from jax_deepcompile.ir.retrace import constrain_automatic
 from jax_deepcompile.ir.traversal import located_equations
 from jax_deepcompile.partition.layout import Decision, Layout, Nested, Propagate, RegionRule, Request, Run, Step
 from jax_deepcompile.partition.reshard import axis_position
-from jax_deepcompile.partition.rules.registry import REGISTRY
+from jax_deepcompile.partition.rules.base import OpRule, replicated_rule
+from jax_deepcompile.partition.rules.registry import REGISTRY, rule
 
 _CONSTRAINTS = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 """The parameter that has the sharding, by the name of the primitive."""
@@ -154,6 +155,12 @@ class PrintRule(RegionRule):
 
         lax.cond(axis_position(mesh.devices.names, mesh) == 0, call, lambda *values: None, *operands)
         return []
+
+
+@rule("pure_callback")
+def host_function(eqn: Equation) -> OpRule:
+    """Python's function is of whole arrays: each device calls it on them, as what is pure may be called often."""
+    return replicated_rule(eqn, reported="a function on the host is of whole arrays")
 
 
 REGISTRY.register_region("optimization_barrier", BarrierRule())

@@ -27,6 +27,10 @@ class RuleRegistry:
         """Makes ``rule`` the rule of a primitive that holds jaxprs or places its operands itself."""
         self._regions[name] = rule
 
+    def knows(self, name: str) -> bool:
+        """Whether the primitive of that name has a rule."""
+        return name in self._rules or name in self._regions
+
     def find(self, eqn: Equation) -> OpRule | RegionRule:
         """The rule of ``eqn``; without one it is computed whole on every device, and says so."""
         name = eqn.primitive.name
