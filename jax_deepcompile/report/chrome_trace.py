@@ -66,7 +66,7 @@ def chrome_trace(
     Returns:
       What ``json.dumps`` makes a trace of.
     """
-    steps = {f"{name}, rank {rank}": events, **(beside or {})}
+    steps = {f"rank {rank}, {name}": events, **(beside or {})}
     processes = [_Process(number, title, rank if number == 0 else None) for number, title in enumerate(steps)]
     rows = [row for process, each in zip(processes, steps.values(), strict=True) for row in process.rows(list(each))]
     return {
@@ -122,7 +122,11 @@ class _Process:
     def rows(self, events: Sequence[Event]) -> Iterator[Json]:
         yield self._named("process", self.name)
         ended_s = max((event.end_s for event in events), default=0.0)
-        waits = [(f"waits for {_name(wait.cause)}", wait.start_s, wait.end_s) for wait in timeline.waits(events)]
+        waits = [
+            (f"waits for {_name(wait.cause)}", wait.start_s, wait.end_s)
+            for wait in timeline.waits(events)
+            if _us(wait.end_s) > _us(wait.start_s)
+        ]
         yield from self._annotations(_STEP_ROW, "step", [("ProfilerStep#1", 0.0, ended_s)])
         yield from self._annotations(_WAITS_ROW, "compute waits", waits)
         lanes, said = _lanes(events), {}
@@ -162,14 +166,17 @@ class _Process:
 
 
 def _lanes(events: Sequence[Event]) -> list[int]:
-    """The row of its stream that each event is in: the first one that is free."""
+    """The row of its stream that each event is in: the first one that is free.
+
+    Of two in a row that begin at once, viewers take one for a part of the other, even if it takes no time.
+    """
     free: dict[tuple[Stream, int], int] = {}
     lanes = []
     for event in events:
         lane = 0
         while free.get((event.stream, lane), 0) > _us(event.start_s):
             lane += _LANES
-        free[event.stream, lane] = _us(event.end_s)
+        free[event.stream, lane] = max(_us(event.end_s), _us(event.start_s) + 1)
         lanes.append(lane)
     return lanes
 
@@ -199,7 +206,7 @@ def _memory(seconds: Sequence[float], sizes: Sequence[int]) -> Iterator[Json]:
     for at_s, size in zip(seconds, sizes, strict=True):
         if size != before:
             where = {"pid": 0, "tid": 0, "ts": _us(at_s)}
-            yield {"ph": "C", "name": "live bytes", **where, "args": {"bytes": size}}
+            yield {"ph": "C", "name": "live", **where, "args": {"bytes": size}}
         before = size
 
 
