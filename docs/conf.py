@@ -12,10 +12,11 @@ from docutils import nodes
 from docutils.parsers.rst import Directive
 
 project = "jax_deepcompile"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
 root_doc = "docs/index"
 include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "experiments/results/*.md"]
+include_patterns += ["experiments/notebooks/*.ipynb"]
 exclude_patterns = [".*", "build", "dist", "runs"]
 
 html_theme = "furo"
@@ -25,6 +26,8 @@ html_extra_path = ["site"]  # sends the root of the site to its first page
 html_static_path = ["static"]
 html_css_files = ["tables.css"]
 myst_heading_anchors = 4
+nb_execution_mode = "off"  # notebooks are shown as they are kept
+nb_output_stderr = "remove"  # what libraries log as they start
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

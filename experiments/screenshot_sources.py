@@ -41,9 +41,10 @@ def terminal_svg(text: str) -> str:
 
 
 def sources() -> dict[str, str]:
-    """Digests of what the pictures of the page and of the notebook are drawn from."""
-    page = sorted((ROOT / "jax_deepcompile" / "report" / "page" / "static").iterdir())
-    return {"page": _digest(*page), "notebook": _digest(NOTEBOOK)}
+    """Digests of what the pictures of the page, the trace and the notebook are drawn from."""
+    report = ROOT / "jax_deepcompile" / "report"
+    page = sorted((report / "page" / "static").iterdir())
+    return {"page": _digest(*page), "trace": _digest(report / "chrome_trace.py"), "notebook": _digest(NOTEBOOK)}
 
 
 def note_sources(*names: str) -> None:

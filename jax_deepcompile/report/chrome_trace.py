@@ -28,9 +28,8 @@ _US_PER_S, _NS_PER_S = 1e6, 1e9
 _FIRST_STREAM = 7
 """CUDA's first stream that is not its own."""
 _STREAMS = list(Stream)
-_STEP_ROW, _WAITS_ROW = 1, 2
-_LANES = 100
-"""From one row of a stream's to the next: operations that run at once have one each."""
+_STEP_ROW, _WAITS_ROW, _FIRST_ROW = 5, 6, 7
+"""None is the number of a process, whose main thread it were to a viewer."""
 _KERNELS = {
     Stream.ALL_GATHER: "AllGather",
     Stream.ALL_REDUCE: "AllReduce",
@@ -66,7 +65,7 @@ def chrome_trace(
     Returns:
       What ``json.dumps`` makes a trace of.
     """
-    steps = {f"{name}, rank {rank}": events, **(beside or {})}
+    steps = {f"rank {rank}, {name}": events, **(beside or {})}
     processes = [_Process(number, title, rank if number == 0 else None) for number, title in enumerate(steps)]
     rows = [row for process, each in zip(processes, steps.values(), strict=True) for row in process.rows(list(each))]
     return {
@@ -122,12 +121,15 @@ class _Process:
     def rows(self, events: Sequence[Event]) -> Iterator[Json]:
         yield self._named("process", self.name)
         ended_s = max((event.end_s for event in events), default=0.0)
-        waits = [(f"waits for {_name(wait.cause)}", wait.start_s, wait.end_s) for wait in timeline.waits(events)]
-        yield from self._annotations(_STEP_ROW, "step", [("ProfilerStep#1", 0.0, ended_s)])
-        yield from self._annotations(_WAITS_ROW, "compute waits", waits)
+        yield self._named("thread", "step", _STEP_ROW)
+        yield self._annotation(_STEP_ROW, "ProfilerStep#1", 0.0, ended_s, {})
+        yield self._named("thread", "compute waits", _WAITS_ROW)
+        waits = (wait for wait in timeline.waits(events) if _us(wait.end_s) > _us(wait.start_s))
+        yield from map(self._wait, waits)
         lanes, said = _lanes(events), {}
-        for lane, stream in sorted({(lane, event.stream) for lane, event in zip(lanes, events, strict=True)}):
-            yield self._named("thread", str(stream), _stream(stream) + lane)
+        rows = {lane: row for row, lane in enumerate(sorted(set(lanes)), _FIRST_ROW)}
+        for (stream, _), row in rows.items():
+            yield self._named("thread", str(_STREAMS[stream]), row)
         for correlation, (lane, event) in enumerate(zip(lanes, events, strict=True), 1):
             if event.name not in said:
                 said[event.name] = {"name": _name(event), "args": _origin(event)}
@@ -137,7 +139,7 @@ class _Process:
                 "ph": "X",
                 "name": said[event.name]["name"],
                 "cat": self._category(event),
-                **self._span(_stream(event.stream) + lane, event.start_s, event.end_s),
+                **self._span(rows[lane], event.start_s, event.end_s),
                 "args": args if self.rank is None else launched | args,
             }
 
@@ -146,10 +148,12 @@ class _Process:
             return "beside"
         return "gpu_memcpy" if event.stream.is_copy else "kernel"
 
-    def _annotations(self, thread: int, title: str, spans: Iterable[tuple[str, float, float]]) -> Iterator[Json]:
-        yield self._named("thread", title, thread)
-        for name, start_s, end_s in spans:
-            yield {"ph": "X", "name": name, "cat": "user_annotation", **self._span(thread, start_s, end_s), "args": {}}
+    def _wait(self, wait: timeline.Wait) -> Json:
+        name, origin = (_waited(wait.cause), _origin(wait.cause)) if wait.cause else ("what nobody recorded", {})
+        return self._annotation(_WAITS_ROW, f"waits for {name}", wait.start_s, wait.end_s, origin)
+
+    def _annotation(self, thread: int, name: str, start_s: float, end_s: float, args: Json) -> Json:
+        return {"ph": "X", "name": name, "cat": "user_annotation", **self._span(thread, start_s, end_s), "args": args}
 
     def _named(self, what: str, name: str, thread: int = 0) -> Json:
         where = {"pid": self.number, "tid": thread, "ts": 0}
@@ -161,32 +165,42 @@ class _Process:
         return {"pid": self.number, "tid": thread, "ts": start, "dur": end - start}
 
 
-def _lanes(events: Sequence[Event]) -> list[int]:
-    """The row of its stream that each event is in: the first one that is free."""
-    free: dict[tuple[Stream, int], int] = {}
+def _lanes(events: Sequence[Event]) -> list[tuple[int, int]]:
+    """The stream that each event is on, and which of its rows it is in: the first one that is free.
+
+    Of two in a row that begin at once, viewers take one for a part of the other, even if it takes no time.
+    """
+    free: dict[tuple[int, int], int] = {}
     lanes = []
     for event in events:
-        lane = 0
-        while free.get((event.stream, lane), 0) > _us(event.start_s):
-            lane += _LANES
-        free[event.stream, lane] = _us(event.end_s)
-        lanes.append(lane)
+        stream, row = _STREAMS.index(event.stream), 0
+        while free.get((stream, row), 0) > _us(event.start_s):
+            row += 1
+        free[stream, row] = max(_us(event.end_s), _us(event.start_s) + 1)
+        lanes.append((stream, row))
     return lanes
 
 
-def _name(event: Event | None) -> str:
+def _waited(event: Event) -> str:
+    """As short as a row has room for."""
+    return f"a copy {event.stream}" if event.stream.is_copy else " ".join([event.stream, *_scope(event)])
+
+
+def _name(event: Event) -> str:
     """What an analyser tells kernels, collectives and copies by."""
-    if event is None:
-        return "what nobody recorded"
     if event.stream.is_copy:
         return _COPIES[event.stream]
     if event.stream is not Stream.COMPUTE:
-        scope = timeline.scope(event.op_name)[0]
-        return f"ncclDevKernel_{_KERNELS[event.stream]}" + f" {scope}" * bool(scope)
+        return " ".join([f"ncclDevKernel_{_KERNELS[event.stream]}", *_scope(event)])
     name = timeline.title(event)
     for part in _TAKEN_FOR_OTHERS:
         name = name.replace(part, part.lower())
     return f"_{name}" if name.startswith(("nccl", "dma")) else name
+
+
+def _scope(event: Event) -> tuple[str, ...]:
+    """The user's modules, where they are known."""
+    return tuple(filter(None, timeline.scope(event.op_name)[:1]))
 
 
 def _origin(event: Event) -> Json:
@@ -199,7 +213,7 @@ def _memory(seconds: Sequence[float], sizes: Sequence[int]) -> Iterator[Json]:
     for at_s, size in zip(seconds, sizes, strict=True):
         if size != before:
             where = {"pid": 0, "tid": 0, "ts": _us(at_s)}
-            yield {"ph": "C", "name": "live bytes", **where, "args": {"bytes": size}}
+            yield {"ph": "C", "name": "live", **where, "args": {"bytes": size}}
         before = size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +21,7 @@ _JITTED = re.compile(r"(jit|pjit)\([^()]*\)/?")
 
 @dataclass(frozen=True)
 class Wait:
-    """The compute stream stands idle until ``cause`` ends; None where nothing that was recorded ends then."""
+    """The compute stream stands idle until ``cause`` ends; None where mostly nothing runs that was recorded."""
 
     start_s: float
     end_s: float
@@ -28,14 +29,30 @@ class Wait:
 
 
 def waits(events: Iterable[Event]) -> Iterator[Wait]:
-    """The gaps between kernels, from the beginning of the step to the end of all ``events``."""
+    """The gaps between kernels, from the beginning of the step to the end of all ``events``.
+
+    Of what runs meanwhile the cause is what ends with the gap. Where nothing does to the nanosecond, as in what was
+    measured, it is what runs longest.
+    """
     events = list(events)
-    causes = {_ns(event.end_s): event for event in events if event.stream is not Stream.COMPUTE}
     ended_s = max((event.end_s for event in events), default=0.0)
     kernels = merged((event.start_s, event.end_s) for event in events if event.stream is Stream.COMPUTE)
+    others = deque(sorted((e for e in events if e.stream is not Stream.COMPUTE), key=lambda event: event.start_s))
+    running: list[Event] = []
     for (_, before_s), (after_s, _) in pairwise([(0.0, 0.0), *kernels, (ended_s, ended_s)]):
         if _ns(after_s) > _ns(before_s):
-            yield Wait(before_s, after_s, causes.get(_ns(after_s)))
+            while others and others[0].start_s < after_s:
+                running.append(others.popleft())
+            running = [event for event in running if event.end_s > before_s]
+            yield Wait(before_s, after_s, _cause(running, before_s, after_s))
+
+
+def _cause(running: Iterable[Event], start_s: float, end_s: float) -> Event | None:
+    def fills(event: Event) -> tuple[bool, float]:
+        return _ns(event.end_s) == _ns(end_s), min(event.end_s, end_s) - max(event.start_s, start_s)
+
+    cause = max(running, key=fills, default=None)
+    return cause if cause is not None and fills(cause) >= (False, (end_s - start_s) / 2) else None
 
 
 def live_bytes(simulation: Simulation) -> tuple[list[float], list[int]]:

@@ -17,7 +17,7 @@ from jax_deepcompile.costs.simulator import simulate
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.report import chrome_trace
 from jax_deepcompile.report.simulated import SimulatedStep
-from jax_deepcompile.report.timeline import merged, scope
+from jax_deepcompile.report.timeline import merged, scope, waits
 from tests.costs.snippets import BODY, COSTS, WHILE, leaving_a_gather_for_the_next_trip, module
 
 pytestmark = pytest.mark.pure
@@ -60,7 +60,7 @@ def test_what_overlaps_in_the_file_is_what_was_simulated(name: str, file: str, t
     assert trace["distributedInfo"] == {"backend": "nccl", "rank": 0, "world_size": 4}
     (step,) = (row for row in trace["traceEvents"] if row["name"] == "ProfilerStep#1")
     assert (step["ts"], step["dur"]) == (0, round(run.step_s * 1e6))
-    waits = [row for row in trace["traceEvents"] if row["name"].startswith("waits for ncclDevKernel_AllGather")]
+    waits = [row for row in trace["traceEvents"] if row["name"].startswith("waits for all-gather")]
     assert sum(row["dur"] for row in waits) == pytest.approx(run.exposed_communication_s * 1e6, abs=len(waits))
     assert len({row["args"]["correlation"] for row in kernels(trace)}) == len(list(run.unrolled()))
 
@@ -88,6 +88,29 @@ def test_every_row_nests_and_has_a_name(tmp_path: Path):
     assert len(kernels(first)) == 6
     assert {row["name"] for row in kernels(first)} == {"a/<b> sync"}
     assert "simulated" in {row["args"].get("name") for row in first["traceEvents"] if row["name"] == "process_name"}
+
+
+def event(stream: Stream, name: str, start_s: float, end_s: float) -> Event:
+    return Event(stream, name, start_s, end_s, 1)
+
+
+@pytest.mark.parametrize(
+    ("others", "cause"),
+    [
+        ([(Stream.ALL_GATHER, "short", 8.5, 9.0), (Stream.TO_HOST, "long", 0.5, 8.9)], "short"),  # ends with the wait
+        ([(Stream.ALL_GATHER, "measured", 0.9, 8.7), (Stream.TO_HOST, "short", 7.0, 8.8)], "measured"),
+        ([(Stream.ALL_GATHER, "begun long before", 0.0, 8.7)], "begun long before"),
+        ([(Stream.ALL_GATHER, "goes on", 2.0, 9.5)], "goes on"),
+        ([(Stream.ALL_GATHER, "little of it", 0.9, 4.0), (Stream.TO_HOST, "before", 0.0, 0.9)], None),
+        ([(Stream.ALL_GATHER, "after it", 9.0, 9.5)], None),
+        ([], None),
+    ],
+)
+def test_what_compute_waits_for(others: list[tuple[Stream, str, float, float]], cause: str | None):
+    kernels = [event(Stream.COMPUTE, "a", 0.0, 1.0), event(Stream.COMPUTE, "b", 9.0, 10.0)]
+    (wait,) = waits([*kernels, *(event(*each) for each in others)])
+    assert (wait.start_s, wait.end_s) == (1.0, 9.0)
+    assert (wait.cause.name if wait.cause else None) == cause
 
 
 @pytest.mark.parametrize("file", ["trace.txt", "trace", "no_folder/trace.json"])

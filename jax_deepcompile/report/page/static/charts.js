@@ -111,9 +111,12 @@ function laneItem(each, at) {
   return seen;
 }
 
+const peakOf = (runs) => Math.max(...runs.map((run) => run.figures.peak_bytes));
+const isLimitDrawn = (runs) => page.limit_bytes < 2 * peakOf(runs);
+
 function memoryChart(runs) {
-  const peak = Math.max(...runs.map((run) => run.figures.peak_bytes)), { blocks } = runs[0];
-  const top = 1.06 * (page.limit_bytes < 2 * peak ? Math.max(page.limit_bytes, peak) : peak);
+  const peak = peakOf(runs), { blocks } = runs[0];
+  const top = 1.06 * (isLimitDrawn(runs) ? Math.max(page.limit_bytes, peak) : peak);
   const taken = drawn((put, from, to, pixels, rows) => {
     eachBlock(blocks, from, to, pixels, top, rows, (start, end, low, high, category) => put.rect(start, end, low, high, colourOf(category)));
   }, { edge: 0.7 });

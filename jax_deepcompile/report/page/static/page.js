@@ -138,7 +138,7 @@ function legends(runs) {
   legend("timeline-legend", [...categories].map((each) => [each === "exposed" ? "exposed: compute waits" : each, colourOf(each)]));
   const roles = [...new Set(runs[0].blocks.items.map((item) => (isArgument(item.category) ? "arguments and results" : item.category)))];
   const curves = runs.map((run, place) => [`needed, ${"AB"[place]} ${run.name}`, style("--ink"), place ? "stroke dashed" : "stroke"]);
-  const limit = page.limit_bytes ? [[`memory limit ${bytesText(page.limit_bytes)}`, style("--limit"), "stroke dashed"]] : [];
+  const limit = page.limit_bytes ? [[`memory limit ${bytesText(page.limit_bytes)}${isLimitDrawn(runs) ? "" : ", higher than is drawn"}`, style("--limit"), "stroke dashed"]] : [];
   legend("memory-legend", [...roles.map((each) => [each, colourOf(each === "arguments and results" ? "results" : each)]), ...curves, ...limit]);
 }
 
