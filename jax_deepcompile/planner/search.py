@@ -252,7 +252,7 @@ class _Search:
 
         A schedule that hides more may need more memory: if it needs too much, XLA is held to the limit more strictly.
         If it fits but does not hide what it might, others are evaluated. Where a plan that was accepted before the last
-        one may still be faster, it is scheduled in the same way.
+        one may still be faster, or the best of those that were rejected, it is scheduled in the same way.
         """
         fits, last = self.environment.fits, self.accepted[-1]
         best = min(filter(fits, self.accepted), key=_step_s, default=last)
@@ -260,17 +260,31 @@ class _Search:
             return best
         for candidate in self.accepted[: -_ROUNDS - 1 : -1]:
             expected_s = (1 + _MISSED) * self.environment.expected_s(candidate)
-            if candidate is not last and fits(best) and expected_s >= _step_s(best):
-                continue
-            plan = candidate.plan.replace(latencies=scheduler_latencies(candidate.simulation))
-            evaluated = [self._scheduled_by(plan, "scheduler latencies", candidate)]
-            scheduled, strict = evaluated[0].candidate, plan.replace(options=strictly_limited(dict(plan.options)))
-            if scheduled is not None and not fits(scheduled) and strict != plan:
-                evaluated.append(self._scheduled_by(strict, "and held to the limit", candidate))
-            elif scheduled is not None and fits(scheduled) and _step_s(scheduled) > expected_s:
-                evaluated += self._otherwise_scheduled(plan, candidate)
-            best = self._best("schedule", best, evaluated, _step_s, is_last=True, of=candidate)
-        return best
+            if candidate is last or not fits(best) or expected_s < _step_s(best):
+                best = self._better_scheduled(candidate, best)
+        other = self._fastest_rejected()
+        if other is None or (fits(best) and self.environment.expected_s(other) > (1 - _WORTH_ANOTHER) * _step_s(best)):
+            return best
+        return self._better_scheduled(other, best)
+
+    def _fastest_rejected(self) -> Candidate | None:
+        """Of what fits and was rejected the one that is expected to be fastest: what was rather taken may miss that."""
+        before = {id(each) for each in self.accepted}
+        evaluated = [each.candidate for each in self.evaluated if each.candidate is not None]
+        rejected = [each for each in evaluated if id(each) not in before and not each.plan.latencies]
+        return min(filter(self.environment.fits, rejected), key=self.environment.expected_s, default=None)
+
+    def _better_scheduled(self, candidate: Candidate, best: Candidate) -> Candidate:
+        """The better of ``best`` and ``candidate`` with XLA given the times to schedule it by."""
+        fits, expected_s = self.environment.fits, (1 + _MISSED) * self.environment.expected_s(candidate)
+        plan = candidate.plan.replace(latencies=scheduler_latencies(candidate.simulation))
+        evaluated = [self._scheduled_by(plan, "scheduler latencies", candidate)]
+        scheduled, strict = evaluated[0].candidate, plan.replace(options=strictly_limited(dict(plan.options)))
+        if scheduled is not None and not fits(scheduled) and strict != plan:
+            evaluated.append(self._scheduled_by(strict, "and held to the limit", candidate))
+        elif scheduled is not None and fits(scheduled) and _step_s(scheduled) > expected_s:
+            evaluated += self._otherwise_scheduled(plan, candidate)
+        return self._best("schedule", best, evaluated, _step_s, is_last=True, of=candidate)
 
     def _otherwise_scheduled(self, plan: Plan, candidate: Candidate) -> list[_Evaluated]:
         """Other schedules of ``candidate``, where the latencies of ``plan`` made none that hides enough.
@@ -394,12 +408,14 @@ class _Search:
 def _that_led_to(prediction: Prediction, records: Iterable[Record]) -> list[Record]:
     """``records``, of which only those are accepted that the plan with this very ``prediction`` came of, in a chain.
 
-    What was left for its memory, or an earlier plan that XLA schedules better, is without decisions accepted since.
+    What was left for its memory, or another plan that XLA schedules better, is without decisions accepted since.
     """
     kept: list[Record] = []
     for record in reversed(list(records)):
         if record.after is prediction:
             prediction = record.before
+            reason = record.reason if record.accepted else f"{record.reason}, but it came out faster"
+            record = dataclasses.replace(record, accepted=True, reason=reason)
         elif record.accepted:
             reason = f"{record.reason}, but a plan without it came out faster"
             record = dataclasses.replace(record, accepted=False, reason=reason)

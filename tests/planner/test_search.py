@@ -323,6 +323,37 @@ def test_where_a_schedule_misses_what_is_attainable_others_are_tried(monkeypatch
     assert [record.accepted for record in best.plan.records] == [False, not less, less]
 
 
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("hoped_s", "other_s", "tried", "kept"),
+    [(1.2, 1.25, True, True), (1.2, 1.6, True, False), (1.495, 1.25, False, False)],
+    ids=["faster", "slower", "no hope"],
+)
+def test_the_best_rejected_is_scheduled_where_what_was_accepted_misses(monkeypatch, hoped_s, other_s, tried, kept):
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
+    gather = SimpleNamespace(name="all-gather-start", start_s=0.0, end_s=1e-3, stream=Stream.ALL_GATHER, loop="")
+    other = START.having(LoopSchedule, [LoopSchedule("layers @backward")])
+    attainable = {START: 3.0, PROMISES: 1.0, other: hoped_s}
+
+    def made_up(plan, step_s):
+        known = plan.replace(latencies=(), options=START.options)
+        simulation = SimpleNamespace(attainable_s=attainable[known], timeline=(gather,), loops=())
+        return candidate(program, plan, Prediction(step_s, 1.0, 1.0, step_s - 1.0, 100), simulation)
+
+    def scheduled(program, lowered, plan, environment):
+        return made_up(plan, other_s if plan.of(LoopSchedule) == other.of(LoopSchedule) else 1.5)
+
+    monkeypatch.setattr(search_module, "evaluate", lambda base, plan, environment: made_up(plan, 3.0))
+    monkeypatch.setattr(search_module, "compiled", scheduled)
+    best = search(program, Environment(mesh, "cuda", CostModel(), None), (Proposes((PROMISES, other)),), START)
+    assert best.plan.of(LoopSchedule) == (other if kept else PROMISES).of(LoopSchedule)
+    assert best.prediction.step_s == (other_s if kept else 1.5)
+    assert any(record.after and record.after.step_s == other_s for record in best.plan.records) == tried
+    assert len(accepted(best.plan)) == 2
+    if kept:
+        assert best.plan.records[1].reason.endswith("but it came out faster")
+
+
 @pytest.fixture(scope="module")
 def compiled():
     """Four layers on 8 H100s, compiled for real."""
