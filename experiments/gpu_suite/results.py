@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from experiments.gpu_suite.cases import Row
 from jax_deepcompile.runtime.files import write_whole
@@ -87,18 +86,5 @@ class Results:
             entry["status"] = section.status
         return json.dumps({"format": FORMAT} | data, allow_nan=False, indent=1)
 
-    @classmethod
-    def from_json(cls, text: str) -> Results:
-        """Raises ``ValueError`` for a text of another format."""
-        data: dict[str, Any] = json.loads(text)
-        if data.get("format") != FORMAT:
-            raise ValueError(f"results of format {data.get('format')}, and this version reads format {FORMAT}")
-        sections = tuple(_section(entry) for entry in data["sections"])
-        return cls(data["date"], data["device_kind"], data["versions"], data["sizes"], sections)
-
     def write(self, path: Path) -> None:
         write_whole(path, self.to_json() + "\n")
-
-
-def _section(entry: Mapping[str, Any]) -> SectionResult:
-    return SectionResult(entry["name"], tuple(entry["rows"]), entry["error"], entry["seconds"])

@@ -21,7 +21,6 @@ from jax_deepcompile._jax_compat import described_gpu
 from jax_deepcompile.costs.entries import Axis, Machine
 from jax_deepcompile.costs.hardware import CPU_HOST, H100_SXM, HARDWARE, Hardware, known_hardware
 from jax_deepcompile.costs.network import CPU_NETWORK, Network, described_network
-from jax_deepcompile.costs.tables import fitted_hardware, latest_table, stored_tables
 from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.placement import AnyMesh, attached
 
@@ -29,13 +28,8 @@ _GPU = ("gpu", "cuda")
 
 
 def hardware_of(device_kind: str) -> Hardware:
-    """The hardware of a device, by what JAX calls its kind; an unknown GPU is taken for an H100, with a warning.
-
-    Fitted to what was measured on such a device, where the package has that.
-    """
-    published = known_hardware(device_kind) or _taken_for_an_h100(device_kind)
-    measured = latest_table(device_kind, stored_tables())
-    return published if measured is None else fitted_hardware(published, measured)
+    """The hardware of a device, by what JAX calls its kind; an unknown GPU is taken for an H100, with a warning."""
+    return known_hardware(device_kind) or _taken_for_an_h100(device_kind)
 
 
 @functools.cache

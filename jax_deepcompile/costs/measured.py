@@ -18,7 +18,6 @@ from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.rates import published_rates
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.streams import Stream
-from jax_deepcompile.costs.tables import latest_table, stored_tables
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,7 @@ def costs_of(mesh: Mesh, profile: Profile | None = None) -> CostModel:
     """
     kind, network = mesh.devices.flat[0].device_kind, network_of(mesh.devices.flat)
     hardware = hardware_of(kind)
-    rates = published_rates(hardware.name).measured(latest_table(kind, stored_tables()))
-    overlap = overlap_of(hardware.name)
+    rates, overlap = published_rates(hardware.name), overlap_of(hardware.name)
     if profile is None:
         return CostModel(hardware, network, rates, overlap)
     found = {axis.name: axis.size for axis in profile.machine.axes}

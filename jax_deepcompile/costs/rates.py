@@ -1,4 +1,4 @@
-"""Rates that matrix products and attention attain, by shape: from published tables, or measured on the device."""
+"""Rates that matrix products and attention attain, by shape, and what collectives take: from published tables."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import csv
 import functools
 import logging
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.resources import files
-from itertools import groupby
+from itertools import accumulate, groupby
 from types import MappingProxyType
 
 import numpy as np
@@ -18,7 +19,9 @@ import numpy as np
 from jax_deepcompile.analysis.work import Attention, Product
 from jax_deepcompile.costs.hardware import TERA, Hardware
 from jax_deepcompile.costs.network import DGX_NETWORK, Network
-from jax_deepcompile.costs.tables import KernelTable, Points, rising_points, seconds_at
+
+Points = Sequence[tuple[float, float]]
+"""Pairs (size of the work, seconds) with sizes that increase and seconds that do not decrease."""
 
 _NEAREST = 8
 """Shapes of a table between which is interpolated: the corners of a cell, in three dimensions."""
@@ -74,6 +77,30 @@ class AttentionRates:
         """Between the nearest lengths in logarithms; beyond them as at the ends."""
         lengths, rates = zip(*self.points, strict=True)
         return float(np.interp(math.log(max(tokens, 1.0)), np.log(lengths), rates))
+
+
+def rising_points(known: Iterable[tuple[float, float]]) -> Points:
+    """Pairs (size of the work, seconds), no two of one size, in order of size: more work never takes less time."""
+    points = sorted(known)
+    return list(zip((size for size, _ in points), accumulate((seconds for _, seconds in points), max), strict=True))
+
+
+def seconds_at(points: Points, size: float) -> float:
+    """Seconds for work of ``size``: straight between ``points`` in logarithms of both.
+
+    Less than the smallest takes as long as that, as short kernels do; beyond the largest the rate stays.
+    """
+    sizes = [known for known, _ in points]
+    after = bisect_left(sizes, size)
+    if after == len(points):
+        largest, seconds = points[-1]
+        return seconds * (size / largest)
+    high, high_s = points[after]
+    if after == 0 or size == high:
+        return high_s
+    low, low_s = points[after - 1]
+    share = math.log(size / low) / math.log(high / low)
+    return min(high_s, low_s * (high_s / low_s) ** share)
 
 
 @dataclass(frozen=True)
@@ -158,15 +185,6 @@ class Rates:
         if not is_whole:
             slower *= network.gpus_per_node / DGX_NETWORK.gpus_per_node
         return known.at(nodes, size_bytes, slower if nodes > 1 else 1.0)
-
-    def measured(self, table: KernelTable | None) -> Rates:
-        """With the products of ``table`` in place of those published, by type; of several forms of one the fastest."""
-        rows: dict[str, dict[tuple, float]] = defaultdict(dict)
-        for time in table.matmuls if table is not None else ():
-            shape, of = (1, time.m, time.n, time.k), rows[time.dtype]
-            of[shape] = max(of.get(shape, 0.0), time.flops / time.seconds)
-        found = {dtype: ProductRates.of(shapes.items()) for dtype, shapes in rows.items()}
-        return replace(self, products=MappingProxyType({**self.products, **found})) if found else self
 
 
 NO_RATES = Rates()

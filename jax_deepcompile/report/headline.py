@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from jax_deepcompile.costs.devices import hardware_of, is_described, network_of
 from jax_deepcompile.costs.hardware import CPU_HOST, known_hardware
 from jax_deepcompile.costs.rates import NO_RATES, published_rates
-from jax_deepcompile.costs.tables import latest_table, stored_tables
 from jax_deepcompile.costs.utilisation import CONVENTION, Utilisation
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Port, Program, Role
@@ -175,9 +174,8 @@ def _costs(mesh: AnyMesh, planned: Planned | None) -> str:
     if not isinstance(mesh, Mesh):
         return "none"
     kind = mesh.devices.flat[0].device_kind
-    name, measured = hardware_of(kind).name, latest_table(kind, stored_tables())
-    tables = "published tables" if published_rates(name) != NO_RATES else "data sheet"
-    said = f"{tables} of {name}" if measured is None else f"kernels measured on {kind}, {measured.date}"
+    name = hardware_of(kind).name
+    said = f"{'published tables' if published_rates(name) != NO_RATES else 'data sheet'} of {name}"
     said += f" (none are known of {kind})" if known_hardware(kind) is None else ""
     said = "assumed figures of a CPU host" if known_hardware(kind) is CPU_HOST else said
     if planned is None or planned.profile is None:

@@ -18,7 +18,6 @@ from jax_deepcompile.costs import devices, hardware
 from jax_deepcompile.costs.devices import allocator_bytes_of, hardware_of, host_bytes_of, network_of
 from jax_deepcompile.costs.hardware import B200_SXM, CPU_HOST, H100_SXM, H200_SXM, HARDWARE, known_hardware
 from jax_deepcompile.costs.network import CPU_NETWORK, Network, describe_network
-from jax_deepcompile.costs.tables import KernelTable, fitted_hardware
 
 pytestmark = pytest.mark.pure
 
@@ -69,13 +68,6 @@ def test_another_gpu_is_taken_for_an_h100_aloud_and_once(kind):
         assert hardware_of(kind) is H100_SXM
     assert hardware_of(kind) is H100_SXM
     assert known_hardware(kind) is None
-
-
-def test_what_was_measured_on_such_a_device_goes_before_what_was_published(monkeypatch):
-    table = KernelTable("NVIDIA H200 141GB HBM3e", "2026-01-01", (), kernel_launch_s=2e-6, shortest_kernel_s=4e-6)
-    monkeypatch.setattr(devices, "stored_tables", lambda: (table,))
-    assert hardware_of("NVIDIA H200 141GB HBM3e") == fitted_hardware(H200_SXM, table)
-    assert hardware_of("NVIDIA H100 80GB HBM3") is H100_SXM
 
 
 def test_gpus_of_one_process_share_a_node():

@@ -15,14 +15,18 @@ from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.hardware import B200_SXM, CPU_HOST, H100_SXM, H200_SXM
 from jax_deepcompile.costs.network import Network
 from jax_deepcompile.costs.overlap import Overlap
-from jax_deepcompile.costs.rates import NO_RATES, ProductRates, published_rates
-from jax_deepcompile.costs.tables import KernelTable, MatmulTime
+from jax_deepcompile.costs.rates import NO_RATES, ProductRates, published_rates, rising_points, seconds_at
 
 pytestmark = pytest.mark.pure
 
 H100 = published_rates("H100 SXM")
 PUBLISHED = files("jax_deepcompile.costs") / "published"
 SIZES = st.sampled_from([1, 64, 100, 256, 1000, 2048, 4096, 5120, 11_008, 28_672])
+
+KNOTS = st.dictionaries(st.floats(1, 1e15), st.floats(1e-6, 10.0), min_size=1, max_size=8).map(
+    lambda found: list(zip(sorted(found), sorted(found.values()), strict=True))
+)
+"""Points whose sizes increase and whose seconds do not decrease."""
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -150,10 +154,36 @@ def test_products_in_a_step_are_slower_than_alone():
     assert sustained.matmul(product, 0).seconds == pytest.approx(2 * alone.matmul(product, 0).seconds, rel=0.02)
 
 
-def test_measured_products_go_before_published_ones():
-    times = (MatmulTime(1024, 1024, 1024, "bf16", "nn", 2e-5), MatmulTime(1024, 1024, 1024, "bf16", "nt", 1e-5))
-    known = H100.measured(KernelTable("NVIDIA H100 80GB HBM3", "2026-11-25", (), matmuls=times))
-    rate = known.product_flops_per_s(Product(1, 1024, 1024, 1024, "bf16"), H100_SXM)
-    assert rate == pytest.approx(2 * 1024**3 / 1e-5)
-    assert known.products["f32"] is H100.products["f32"]
-    assert H100.measured(None) is H100
+@given(KNOTS)
+def test_interpolation_is_exact_at_its_points(knots):
+    points = rising_points(knots)
+    assert [seconds_at(points, size) for size, _ in knots] == [seconds for _, seconds in knots]
+
+
+@given(KNOTS, st.floats(0.1, 1e16), st.floats(0.1, 1e16))
+def test_more_work_never_takes_less_time(knots, one, other):
+    points = rising_points(knots)
+    less, more = sorted((one, other))
+    assert seconds_at(points, less) <= seconds_at(points, more) * (1 + 1e-9)
+
+
+@given(KNOTS, st.floats(0.1, 1e16))
+def test_between_two_points_lie_their_seconds(knots, size):
+    points = rising_points(knots)
+    below = max((seconds for known, seconds in points if known <= size), default=points[0][1])
+    above = min((seconds for known, seconds in points if known >= size), default=float("inf"))
+    assert below * (1 - 1e-9) <= seconds_at(points, size) <= above * (1 + 1e-9)
+
+
+def test_in_the_middle_in_logarithms():
+    assert seconds_at([(1e9, 1e-6), (1e11, 1e-4)], 1e10) == pytest.approx(1e-5)
+
+
+def test_beyond_the_largest_the_rate_stays_and_below_the_smallest_the_seconds():
+    points = [(1e9, 1e-5), (1e12, 2e-3)]
+    assert seconds_at(points, 3e12) == pytest.approx(6e-3)
+    assert seconds_at(points, 1.0) == 1e-5
+
+
+def test_seconds_that_fall_are_raised():
+    assert rising_points([(3, 1.0), (1, 2.0), (2, 4.0)]) == [(1, 2.0), (2, 4.0), (3, 4.0)]
