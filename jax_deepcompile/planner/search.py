@@ -269,9 +269,9 @@ class _Search:
 
     def _fastest_rejected(self) -> Candidate | None:
         """Of what fits and was rejected the one that is expected to be fastest: what was rather taken may miss that."""
-        before = {id(each) for each in self.accepted}
+        before = {each.plan for each in self.accepted}
         evaluated = [each.candidate for each in self.evaluated if each.candidate is not None]
-        rejected = [each for each in evaluated if id(each) not in before and not each.plan.latencies]
+        rejected = [each for each in evaluated if each.plan not in before and not each.plan.latencies]
         return min(filter(self.environment.fits, rejected), key=self.environment.expected_s, default=None)
 
     def _better_scheduled(self, candidate: Candidate, best: Candidate) -> Candidate:
