@@ -20,6 +20,7 @@ from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.lowering import cuda_compiler
 from jax_deepcompile.lowering.compile import compile_options, peak_bytes
+from jax_deepcompile.report.words import percent_text
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.training.config import AtLeastOne
 
@@ -197,13 +198,13 @@ def install_compiler() -> str:
 def _table(rows: Sequence[_Compared]) -> str:
     head = ("", "step s", "x jit", "compute s", "communication s", "exposed s", "sent GiB", "peak GiB")
     if rows and rows[0].mfu is not None:
-        head += ("examples/s/device", "MFU %")
+        head += ("examples/s/device", "MFU")
     lines: list[Sequence[str]] = [head]
     for row in rows:
         sizes = row.sent_bytes / _GIB, row.peak_bytes / _GIB
         rest = [f"{value:.4g}" for value in (row.compute_s, row.communication_s, row.exposed_s, *sizes)]
         if row.examples_per_s is not None and row.mfu is not None:
-            rest += [f"{row.examples_per_s:.4g}", f"{100 * row.mfu:.1f}"]
+            rest += [f"{row.examples_per_s:.4g}", percent_text(row.mfu)]
         lines.append((row.name, f"{row.step_s:.4g}", f"{row.times_jit:.2f}", *rest))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)

@@ -15,7 +15,7 @@ from jax_deepcompile.costs.utilisation import CONVENTION, Utilisation
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.planner.session import Planned
-from jax_deepcompile.report.words import bytes_text, count_text, seconds_text
+from jax_deepcompile.report.words import bytes_text, count_text, percent_text, seconds_text
 
 _WHOLE = 1000
 """From here on rates have no decimals."""
@@ -72,7 +72,7 @@ class Headline:
             ("costs", self.costs),
             ("step", self._step()),
             ("throughput", self._throughput()),
-            ("MFU", "" if self.mfu is None else f"{self.mfu:.1%} of the bf16 peak ({self.convention})"),
+            ("MFU", "" if self.mfu is None else f"{percent_text(self.mfu)} of the bf16 peak ({self.convention})"),
             ("memory", self._memory()),
             ("against jit", self.against_jit),
         ]

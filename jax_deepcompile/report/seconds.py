@@ -11,7 +11,7 @@ from jax_deepcompile.costs.streams import Part, Stream
 from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.planner.session import Planned
-from jax_deepcompile.report.words import line_text, operation_text, seconds_text, table, users_line
+from jax_deepcompile.report.words import line_text, operation_text, percent_text, seconds_text, table, users_line
 
 _MOST = 5
 """Kernels, and waits, that are named."""
@@ -103,7 +103,7 @@ class Seconds:
         )
         lines[-1] += f"is {100 * (self.step_s / bound_s - 1):.1f} % above"
         for each in self.ceilings:
-            mfu = "" if each.mfu is None else f", MFU {each.mfu:.1%}"
+            mfu = "" if each.mfu is None else f", MFU {percent_text(each.mfu)}"
             lines.append(f"  ceiling, {each.given}: {seconds_text(each.seconds)}{mfu}")
         for title, costly in (("kernels that cost most", self.kernels), ("waits that cost most", self.waits)):
             lines += [f"  {title}:"] if costly else []

@@ -49,6 +49,15 @@ def count_text(count: float) -> str:
     return f"{count:,}"
 
 
+def percent_text(share: float) -> str:
+    """A share with one decimal; a small one with two digits.
+
+    >>> percent_text(0.4321), percent_text(0.01), percent_text(0.000123), percent_text(0.0)
+    ('43.2%', '1.0%', '0.012%', '0%')
+    """
+    return f"{share:.1%}" if share >= 0.01 else f"{100 * share:.2g}%"
+
+
 def bytes_text(count: float) -> str:
     """As limits are given: whole GiB with two digits.
 

@@ -186,6 +186,10 @@ for (const key of ["ArrowDown", "ArrowDown", ".", "+", "ArrowRight", "0"]) {
   document.getElementById("timeline").dispatchEvent(new KeyboardEvent("keydown", { key }));
   said.push(document.getElementById("details").textContent.split("\\n")[0]);
 }
+for (const key of [".", ".", ",", "ArrowUp", "ArrowDown"]) {
+  document.getElementById("memory").dispatchEvent(new KeyboardEvent("keydown", { key }));
+  said.push(document.getElementById("details").textContent.split("\\n").slice(0, 2).join(": "));
+}
 const [, memory] = view.charts;
 said.push(memory.find(view.step / 2, 1).text.split("\\n")[0], `${view.from} ${view.to} ${view.step}`);
 document.body.append(element("pre", said.join("\\n"), { id: "said" }));
@@ -207,9 +211,14 @@ def test_it_draws_in_headless_chromium(page, tmp_path):
     assert dom.count("<canvas") == 2
     assert "<script>alert(1)" not in dom
     (said,) = re.findall(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)
-    compute, exposed, next_exposed, *_, argument, shown = said.split("\n")
+    compute, exposed, next_exposed, _, _, _, *walked, argument, shown = said.split("\n")
     assert compute.startswith("planned: other kernels: copy")
     assert exposed == next_exposed == "planned: compute waits for all-gather in a node start"
+    assert [each.rpartition(": ")[0] for each in walked] == [
+        *4 * ["planned: gathered, 97.7 KiB, by start"],
+        "planned: results, 24 B",
+    ]
+    assert [each.rpartition(" from ")[2] for each in walked] == ["3.75 s", "4.5 s", "3.75 s", "3.75 s", "0 s"]
     assert argument.startswith("planned: ")
     assert shown == "0 7500000000 7500000000"
     assert '<td class="line">step</td>' in dom

@@ -132,7 +132,7 @@ function memoryChart(runs) {
   made.find = (time, value) => {
     for (let at = blocks.starts.length - 1; at >= 0; at--) {
       const item = blocks.items[blocks.item[at]];
-      if (item.low <= value && value < item.high && blocks.starts[at] <= time && time < blocks.ends[at]) return blockItem(runs[0], blocks, at);
+      if (item.low <= value && value < item.high && blocks.starts[at] <= time && time < blocks.ends[at]) return blockItem(runs[0], blocks, at, time);
     }
     const needed = ({ name, step, live }) => {
       const item = time > step ? undefined : live.items[live.item[Math.max(0, above(live.starts, time) - 1)]];
@@ -140,6 +140,7 @@ function memoryChart(runs) {
     };
     return { chart: "memory", text: runs.map(needed).join("\n") };
   };
+  made.run = runs[0];
   return made;
 }
 
@@ -148,11 +149,12 @@ function niceStep(top) {
   return top / unit > 6 ? 2 * unit : unit;
 }
 
-function blockItem(run, blocks, at) {
+// `time` is where one points in it.
+function blockItem(run, blocks, at, time) {
   const item = blocks.items[blocks.item[at]], start = blocks.starts[at], end = blocks.ends[at];
   const text = [`${run.name}: ${item.category}, ${bytesText(item.bytes)}${item.made ? `, by ${item.made.name}` : ""}`,
     `needed for ${secondsText(end - start)}, from ${secondsText(start)}`, item.made?.source, item.made?.op].filter(Boolean).join("\n");
-  return { chart: "memory", start, end, low: item.low, high: item.high, text };
+  return { chart: "memory", at, time, start, end, low: item.low, high: item.high, text };
 }
 
 function selection() {
@@ -168,6 +170,7 @@ function show(from, to) {
   for (const each of view.charts) each.setScale("x", { min: view.from, max: view.to });
 }
 const zoom = (factor, at = (view.from + view.to) / 2) => show(at - (at - view.from) * factor, at + (view.to - at) * factor);
+const centre = (time) => show(time - (view.to - view.from) / 2, time + (view.to - view.from) / 2);
 const pan = (share) => show(view.from + share * (view.to - view.from), view.to + share * (view.to - view.from));
 const MOVES = { earlier: () => pan(-0.25), later: () => pan(0.25), closer: () => zoom(0.5), wider: () => zoom(2), all: () => show(0, view.step) };
 
@@ -207,10 +210,10 @@ function followPointers(made) {
   }, { passive: false });
 }
 
-// Keys: what pointers can do, and from one operation to the next.
-function followKeys(element) {
+// Keys: what pointers can do, and up, down, back and on from what is selected.
+function followKeys(element, toRow, toNext) {
   const keys = { ArrowLeft: MOVES.earlier, ArrowRight: MOVES.later, "+": MOVES.closer, "=": MOVES.closer, "-": MOVES.wider, 0: MOVES.all, Home: MOVES.all,
-    ArrowUp: () => toLane(-1), ArrowDown: () => toLane(1), ",": () => toOperation(-1), ".": () => toOperation(1) };
+    ArrowUp: () => toRow(-1), ArrowDown: () => toRow(1), ",": () => toNext(-1), ".": () => toNext(1) };
   element.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !keys[event.key]) return;
     event.preventDefault();
@@ -230,6 +233,27 @@ function toOperation(by) {
   if (!each) { toLane(0); return; }
   const found = laneItem(each, Math.min(Math.max((at ?? 0) + by, 0), each.lane.starts.length - 1));
   if (!found) return;
-  if (found.start < view.from || found.end > view.to) show((found.start + found.end - view.to + view.from) / 2, (found.start + found.end + view.to - view.from) / 2);
+  if (found.start < view.from || found.end > view.to) centre((found.start + found.end) / 2);
   select(found);
+}
+
+const selectedBlock = () => (view.selected?.chart === "memory" ? view.selected.at : undefined);
+
+function toBlock(by) {
+  const { run } = view.charts[1], { blocks } = run, at = selectedBlock() ?? above(blocks.starts, (view.from + view.to) / 2) - 1 - by;
+  if (!blocks.starts.length) return;
+  const next = Math.min(Math.max(at + by, 0), blocks.starts.length - 1), time = blocks.starts[next];
+  if (time < view.from || time > view.to) centre(time);
+  select(blockItem(run, blocks, next, time));
+}
+
+// Among the blocks of one time, from the highest down.
+function toLevel(by) {
+  const { run } = view.charts[1], { blocks } = run, now = selectedBlock();
+  const time = now === undefined ? (view.from + view.to) / 2 : view.selected.time, low = (at) => blocks.items[blocks.item[at]].low;
+  const found = [...blocks.starts.keys()].filter((at) => blocks.starts[at] <= time && time < blocks.ends[at]).sort((one, other) => low(other) - low(one));
+  const place = now === undefined ? (by > 0 ? 0 : found.length - 1) : Math.min(Math.max(found.indexOf(now) + by, 0), found.length - 1);
+  if (!found.length) return;
+  if (time < view.from || time > view.to) centre(time);
+  select(blockItem(run, blocks, found[place], time));
 }

@@ -22,7 +22,7 @@ function table(columns, rows, caption) {
 const NUMBER = "number", LONG = "long";
 const seconds = (value) => secondsText(1e9 * value);
 const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "±") + secondsText(1e9 * Math.abs(value));
-const percent = (value) => `${(100 * value).toFixed(1)} %`;
+const percent = (value) => `${value >= 0.01 ? (100 * value).toFixed(1) : Number((100 * value).toPrecision(2))} %`;
 const count = (value) => value.toLocaleString("en", { maximumSignificantDigits: 4 });
 
 const FIGURES = [
@@ -175,7 +175,8 @@ function start() {
   decisions();
   state();
   draw();
-  ["timeline", "memory"].forEach((id) => followKeys(document.getElementById(id)));
+  followKeys(document.getElementById("timeline"), toLane, toOperation);
+  followKeys(document.getElementById("memory"), toLevel, toBlock);
   document.getElementById("navigation").addEventListener("click", (event) => MOVES[event.target.dataset.move]?.());
   new ResizeObserver(() => view.charts.forEach((each) => each.setSize({ width: each.root.parentElement.clientWidth, height: each.height }))).observe(document.querySelector("main"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { palette = {}; draw(); });
