@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=WANTED)
     asked = parser.parse_args()
     wanted = asked.only or WANTED
-    chromium = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    chromium = found_chromium()
     if chromium is None and set(wanted) != {"terminal"}:
         print("screenshots: no Chromium is installed; Debian has it as the package chromium", file=sys.stderr)
         return 2
@@ -90,6 +90,11 @@ def main() -> int:
     for each in taken:
         print(f"{each}: {each.stat().st_size / 1024:.0f} KiB")
     return 0
+
+
+def found_chromium() -> str | None:
+    """Where the browser is; None if none is installed."""
+    return next(filter(None, map(shutil.which, CHROMIUM)), None)
 
 
 def as_html(notebook: Path, folder: Path) -> Path:

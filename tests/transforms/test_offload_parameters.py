@@ -81,7 +81,7 @@ def test_before_and_after():
 @pytest.mark.parametrize("how", ["plain", "updated as they come", "updated by layer"])
 @pytest.mark.parametrize("case", CASES)
 def test_values_stay_the_same(case, how, monkeypatch):
-    monkeypatch.setattr("jax_deepcompile.transforms.offload_state._LAYER_BYTES", 1)
+    monkeypatch.setattr("jax_deepcompile.transforms.stack_updates._LAYER_BYTES", 1)
     loss, params, options = CASES[case]
     program, mesh = sharded(loss, params, **options)
     plan = Plan("0", (away(program),))
