@@ -29,6 +29,7 @@ from jax_deepcompile.microbatch_counts import compilation_of
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.planner.limits import MemoryLimit
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.profilers.agreement import Agreement, agreement, made_up
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.explanation import Explanation
 from jax_deepcompile.report.memory_curve import LimitedStep
@@ -250,6 +251,39 @@ class ShardedStep(Summarized, Generic[P, R]):
         traced.compilation.runs.measured = taken.profile.step
         return taken
 
+    def validate(self, *args, tolerance: float = 0.01) -> Agreement:
+        """Runs the step once as written, on one device, and once sharded, and says where the results differ.
+
+        Nothing is donated, and NNX objects keep their values. The step as written has to fit one device.
+
+        Args:
+          *args: state, batch and what else the step takes; shapes get values that are made up.
+          tolerance: what a leaf may differ, of what the step changes of it, beside what rounding explains.
+
+        Raises:
+          ArgumentError: ``tolerance`` is no share.
+          DevicesNotAttachedError: the devices are not here, or other processes have some of them.
+        """
+        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
+            raise errors.ArgumentError("validate", "tolerance", tolerance, "a share, from 0 to 1")
+        self._require_devices()
+        if not self._processes().is_alone:
+            raise errors.DevicesNotAttachedError(*_devices(self.mesh))
+        call = self._bind(jax.tree.map(made_up, args), {})
+        made = self._compilation(call)
+        leaves, tree = jax.tree.flatten(call.inputs)
+
+        def as_written(*values: Any) -> list:
+            *positional, named = jax.tree.unflatten(tree, values)
+            return jax.tree.leaves(call.step.fun(*positional, **named))
+
+        def sharded(*values: Any) -> list:
+            there, _ = move(jax.tree.unflatten(tree, values), made.placed.inputs, (), (), self.mesh)
+            return jax.tree.leaves(made.jitted(*there))
+
+        self._last = made
+        return agreement(as_written, sharded, leaves, made.traced.program, tolerance)
+
     def explain(self) -> Explanation:
         """What was decided for the last shapes traced, and why: fields, which print as text.
 
@@ -364,6 +398,9 @@ class BoundStep(Summarized):
 
     def profile(self, *args, runs: int = 5, known: Profile | None = None) -> Taken:
         return self._step.profile(self._self(), *args, runs=runs, known=known)
+
+    def validate(self, *args, tolerance: float = 0.01) -> Agreement:
+        return self._step.validate(self._self(), *args, tolerance=tolerance)
 
     def _summary(self) -> Summary:
         bound = f", bound to a {type(self._instance).__name__}"

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": {"frontend", "costs", "planner", "options", "step"},
     "__init__": {"public"},
     "public": {"api", "step", "costs", "ir", "lowering", "partition", "planner", "report", "transforms"},
-    "cli": {"api", "step", "stages", "costs", "lowering", "planner", "report", "runtime", "training"},
+    "cli": {"api", "options", "step", "stages", "costs", "lowering", "planner", "report", "runtime", "training"},
     "training": {"api", "runtime"},
     "__main__": {"cli"},
 }

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_deepcompile.cli.steps import Cluster, StepRequest, sharded_step
-from jax_deepcompile.cli.traces import simulated
+from jax_deepcompile.cli.files import simulated
+from jax_deepcompile.cli.options import Cluster, plan_in
+from jax_deepcompile.cli.steps import StepRequest, sharded_step
 from jax_deepcompile.costs.simulation import Simulation
-from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.report.words import LINES, seconds_text, table
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.step import ShardedStep
-
-
-def plan_in(file: Path) -> Plan:
-    """The plan that a file holds.
-
-    Raises:
-      OSError: it cannot be read.
-      PlanError: it is none.
-    """
-    return Plan.from_json(file.read_text(errors="replace"), str(file))
 
 
 def other_run(
@@ -34,7 +23,7 @@ def other_run(
     progress.say(f"compiling {against}")
     if against.endswith(".json"):
         return simulated(step.reshard(plan=plan_in(Path(against))).trace(*args))
-    other, others = sharded_step(dataclasses.replace(request, step=against), cluster, progress)
+    other, others = sharded_step(request.about(against), cluster, progress)
     return simulated(other.trace(*others))
 
 

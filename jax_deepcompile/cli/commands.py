@@ -1,7 +1,6 @@
 """The subcommands of ``deepcompile`` that take a step of the user's: each returns the text to print."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
-from jax_deepcompile.cli.against import Difference, other_run, plan_in
-from jax_deepcompile.cli.steps import HERE, Cluster, StepRequest, sharded_step
-from jax_deepcompile.cli.traces import checked, write_trace
+from jax_deepcompile.cli.against import Difference, other_run
+from jax_deepcompile.cli.files import NO_FILES, Files, told
+from jax_deepcompile.cli.options import HERE, Cluster
+from jax_deepcompile.cli.steps import StepRequest, sharded_step
 from jax_deepcompile.costs.simulate import simulate
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.utilisation import Utilisation
@@ -26,107 +26,85 @@ from jax_deepcompile.training.config import AtLeastOne
 
 _GIB = 1 << 30
 
+_FULLY_SHARDED: dict[str, Any] = {"passes": (), "plan": None, "measure": False}
+"""Without anything planned."""
 
-def trace(request: StepRequest, cluster: Cluster = HERE) -> str:
+
+def trace(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) -> str:
     """Says what a step is divided into, and prints it as each device runs it, before planning."""
+    files.check()
     with Progress(f"trace {request.step}") as progress:
-        step, args = sharded_step(request, cluster, progress)
+        step, args = sharded_step(request, cluster, progress, **_FULLY_SHARDED)
         traced = step.trace(*args)
         summary, jaxpr = traced.division(), str(traced.sharded.jaxpr)
-    if request.json:
-        return _document({"division": dataclasses.asdict(summary), "jaxpr": jaxpr})
-    return "\n".join([*summary.lines(), "", jaxpr])
+        written = files.write(traced, progress)
+    document = {"division": dataclasses.asdict(summary), "jaxpr": jaxpr, "files": [*written]}
+    return request.answer(document, "\n".join([*summary.lines(), "", jaxpr, *told(written)]))
 
 
-def plan(request: StepRequest, cluster: Cluster = HERE, out: Path | None = None) -> str:
-    """Plans a step, and prints or writes the plan.
-
-    Args:
-      out: file for the plan as JSON.
-    """
+def plan(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) -> str:
+    """Plans a step, and prints the plan; --out is the file that --plan takes."""
+    files.check()
     with Progress(f"plan {request.step}") as progress:
         step, args = sharded_step(request, cluster, progress)
-        made = step.plan(*args)
-    if out is not None:
-        out.write_text(made.to_json())
-    return made.to_json() if request.json else str(made)
+        traced = step.trace(*args)
+        made, written = traced.plan(), files.write(traced, progress)
+    return request.answer(made.to_json(), "\n".join([str(made), *told(written)]))
 
 
-def explain(
-    request: StepRequest,
-    cluster: Cluster = HERE,
-    plan: Path | None = None,
-    against: str | None = None,
-    html: Path | None = None,
-    trace: Path | None = None,
-) -> str:
+def explain(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES, against: str | None = None) -> str:
     """Says what is decided for a step, and why.
 
     Args:
-      plan: file with a plan to carry out instead of making one.
       against: file with another plan, such as other.json, or another step: tells the difference by your lines.
-      html: file for a page that shows it, and what it is told against.
-      trace: file, such as trace.json, for the simulated step as Perfetto and Holistic Trace Analysis open it.
     """
-    trace = checked(trace)
-    options = {} if plan is None else {"plan": plan_in(plan)}
+    files.check()
     with Progress(f"explain {request.step}") as progress:
-        step, args = sharded_step(request, cluster, progress, **options)
+        step, args = sharded_step(request, cluster, progress)
         traced = step.trace(*args)
         beside = {} if against is None else {against: other_run(against, step, args, request, cluster, progress)}
-        page = traced.page(beside) if beside or html is not None else None
-        if page is not None and html is not None:
-            page.write(html)
-        progress.say("simulating it") if trace else None
-        written, explained = write_trace(trace, traced), traced.explain()
-    told = Difference.of(page.data["runs"]) if page is not None and beside else None
-    if request.json:
-        return _document(explained.to_dict() | ({} if told is None else {"against": dataclasses.asdict(told)}))
-    return "\n".join([str(explained), *([] if told is None else ["", *told.lines()]), *written])
+        page = traced.page(beside) if beside or files.html is not None else None
+        written, explained = files.write(traced, progress, page), traced.explain()
+    difference = Difference.of(page.data["runs"]) if page is not None and beside else None
+    document = explained.to_dict() | {"files": [*written]}
+    document |= {} if difference is None else {"against": dataclasses.asdict(difference)}
+    against_it = [] if difference is None else ["", *difference.lines()]
+    return request.answer(document, "\n".join([str(explained), *against_it, *told(written)]))
 
 
-def profile(
-    request: StepRequest, out: Path = Path("profile.json"), runs: AtLeastOne = 5, trace: Path | None = None
-) -> str:
+def profile(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES, runs: AtLeastOne = 5) -> str:
     """Measures a step on the devices of this process, on zeros where it is given shapes.
 
+    What was measured is written into profile.json, or what --out names, which is the file that --profile takes.
+
     Args:
-      out: file for the profile as JSON.
       runs: measurements of everything.
-      trace: file, such as trace.json, for one measured step of each device and the simulated one beside it, as Perfetto
-        and Holistic Trace Analysis open them.
 
     Raises:
       DevicesNotAttachedError: the devices are not here.
     """
-    trace = checked(trace)
+    files.check()
 
     def zeros(leaf: Any) -> Any:
         return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
+    request = dataclasses.replace(request, out=request.out or Path("profile.json"))
     with Progress(f"profile {request.step}") as progress:
-        step, args = sharded_step(request, HERE, progress)
+        step, args = sharded_step(request, cluster, progress)
         progress.say("running and measuring it")
         measured = step.profile(*jax.tree.map(zeros, args), runs=runs)
         taken = measured.profile
-        out.write_text(taken.to_json())
-        progress.say("simulating it")
-        traces = write_trace(trace, step.trace(*measured.args), measured.timelines) if trace else []
-    if request.json:
-        return taken.to_json()
-    entries = f"{len(taken.ops)} ops, {len(taken.collectives)} collectives, {len(taken.copies)} copies to {out}"
+        written = files.write(step.trace(*measured.args), progress, measured=measured.timelines) if files else {}
+    entries = f"{len(taken.ops)} ops, {len(taken.collectives)} collectives, {len(taken.copies)} copies to {request.out}"
     step_s = f"step {1e3 * taken.step.seconds:.3f} ms\n" if taken.step is not None else ""
-    return "\n".join([step_s + entries, *traces, *taken.fallbacks()])
+    return request.answer(taken.to_json(), "\n".join([step_s + entries, *told(written), *taken.fallbacks()]))
 
 
-def compare(request: StepRequest, cluster: Cluster = HERE, html: Path | None = None) -> str:
-    """Simulates jax.jit's FSDP and this package's side by side.
-
-    Args:
-      html: file for a page that shows them one over the other.
-    """
+def compare(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) -> str:
+    """Simulates jax.jit's FSDP and this package's side by side; files show the planned step, a page over jax.jit's."""
+    files.check()
     with Progress(f"compare {request.step}") as progress:
-        bare, args = sharded_step(request, cluster, progress, passes=())
+        bare, args = sharded_step(request, cluster, progress, **_FULLY_SHARDED)
         ours = sharded_step(request, cluster, progress)[0]
         mesh = bare.mesh
         if not isinstance(mesh, Mesh):
@@ -138,7 +116,9 @@ def compare(request: StepRequest, cluster: Cluster = HERE, html: Path | None = N
             "fully sharded": lambda: bare.lower(*args).compile(),
             "planned": lambda: ours.lower(*args).compile(),
         }
-        achieves, rows, runs, left = bare.trace(*args).utilisation, [], {}, []
+        achieves, costs = bare.trace(*args).utilisation, request.options.of_shard().get("profile")
+        rows: list[_Compared] = []
+        runs, left, written = {}, [], {}
         for name, compiled in systems.items():
             progress.say(f"compiling and simulating {name}")
             try:
@@ -146,16 +126,17 @@ def compare(request: StepRequest, cluster: Cluster = HERE, html: Path | None = N
             except errors.MemoryExceededError as error:
                 left.append(f"{name}: {error}")
             else:
-                played, peak = simulate(made, mesh), peak_bytes(made.memory_analysis())
+                played, peak = simulate(made, mesh, costs), peak_bytes(made.memory_analysis())
                 rows.append(_Compared.of(name, played, peak, rows[0].step_s if rows else played.step_s, achieves))
                 runs[name] = played
-        if html is not None and "planned" in runs:
-            ours.trace(*args).page({name: run for name, run in runs.items() if name == "jit"}).write(html)
-        elif html is not None:
-            left.append(f"{html}: not written, as there is no planned step")
-    if request.json:
-        return _document({"systems": [dataclasses.asdict(row) for row in rows], "left_out": left})
-    return "\n".join([_table(rows), *left])
+        if files and "planned" in runs:
+            traced = ours.trace(*args)
+            page = traced.page({name: run for name, run in runs.items() if name == "jit"}) if files.html else None
+            written = files.write(traced, progress, page)
+        elif files:
+            left.append("no files are written, as there is no planned step")
+    document = {"systems": [dataclasses.asdict(row) for row in rows], "left_out": left, "files": [*written]}
+    return request.answer(document, "\n".join([_table(rows), *left, *told(written)]))
 
 
 @dataclass(frozen=True)
@@ -208,7 +189,3 @@ def _table(rows: Sequence[_Compared]) -> str:
         lines.append((row.name, f"{row.step_s:.4g}", f"{row.times_jit:.2f}", *rest))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
-
-
-def _document(data: dict[str, Any]) -> str:
-    return json.dumps(data, allow_nan=False, indent=1)

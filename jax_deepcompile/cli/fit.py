@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,13 +12,14 @@ import jax
 import numpy as np
 
 from jax_deepcompile import errors
-from jax_deepcompile.cli.steps import HERE, Cluster, StepRequest, sharded_step
+from jax_deepcompile.cli.files import NO_FILES, Files, told
+from jax_deepcompile.cli.options import HERE, Cluster
+from jax_deepcompile.cli.steps import StepRequest, sharded_step
 from jax_deepcompile.planner.state_on_host import argument_bytes
 from jax_deepcompile.report.memory_curve import LimitedStep
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.stages import TracedStep, limited
 from jax_deepcompile.step import ShardedStep
-from jax_deepcompile.summary import Text
 
 _GIB = 1 << 30
 _SHARES = (0.75, 0.5, 0.35, 0.25)
@@ -99,15 +99,19 @@ def _takes(step: LimitedStep) -> str:
     return f"{fits.step_s:.4g} s, {fits.peak_bytes / _GIB:.2f} GiB{host}"
 
 
-def fit(request: StepRequest, cluster: Cluster = HERE) -> str:
+def fit(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) -> str:
     """Finds the largest batch and the longest sequence that train, and what a step takes under ever less memory.
 
-    All of it is planned and simulated, a dozen plans or so; which size is next is estimated from the last one.
+    All of it is planned and simulated, a dozen plans or so; which size is next is estimated from the last one. Files
+    show the step as it is given.
     """
+    files.check()
     with Progress(f"fit {request.step}") as progress:
         step, args = sharded_step(request, cluster, progress)
         found = what_fits(step, args, request.step)
-    return json.dumps(dataclasses.asdict(found)) if request.json else Text(found)
+        written = files.write(step.trace(*args), progress) if found.given.fits else {}
+    document = dataclasses.asdict(found) | {"files": [*written]}
+    return request.answer(document, "\n".join([str(found), *told(written)]))
 
 
 def what_fits(step: ShardedStep, args: tuple, what: str) -> Fit:

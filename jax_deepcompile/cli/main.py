@@ -19,6 +19,20 @@ _ABOUT = (
     "141 nobody reads any more."
 )
 
+COMMANDS = (
+    "new",
+    "train",
+    "bench",
+    "trace",
+    "plan",
+    "explain",
+    "profile",
+    "compare",
+    "fit",
+    "validate",
+    "install-compiler",
+)
+
 _READ_BY_EXPERIMENTS = (["train"], ["bench"])
 
 
@@ -53,6 +67,13 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
 
         print(version("jax-deepcompile"))
         return 0
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        from jax_deepcompile.runtime.modules import nearest_name
+
+        nearest = nearest_name(words[0], COMMANDS)
+        hint = f"; the nearest is {nearest!r}" if nearest else ""
+        print(f"deepcompile: there is no command {words[0]!r}{hint}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from jax_deepcompile.runtime.progress import Progress
 
@@ -62,16 +83,10 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
         import tyro
 
         from jax_deepcompile import errors
-        from jax_deepcompile.runtime.modules import nearest_name
 
         commands = _commands(words[own:], watch)
     mistakes = () if is_experiment else (errors.DeepCompileError, OSError)
     watch.is_loading = False
-    if words and not words[0].startswith("-") and words[0] not in commands:
-        nearest = nearest_name(words[0], commands)
-        hint = f"; the nearest is {nearest!r}" if nearest else ""
-        print(f"deepcompile: there is no command {words[0]!r}{hint}; there are {', '.join(commands)}", file=sys.stderr)
-        return 2
     try:
         made = tyro.extras.subcommand_cli_from_dict(
             commands,
@@ -93,7 +108,7 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
 
 def _commands(rest: Sequence[str], watch: interrupts.Watch) -> dict[str, Callable[..., int | str]]:
     """Each returns what to print, or the exit code; ``rest`` are the words that experiments read themselves."""
-    from jax_deepcompile.cli import commands, experiments, fit, new
+    from jax_deepcompile.cli import commands, experiments, fit, new, validate
 
     def train() -> int:
         """Trains an experiment's model, or that of a config of yours."""
@@ -113,5 +128,6 @@ def _commands(rest: Sequence[str], watch: interrupts.Watch) -> dict[str, Callabl
         "profile": commands.profile,
         "compare": commands.compare,
         "fit": fit.fit,
+        "validate": validate.validate,
         "install-compiler": commands.install_compiler,
     }

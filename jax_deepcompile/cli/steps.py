@@ -1,26 +1,26 @@
-"""Which step a command is about, how it is to run, and on which devices: said alike on every line."""
+"""Which step a command is about, and what is printed of it."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
-from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.api import shard
 from jax_deepcompile.cli.folders import experiment_folders
+from jax_deepcompile.cli.options import NOTHING_SAID, Cluster, Options
 from jax_deepcompile.costs.devices import as_if_here
-from jax_deepcompile.lowering import targets
 from jax_deepcompile.runtime.modules import named_by
 from jax_deepcompile.runtime.progress import Progress
-from jax_deepcompile.runtime.quiet import silenced, start_backends
+from jax_deepcompile.runtime.quiet import start_backends
 from jax_deepcompile.step import ShardedStep
-from jax_deepcompile.training.config import AtLeastOne, AtLeastOneOrNone, Experiment
+from jax_deepcompile.training.config import Experiment
 from jax_deepcompile.training.find import load
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -28,62 +28,33 @@ _DEFAULT_VIRTUAL_DEVICES = 8
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """GPUs that are not here; by default the devices of this process are used.
-
-    Attributes:
-      gpu: kind of GPU.
-      nodes: machines.
-      gpus_per_node: in each; eight, of gh200 four, where it is not said.
-      nics_per_node: network cards in each; one a GPU where it is not said.
-      nic_gbps: speed of each card.
-    """
-
-    gpu: Literal["h100", "h200", "gh200", "b200"] | None = None
-    nodes: AtLeastOne = 1
-    gpus_per_node: AtLeastOneOrNone = None
-    nics_per_node: AtLeastOneOrNone = None
-    nic_gbps: float = 400.0
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """All devices along one axis; None for those of this process."""
-        if self.gpu is None:
-            return None
-        make: Callable[..., targets.Target] = getattr(targets, self.gpu)
-        in_each = {} if self.gpus_per_node is None else {"gpus_per_node": self.gpus_per_node}
-        target = make(self.nodes, **in_each, nics_per_node=self.nics_per_node, nic_gbps=self.nic_gbps)
-        with silenced():
-            return target.make_mesh((target.size,), ("fsdp",))
-
-
-HERE = Cluster()
-
-
-@dataclass(frozen=True)
 class StepRequest:
-    """A step, and how it is to run.
+    """A step, how it is to run, and how that is told.
 
     Attributes:
       step: FILE.py:NAME or package.module:NAME of a function that returns (step, state, batch), shapes will do; or an
         experiment, or such a name of a config, as `deepcompile train` takes them.
       experiments: folder with experiments of yours.
-      microbatches: parts of each batch.
-      memory_limit: of each device, such as 72GiB or 0.9.
-      host_memory_limit: of the host's memory for each device, such as 100GiB; 0 is none.
-      cache_dir: where plans are kept between runs.
-      devices: virtual CPU devices where there is no accelerator; 8 where it is not said.
       json: print one JSON document instead of text.
+      out: file for that document, whatever is printed.
     """
 
     step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
+    options: Options = NOTHING_SAID
     experiments: Path | None = None
-    microbatches: AtLeastOne = 1
-    memory_limit: str | None = None
-    host_memory_limit: str | None = None
-    cache_dir: Path | None = None
-    devices: AtLeastOneOrNone = None
     json: tyro.conf.FlagCreatePairsOff[bool] = False
+    out: Path | None = None
+
+    def answer(self, document: str | dict[str, Any], text: str) -> str:
+        """What is printed: the ``document``, which is written where that was asked for, or the ``text``."""
+        as_json = document if isinstance(document, str) else json.dumps(document, allow_nan=False, indent=1)
+        if self.out is not None:
+            self.out.write_text(as_json)
+        return as_json if self.json else text
+
+    def about(self, step: str) -> StepRequest:
+        """The same of another step."""
+        return dataclasses.replace(self, step=step)
 
 
 def use_virtual_devices(count: int | None) -> None:
@@ -101,8 +72,13 @@ def use_virtual_devices(count: int | None) -> None:
 def sharded_step(
     request: StepRequest, cluster: Cluster, progress: Progress, **options: Any
 ) -> tuple[ShardedStep, tuple]:
-    """The step and its arguments. A step that is sharded already keeps what the request does not say otherwise."""
-    use_virtual_devices(request.devices)
+    """The step and its arguments. A step that is sharded already keeps what the request does not say otherwise.
+
+    Args:
+      options: of ``shard``, instead of those of the request.
+    """
+    said = request.options.of_shard() | options
+    use_virtual_devices(request.options.devices)
     progress.say("loading it")
     start_backends()
     mesh = cluster.mesh
@@ -110,12 +86,8 @@ def sharded_step(
         step, args = load_step(request.step, request.experiments)
     if not isinstance(step, ShardedStep):
         step = shard(step)
-    silent = StepRequest(request.step)
-    for name in ("microbatches", "memory_limit", "host_memory_limit", "cache_dir"):
-        if getattr(request, name) != getattr(silent, name):
-            options[name] = getattr(request, name)
     progress.say("dividing it")
-    return step.reshard(mesh, **options), args
+    return step.reshard(mesh, **said), args
 
 
 def load_step(spec: str, own: Path | None = None) -> tuple[Any, tuple]:

@@ -7,17 +7,17 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from jax_deepcompile import errors
+from jax_deepcompile.cli.options import NOTHING_SAID, Options
 from jax_deepcompile.cli.steps import use_virtual_devices
 from jax_deepcompile.runtime.interrupts import Watch, exit_code
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.training.config import (
     REGISTRY,
-    AtLeastOne,
     AtLeastOneOrNone,
     ConfigError,
     Experiment,
@@ -42,13 +42,9 @@ class Run:
 
     Attributes:
         experiment: what to train, and how.
+        options: of shard.
         out: output folder; a new one in runs/ where it is not said.
         resume: continue the run in the output folder.
-        microbatches: parts of each batch.
-        memory_limit: of each device, such as 72GiB or 0.9.
-        host_memory_limit: of the host's memory for each device, such as 100GiB; 0 is none.
-        cache_dir: where plans are kept between runs.
-        devices: virtual CPU devices where there is no accelerator; 8 where it is not said.
         distributed: join the other processes, of which each reads its own rows of every batch; Slurm, MPI, Kubernetes
             and TPUs say how.
         coordinator: HOST:PORT where process 0 listens, if nothing says it.
@@ -57,23 +53,13 @@ class Run:
     """
 
     experiment: Annotated[Experiment, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
+    options: Annotated[Options, tyro.conf.arg(name="")] = NOTHING_SAID
     out: Path | None = None
     resume: bool = False
-    microbatches: AtLeastOne = 1
-    memory_limit: str | None = None
-    host_memory_limit: str | None = None
-    cache_dir: Path | None = None
-    devices: AtLeastOneOrNone = None
     distributed: bool = False
     coordinator: str | None = None
     processes: AtLeastOneOrNone = None
     process: int | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of ``shard``."""
-        names = ("microbatches", "memory_limit", "host_memory_limit", "cache_dir")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def is_shared(self) -> bool:
@@ -156,7 +142,11 @@ def new_folder(name: str, run: Run) -> Path:
 
 def start(run: Run, folder: Path, watch: Watch | None) -> int:
     """Brings JAX up, with the other processes where there are any, and trains; returns the exit code."""
-    use_virtual_devices(run.devices)
+    use_virtual_devices(run.options.devices)
+    try:
+        options = run.options.of_shard()
+    except (OSError, errors.PlanError, errors.ProfileFormatError) as error:
+        raise ConfigError(str(error)) from error
     with Progress("loading JAX"):
         import jax
 
@@ -170,5 +160,5 @@ def start(run: Run, folder: Path, watch: Watch | None) -> int:
             raise ConfigError(f"cannot join the other processes: {error}") from error
     with Progress("starting JAX"):
         start_backends()
-    summary = train(run.experiment, folder, resume=run.resume, watch=watch, options=run.options)
+    summary = train(run.experiment, folder, resume=run.resume, watch=watch, options=options)
     return 0 if summary.stopped_by is None else exit_code(signal.Signals[summary.stopped_by])

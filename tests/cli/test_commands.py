@@ -7,16 +7,22 @@ import json
 import os
 import re
 import textwrap
+import typing
+from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
+import tyro
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
+from jax_deepcompile.cli import commands, fit
 from jax_deepcompile.cli import main as cli
 from jax_deepcompile.cli.against import Difference
-from jax_deepcompile.cli.steps import Cluster, load_step, use_virtual_devices
+from jax_deepcompile.cli.files import Files
+from jax_deepcompile.cli.options import Cluster, Options
+from jax_deepcompile.cli.steps import StepRequest, load_step, use_virtual_devices
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.lowering.xla_options import DOUBLE_BUFFERING
 from jax_deepcompile.planner.plan import Plan
@@ -142,8 +148,10 @@ def test_trace_prints_a_summary_and_the_local_view(file, capsys):
 def test_what_is_said_is_printed_as_one_json_document(file, capsys):
     found = {}
     for command in ("explain", "trace", "plan"):
-        assert cli.main([command, f"{file}:make", "--json"]) == 0
+        out = file.parent / f"{command}.json"
+        assert cli.main([command, f"{file}:make", "--json", "--out", str(out)]) == 0
         found[command] = json.loads(capsys.readouterr().out)
+        assert json.loads(out.read_text()) == found[command]
     assert found["explain"]["headline"]["step"] == "step"
     assert found["explain"]["headline"]["step_s"] is None
     assert [each["kind"] for each in found["trace"]["division"]["arguments"]] == ["state", "batch"]
@@ -164,6 +172,8 @@ def test_a_decorated_step_keeps_its_own_mesh(file, capsys):
         (["{file}:other"], "my_train_step has no other"),
         (["{file}:make", "--trace", "trace.txt"], "expected a file that ends in .json or .json.gz"),
         (["{file}:make", "--plan", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
+        (["{file}:make", "--profile", "{file}"], "my_train_step.py"),
+        (["{file}:make", "--passes=-unshart"], "the nearest names: 'unshard'"),
     ],
 )
 def test_mistakes_end_with_2_and_a_sentence(file, capsys, words, said):
@@ -203,10 +213,12 @@ def test_a_plan_is_written_and_explained(file, tmp_path, capsys):
     assert cli.main([*told, str(trace), "--against", str(out), "--html", str(html)]) == 0
     printed = capsys.readouterr().out
     assert "plan: given" in printed
+    assert cli.main(["explain", f"{file}:make", "--gpu", "h100", "--nodes", "2", "--json", "--trace", str(trace)]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == [str(trace)]
     assert [each["name"] for each in data_of(html.read_text())["runs"]] == [str(out), "planned"]
     (said,) = re.findall(rf"against {out}, (.*) and (.*), by your lines:\n  0 s ", printed)
     assert said[0] == said[1]
-    assert printed.endswith(f"trace of the simulated step: {trace}\n")
+    assert printed.endswith(f"page: {html}\ntrace of the simulated step: {trace}\n")
     assert json.loads(gzip.decompress(trace.read_bytes()))["distributedInfo"]["world_size"] == 16
 
 
@@ -244,7 +256,8 @@ def test_a_plan_that_is_none_or_sets_more_than_plans_do_is_refused(file, tmp_pat
 def test_compare_judges_jit_and_ours_side_by_side(file, capsys, tmp_path):
     html = tmp_path / "page.html"
     assert cli.main(["compare", f"{file}:make", "--gpu", "h100", "--nics-per-node", "1", "--html", str(html)]) == 0
-    head, *rows = capsys.readouterr().out.splitlines()
+    head, *rows, written = capsys.readouterr().out.splitlines()
+    assert written == f"page: {html}"
     assert head.split()[:2] == ["step", "s"]
     assert [row.split()[0] for row in rows] == ["jit", "fully", "planned"]
     assert rows[0].split()[2] == "1.00"
@@ -261,10 +274,48 @@ def test_compare_says_what_does_not_fit_and_goes_on(file, capsys, tmp_path):
     compared = json.loads(capsys.readouterr().out)
     assert [(each["name"], each["times_jit"]) for each in compared["systems"]] == [("jit", 1.0)]
     *left, unwritten = compared["left_out"]
+    assert compared["files"] == []
     assert [line.split(":")[0] for line in left] == ["fully sharded", "planned"]
     assert all("more than the limit" in line for line in left)
-    assert unwritten == f"{html}: not written, as there is no planned step"
+    assert unwritten == "no files are written, as there is no planned step"
     assert not html.exists()
+
+
+@pytest.mark.pure
+def test_options_are_those_of_shard(file, tmp_path):
+    assert Options().of_shard() == {}
+    said = Options(("auto"), "1GiB", passes="-unshard", measure=True, devices=4)
+    assert said.of_shard() == {"microbatches": "auto", "memory_limit": "1GiB", "passes": "-unshard", "measure": True}
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("words", "count"), [("2", 2), ("1,2,4", (1, 2, 4)), ("auto", "auto"), ("0", None), ("1,0", None), ("many", None)]
+)
+def test_microbatches_are_a_number_several_or_auto(words, count):
+    parsed = partial(tyro.cli, Options, args=["--microbatches", words], console_outputs=False)
+    if count is None:
+        with pytest.raises(SystemExit, match="2"):
+            parsed()
+    else:
+        assert parsed().microbatches == count
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("command", ["trace", "plan", "explain", "profile", "compare", "fit"])
+def test_every_command_about_a_step_takes_the_same_options(command):
+    alike = {"request": StepRequest, "cluster": Cluster, "files": Files}
+    function = fit.fit if command == "fit" else getattr(commands, command)
+    hints = typing.get_type_hints(function)
+    assert {name: hints.get(name) for name in alike} == alike
+
+
+@pytest.mark.cpu_mesh
+def test_validate_compares_with_the_step_as_written(file, capsys):
+    assert cli.main(["validate", f"{file}:make"]) == 0
+    assert "step as written and on fsdp=8: all 2 leaves agree" in capsys.readouterr().out
+    assert cli.main(["validate", f"{file}:make", "--gpu", "h100"]) == 2
+    assert "not attached" in capsys.readouterr().err
 
 
 @pytest.mark.pure

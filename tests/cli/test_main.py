@@ -53,7 +53,7 @@ def test_the_documented_line(asked, place):
     assert (run.experiment.train.steps, run.experiment.train.seed) == (40, 2)
     assert run.experiment.optimizer.learning_rate == 1e-3
     assert (run.experiment.model, run.experiment.data) == (before.model, before.data)
-    assert (run.resume, run.devices, run.is_shared) == (False, None, False)
+    assert (run.resume, run.options.devices, run.is_shared) == (False, None, False)
 
 
 def test_files_with_any_name_are_files(asked):
@@ -90,7 +90,7 @@ def test_other_processes_are_joined_when_any_option_says_so(asked):
         ("bench --suite gpus", ("--suite", "'gpus'", "'gpu'")),
         ("trace a.py:b --gpus h100", ("--gpus", "Perhaps you meant", "--gpu ")),
         ("trace a.py:b --nodes 0", ("--nodes", "must be at least 1; the nearest is 1")),
-        ("profile a.py:b --gpu h100", ("--gpu",)),
+        ("profile a.py:b --gpus h100", ("--gpus",)),
         ("explain", ("STEP",)),
         ("", ("Missing subcommand", "train")),
     ],

@@ -1,0 +1,86 @@
+"""The files that show a step, on every line: ``--html`` and ``--trace``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from jax_deepcompile import errors
+from jax_deepcompile.report.chrome_trace import required
+from jax_deepcompile.report.page.page import Page
+from jax_deepcompile.report.simulated import SimulatedStep, Timelines, simulate
+from jax_deepcompile.runtime.progress import Progress
+from jax_deepcompile.stages import TracedStep
+
+
+def simulated(traced: TracedStep) -> SimulatedStep:
+    """The step as compiled.
+
+    Raises:
+      ArgumentError: its mesh is abstract.
+      MemoryExceededError: it does not fit.
+    """
+    if not isinstance(traced.mesh, Mesh):
+        raise errors.ArgumentError("simulate", "mesh", traced.mesh, "devices: an abstract mesh has none to simulate")
+    return simulate(traced.lower().compile(), traced.mesh, traced.compilation.planned.profile)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files that show the step as it is compiled and simulated.
+
+    Attributes:
+      html: a page that shows it, and what it is compared with.
+      trace: such as trace.json, as Perfetto and Holistic Trace Analysis open it; a measured step, if there is one, of
+        each device, beside the simulated one.
+    """
+
+    html: Path | None = None
+    trace: Path | None = None
+
+    def __bool__(self) -> bool:
+        return self != NO_FILES
+
+    def check(self) -> None:
+        """Raises ArgumentError if what is to be written has a wrong name, before what takes its time."""
+        if self.trace is not None:
+            required(self.trace)
+
+    def write(
+        self, traced: TracedStep, progress: Progress, page: Page | None = None, measured: Timelines | None = None
+    ) -> dict[str, str]:
+        """Writes what is to be written; what it is, by file.
+
+        Args:
+          page: of ``traced``, if it is made already.
+          measured: what the devices did.
+
+        Raises:
+          ArgumentError: the step's mesh is abstract.
+          MemoryExceededError: it does not fit.
+        """
+        written: dict[str, str] = {}
+        if self.html is not None:
+            progress.say("drawing its page")
+            (page or traced.page()).write(self.html)
+            written[str(self.html)] = "page"
+        if self.trace is not None:
+            progress.say("simulating it")
+            what = f"trace of the {'measured and the ' * bool(measured)}simulated step"
+            for file in simulated(traced).write_trace(self.trace, measured):
+                written[str(file)] = what
+        return written
+
+
+NO_FILES = Files()
+
+
+def told(written: dict[str, str]) -> list[str]:
+    """A line for all files that are the same."""
+    lines = []
+    for what in dict.fromkeys(written.values()):
+        first, *others = (file for file, made in written.items() if made == what)
+        lines.append(f"{what}: {first}" + f" and {len(others)} more, one a device" * bool(others))
+    return lines

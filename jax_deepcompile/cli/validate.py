@@ -1,0 +1,29 @@
+"""``deepcompile validate``: whether a sharded step does what it does as written."""
+
+import dataclasses
+
+from jax_deepcompile.cli.options import HERE, Cluster
+from jax_deepcompile.cli.steps import StepRequest, sharded_step
+from jax_deepcompile.runtime.progress import Progress
+from jax_deepcompile.training.config import NotNegative
+
+
+def validate(request: StepRequest, cluster: Cluster = HERE, tolerance: NotNegative = 0.01) -> int:
+    """Runs a step as written, on one device, and sharded, from the same values, and says where the results differ.
+
+    Values are those that the step comes with, and made up where it comes with shapes. --plan validates a plan, also one
+    for GPUs that are not here. The exit code is 1 where the results differ.
+
+    Args:
+      tolerance: what may differ, of what the step changes of a leaf, beside what rounding explains.
+
+    Raises:
+      DevicesNotAttachedError: the devices are not here.
+    """
+    with Progress(f"validate {request.step}") as progress:
+        step, args = sharded_step(request, cluster, progress)
+        progress.say("running it as written and sharded")
+        found = step.validate(*args, tolerance=tolerance)
+    document = dataclasses.asdict(found) | {"agrees": not found.differing}
+    print(request.answer(document, str(found)))
+    return 1 if found.differing else 0

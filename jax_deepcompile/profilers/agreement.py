@@ -1,0 +1,139 @@
+"""Whether a sharded step does what the step as written does: both run once on the same values, and are compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.summary import Summarized, Summary
+
+_ROUNDING = 10.0
+"""How many times as much as its own rounding a sharded step may differ: it adds in another order everywhere."""
+
+_SCALE = 0.02
+"""Of values made up for shapes, and none is negative: some are second moments."""
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class LeafDifference:
+    """How far the results of one leaf are apart.
+
+    Attributes:
+      path: where the user finds it.
+      difference: of the sharded result from that of the step as written, in the 2-norm, in units of what the step
+        changes of the leaf, or of what it returns where nothing goes in; of whole numbers the share that differs.
+      rounding: the same of the step as written, on values that differ in their last bit.
+    """
+
+    path: str
+    difference: float
+    rounding: float
+
+
+@dataclass(frozen=True, repr=False)
+class Agreement(Summarized):
+    """One step as written, on one device, and sharded.
+
+    Attributes:
+      name: of the step.
+      mesh: that it is sharded over, in words.
+      tolerance: what may differ however exact the step is.
+      leaves: of what the step returns, those that differ most first.
+    """
+
+    name: str
+    mesh: str
+    tolerance: float
+    leaves: tuple[LeafDifference, ...]
+
+    @property
+    def differing(self) -> tuple[LeafDifference, ...]:
+        """Leaves that differ by more than the tolerance, and by more than rounding explains."""
+        return tuple(each for each in self.leaves if not each.difference <= self._allowed(each))
+
+    def _allowed(self, each: LeafDifference) -> float:
+        return max(self.tolerance, _ROUNDING * each.rounding)
+
+    def _summary(self) -> Summary:
+        others, count = self.differing, len(self.leaves)
+        verdict = f"{len(others)} of {count} leaves differ" if others else f"all {count} leaves agree"
+        rows = [
+            (each.path, f"differs by {each.difference:.1e} of its change, rounding by {each.rounding:.1e}")
+            for each in (others or self.leaves)[:_SHOWN]
+        ]
+        return Summary(f"{self.name} as written and on {self.mesh}: {verdict}", tuple(rows))
+
+
+def agreement(
+    as_written: Callable, sharded: Callable, leaves: Sequence[Any], program: Program, tolerance: float
+) -> Agreement:
+    """Runs both on ``leaves``, which stay, and compares what they return.
+
+    Args:
+      as_written, sharded: from the step's inputs to its outputs, both flat.
+      leaves: the inputs.
+      program: what the step was traced to.
+      tolerance: see ``Agreement``.
+    """
+    here = jax.local_devices()[0]
+    given = [jax.device_put(leaf, here) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+    whole = jax.jit(lambda *values: as_written(*values))
+    expected, nearly = whole(*given), whole(*map(_in_its_last_bit, range(len(given)), given))
+    found = sharded(*(jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves))
+    before = {result: given[place] for place, result in program.state_outputs}
+    compared = [
+        LeafDifference(port.path, _apart(left, right, before.get(place)), _apart(other, right, before.get(place)))
+        for place, (port, left, right, other) in enumerate(zip(program.outputs, found, expected, nearly, strict=True))
+    ]
+    compared.sort(key=lambda each: (-np.nan_to_num(each.difference, nan=np.inf), each.path))
+    return Agreement(program.name, program.mesh_text, tolerance, tuple(compared))
+
+
+def made_up(leaf: Any) -> Any:
+    """Values for a shape; anything else as it is."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    generator = np.random.default_rng(_seed(leaf))
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), leaf.shape) if leaf.shape else jax.random.key(0)
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.asarray(_SCALE * np.abs(generator.standard_normal(leaf.shape)), leaf.dtype)
+    most = 2 if leaf.shape else 1
+    return jnp.asarray(generator.integers(0, most, leaf.shape), leaf.dtype)
+
+
+def _seed(leaf: jax.ShapeDtypeStruct) -> int:
+    return int.from_bytes(hashlib.sha256(f"{leaf.shape} {leaf.dtype}".encode()).digest()[:4], "little")
+
+
+def _in_its_last_bit(place: int, leaf: Any) -> Any:
+    """``leaf`` with about half of its numbers changed by as little as they can be."""
+    if not isinstance(leaf, jax.Array | np.ndarray) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf
+    up = jax.random.bernoulli(jax.random.key(place), shape=leaf.shape)
+    return jnp.where(up, leaf * (1 + jnp.finfo(leaf.dtype).eps), leaf).astype(leaf.dtype)
+
+
+def _apart(found: Any, expected: Any, before: Any) -> float:
+    """See ``LeafDifference``."""
+    if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
+        found, expected, before = jax.random.key_data(found), jax.random.key_data(expected), None
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        return float(np.mean(np.asarray(found) != np.asarray(expected))) if expected.size else 0.0
+    kind = np.complex128 if jnp.issubdtype(expected.dtype, jnp.complexfloating) else np.float64
+    left, right = (np.asarray(each, kind).ravel() for each in (found, expected))
+    same = (left == right) | (np.isnan(left) & np.isnan(right))
+    if same.all():
+        return 0.0
+    changed = right if before is None else right - np.asarray(before, kind).ravel()
+    unit = np.linalg.norm(changed) or np.linalg.norm(right) or 1.0
+    return float(np.linalg.norm(np.where(same, 0, left - right)) / unit)

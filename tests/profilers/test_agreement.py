@@ -1,0 +1,108 @@
+"""A sharded step beside the step as written."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.profilers.agreement import agreement, made_up
+
+
+def step(state, batch):
+    def loss(w):
+        return jnp.mean((batch @ w["w"] + w["bias"] - jax.lax.stop_gradient(w["bias"])) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state["w"])
+    return {"w": optax.apply_updates(state["w"], jax.tree.map(lambda g: -0.1 * g, grads)), "n": state["n"] + 1}, value
+
+
+STATE = {"w": {"w": jnp.eye(8), "bias": jnp.ones(8)}, "n": jnp.int32(3)}
+BATCH = jnp.arange(64.0).reshape(8, 8) / 64
+
+
+def compared(change) -> tuple[str, ...]:
+    """Leaves that are told to differ where ``change`` is what sharding does to (w, n, value)."""
+    program = deepcompile.shard(step).trace(STATE, BATCH).program
+    leaves, tree = jax.tree.flatten((STATE, BATCH))
+
+    def written(*values):
+        return jax.tree.leaves(step(*jax.tree.unflatten(tree, values)))
+
+    found = agreement(written, lambda *values: change(written(*values)), leaves, program, 0.01)
+    return tuple(each.path for each in found.differing)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("place", "changed", "differing"),
+    [
+        (0, lambda n: n + 1, "state['n']"),
+        (1, lambda bias: bias + 1e-3, "state['w']['bias']"),
+        (2, lambda w: w + 1e-3, "state['w']['w']"),
+        (3, lambda value: jnp.full_like(value, jnp.nan), "out[1]"),
+        (3, lambda value: 1.02 * value, "out[1]"),
+        (3, lambda value: 1.005 * value, None),
+    ],
+)
+def test_what_differs_is_told_by_leaf(place, changed, differing):
+    def change(results):
+        return [changed(each) if at == place else each for at, each in enumerate(results)]
+
+    assert compared(change) == (() if differing is None else (differing,))
+
+
+@pytest.mark.cpu_mesh
+def test_rounding_where_the_true_gradient_is_zero_is_no_difference():
+    """That of attention's key bias; what Adam makes of it are whole steps, this way or that."""
+
+    def attend(state, batch):
+        def loss(w):
+            key, query = batch @ w["key"] + w["bias"], batch @ w["query"]
+            return jnp.mean(jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", query, key)) @ batch)
+
+        return jax.tree.map(lambda w, grad: w - jnp.sign(grad), state, jax.grad(loss)(state))
+
+    matrices = {"key": (8, 8), "query": (8, 8), "bias": (8,)}
+    state = {name: jax.random.normal(jax.random.key(len(name)), shape) for name, shape in matrices.items()}
+    found = deepcompile.shard(attend).validate(state, jax.random.normal(jax.random.key(9), (32, 16, 8)))
+    (bias,) = (each for each in found.leaves if "bias" in each.path)
+    assert bias.difference > 0.1
+    assert not found.differing
+
+
+@pytest.mark.cpu_mesh
+def test_objects_and_donated_state_stay_as_they_are():
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    before = jnp.copy(model.kernel[...])
+
+    @deepcompile.shard
+    def train(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(batch) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    assert "all " in str(train.validate(model, optimizer, BATCH))
+    assert (model.kernel[...] == before).all()
+    train(model, optimizer, BATCH)
+
+
+@pytest.mark.pure
+def test_values_are_made_up_for_shapes_alone():
+    shapes = (jax.ShapeDtypeStruct((3,), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.int32), 5)
+    floats, count, five = map(made_up, shapes)
+    assert (floats.dtype, floats.shape, int(count), five) == (jnp.bfloat16, (3,), 0, 5)
+    assert (floats >= 0).all()
+    key = made_up(jax.eval_shape(lambda: jax.random.key(1)))
+    assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("tolerance", [-0.1, 1.0, True, "1%"])
+def test_a_tolerance_is_a_share(tolerance):
+    with pytest.raises(deepcompile.errors.ArgumentError, match="a share, from 0 to 1"):
+        deepcompile.shard(step).validate(STATE, BATCH, tolerance=tolerance)
