@@ -8,6 +8,7 @@ numbered: ``layers/mlp dot_general #2``.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter
@@ -246,6 +247,7 @@ def _scope_name(eqn: Any) -> str:
     return scopes(str(eqn.source_info.name_stack)) or _function(eqn) or "step"
 
 
+@functools.lru_cache(maxsize=4096)
 def scopes(name_stack: str) -> str:
     """The user's scopes in a name stack.
 

@@ -121,6 +121,12 @@ class Candidate(Summarized):
         exposed_s = self.prediction.exposed_s + self.prediction.exposed_copy_s
         return exposed_s >= WORTH_TRYING * self.prediction.step_s
 
+    @property
+    def delay(self) -> float:
+        """What kernels lose in each second of collectives or copies, which run beside them."""
+        totals = self.simulation.totals
+        return totals.slowed_s / max(totals.communication_s + totals.copy_s, 1e-12)
+
     def simulated_by(self, costs: CostModel) -> Candidate:
         """The same by other costs."""
         simulation = simulate(self.evaluated.module, costs)
@@ -131,6 +137,9 @@ class Candidate(Summarized):
 
 WORTH_TRYING = 0.01
 """The share of a step that there must be to gain before a compilation, or all memory that is left, is spent on it."""
+
+WORTH_SPARING = WORTH_TRYING / 2
+"""Likewise of what is counted as kernels' gain where less runs beside them: of Llama-2-7B they gained twice that."""
 
 
 def evaluate(base: Program, plan: Plan, environment: Environment) -> Candidate:

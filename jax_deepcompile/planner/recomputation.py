@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -70,6 +71,11 @@ class RecomputeRegion:
         """What the activations at ``positions`` take, of all layers."""
         return self.layers * sum(self.activations[position].size_bytes for position in positions)
 
+    @cached_property
+    def demand(self) -> Demand:
+        """Who reads what in ``body``."""
+        return Demand(self.body)
+
     def step_s(self, layer_s: float) -> float:
         """In a step what takes ``layer_s`` in every layer."""
         return self.layers * self.times * layer_s
@@ -80,15 +86,15 @@ class RecomputeRegion:
 
 
 class Demand:
-    """Who reads what in a region, barriers left out."""
+    """Who reads what in a jaxpr, barriers left out."""
 
-    def __init__(self, region: RecomputeRegion) -> None:
-        self._eqns = region.body.eqns
-        guarded = unguarded(region.body)
+    def __init__(self, body: Any) -> None:
+        self._eqns = body.eqns
+        guarded = unguarded(body)
         self._operands = [variables(renamed(atom, guarded) for atom in eqn.invars) for eqn in self._eqns]
         self._makers: dict[Any, int] = {}
         self._readers: dict[Any, list[int | None]] = defaultdict(list)
-        for var in variables(renamed(atom, guarded) for atom in region.body.outvars):
+        for var in variables(renamed(atom, guarded) for atom in body.outvars):
             self._readers[var].append(None)
         for position, eqn in enumerate(self._eqns):
             if eqn.primitive.name != "optimization_barrier":

@@ -21,7 +21,7 @@ from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.simulation import Totals
 from jax_deepcompile.ir.primitives import PRODUCTS
 from jax_deepcompile.planner.candidate import Candidate
-from jax_deepcompile.planner.recomputation import Demand, RecomputeRegion
+from jax_deepcompile.planner.recomputation import RecomputeRegion
 from jax_deepcompile.planner.stacks import Stack
 from jax_deepcompile.planner.state_on_host import COPIED_BYTES, HostLeaf
 
@@ -225,7 +225,7 @@ Terms = Mapping[int, float]
 def saved_s(region: RecomputeRegion, places: Places) -> float:
     """What a step computes less by what is at hand."""
     positions = places.kept.get(region.loops, ())
-    freed = Demand(region).freed([var for position in positions for var in region.activations[position].again])
+    freed = region.demand.freed([var for position in positions for var in region.activations[position].again])
     return region.step_s(sum(region.seconds[each] for each in freed))
 
 
@@ -277,7 +277,7 @@ class _Region:
         for place, residual in enumerate(region.residuals):
             if can_move and residual.size_bytes >= COPIED_BYTES and residual.name not in region.soon:
                 self.move[place] = model.variable(self._least_s(residual.size_bytes))
-        demand = Demand(region)
+        demand = region.demand
         self.spare = {
             each: model.variable(0.0 if region.is_of_loops else -region.step_s(region.seconds[each]))
             for each in demand.freed(list(there))

@@ -18,7 +18,7 @@ Guarantees: values are bitwise the same; what a loop reads is copied once in an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,32 +81,31 @@ class OffloadedParameters(Decision, kind="offload_parameters", on_host=True):
 
 def streamable(program: Program) -> dict[int, str]:
     """By position the names of the stacks of the state that layer loops read, and within loops nothing else does."""
-    jaxpr, names = open_jaxpr(program.jaxpr), parameter_names(program)
-    return {place: names[place] for place in movable(program) if sliced_by(jaxpr, jaxpr.invars[place])}
+    jaxpr, names, places = open_jaxpr(program.jaxpr), parameter_names(program), movable(program)
+    loops = sliced_by(jaxpr, [jaxpr.invars[place] for place in places])
+    return {place: names[place] for place in places if loops[jaxpr.invars[place]]}
 
 
-def sliced_by(jaxpr: Any, var: Any, in_loop: bool = False) -> int:
-    """How many loops read ``var`` a slice at a time; 0 where something in a loop reads it otherwise."""
-    loops = 0
+def sliced_by(jaxpr: Any, wanted: Iterable[Any], in_loop: bool = False) -> dict[Any, int]:
+    """How many loops read each of ``wanted`` a slice at a time; 0 where something in a loop reads it otherwise."""
+    loops, otherwise = dict.fromkeys(wanted, 0), set()
     for eqn in open_jaxpr(jaxpr).eqns:
-        if var not in variables(eqn.invars):
+        used = loops.keys() & variables(eqn.invars)
+        if not used:
             continue
         if eqn.primitive.name != "scan":
-            if in_loop:
-                return 0
+            otherwise |= used if in_loop else set()
             continue
         scan = Scan(eqn)
-        if var in variables(scan.operands.carry):
-            return 0
-        inner = [
-            sliced_by(scan.closed, made, in_loop=True)
-            for atom, made in zip(scan.operands.consts, scan.inputs.consts, strict=True)
-            if atom is var
-        ]
-        if not all(inner):
-            return 0
-        loops += sum(inner) + sum(atom is var for atom in scan.operands.xs)
-    return loops
+        otherwise |= used & set(variables(scan.operands.carry))
+        pairs = zip(scan.operands.consts, scan.inputs.consts, strict=True)
+        within = {made: atom for atom, made in pairs if variables([atom]) and atom in used}
+        for made, count in sliced_by(scan.closed, within, in_loop=True).items():
+            loops[within[made]] += count
+            otherwise |= set() if count else {within[made]}
+        for atom in used.intersection(variables(scan.operands.xs)):
+            loops[atom] += sum(atom is each for each in scan.operands.xs)
+    return {var: 0 if var in otherwise else count for var, count in loops.items()}
 
 
 def reads(program: Program) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import optax
 import jax_deepcompile as deepcompile
 from jax_deepcompile.costs.cost_model import CostModel, Kernel
 from jax_deepcompile.costs.memory import MemoryUse
+from jax_deepcompile.costs.simulation import Totals
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import Candidate, Environment, Evaluation
 from jax_deepcompile.planner.layers import pipelined
@@ -70,7 +72,8 @@ def candidate(
 ) -> Candidate:
     """``plan`` as if it had been compiled and simulated to these figures."""
     nothing: Any = None
-    return Candidate(plan, program, Evaluation(nothing, module, simulation, prediction, 10))
+    played = simulation or SimpleNamespace(totals=Totals(), loops=())
+    return Candidate(plan, program, Evaluation(nothing, module, played, prediction, 10))
 
 
 def situation(loss: Callable, params: Any, costs: CostModel, limit: int | None = 1 << 30, plan: Plan = START):

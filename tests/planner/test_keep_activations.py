@@ -18,7 +18,7 @@ from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import copies_at_once
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan, Prediction
-from jax_deepcompile.planner.recomputation import Demand, find_recomputation
+from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.planner.residency import Choice, Phases, Places, choose
 from jax_deepcompile.planner.stacks import Stack
 from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
@@ -88,7 +88,7 @@ def test_what_is_kept_fits_and_what_is_gained_adds_up(free_bytes, compute_s, net
     taken_bytes = sum(each.size_bytes for each in choice.stacks)
     assert kept_bytes(choice) + taken_bytes == choice.device_bytes <= free_bytes + TOLERANCE_BYTES
     kept = choice.places.kept.get(TURN.loops, ())
-    freed = Demand(TURN).freed([var for position in kept for var in TURN.activations[position].again])
+    freed = TURN.demand.freed([var for position in kept for var in TURN.activations[position].again])
     compute = compute_s, compute_s - TURN.step_s(sum(TURN.seconds[each] for each in freed))
     network = network_s, network_s - taken_bytes / NETWORK_BYTES_PER_S
     before_s, after_s = (max(one, 0.9 * other, 0.0) for one, other in zip(compute, network, strict=True))

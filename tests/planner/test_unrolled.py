@@ -94,6 +94,15 @@ def test_nothing_is_kept_without_memory_or_need():
     assert list(UnshardUnrolled().propose(program, best, environment)) == []
 
 
+@pytest.mark.pure
+@pytest.mark.parametrize(("slowed_s", "count"), [(0.5, 9), (0.001, 0)])
+def test_what_hides_is_kept_where_kernels_lose_enough_beside_it(slowed_s, count):
+    program, _, environment = situation(unrolled_loss, UNROLLED, Clock(gather_s=1e-2))
+    run = SimpleNamespace(totals=Totals(communication_s=0.06, slowed_s=slowed_s * 0.06), loops=())
+    quiet = candidate(program, prediction=replace(WAITS, exposed_s=0.0, step_s=1.0), simulation=run)
+    assert sum(stay(each.plan) for each in UnshardUnrolled().propose(program, quiet, environment)) == count
+
+
 def mixed_loss(params, x):
     """Layers one by one around a loop over others."""
     x = jax.checkpoint(layer)(x, params["layer0"])
@@ -107,7 +116,7 @@ MIXED = UNROLLED | {"stack": stack_shapes()}
 def beside_loops(loss, params):
     """The situation once the loops of ``loss`` are pipelined and nothing of them is waited for."""
     program, _, environment = situation(loss, params, Clock(gather_s=2.0))
-    plan, quiet = in_pipelines(program), SimpleNamespace(loops=())
+    plan, quiet = in_pipelines(program), SimpleNamespace(totals=Totals(), loops=())
     return program, candidate(plan.program(program, environment.mesh), plan, simulation=quiet), environment
 
 
@@ -146,7 +155,7 @@ def test_what_surrounds_loops_is_no_matter_of_straight_lines(proposer):
     assert list(proposer.propose(program, best, environment)) == []
     program, best, environment = beside_loops(mixed_loss, MIXED)
     waiting = Loop("while", "", 5, True, 1.0, Totals(exposed_s={Stream.ALL_GATHER: 0.2}))
-    busy = candidate(best.program, best.plan, simulation=SimpleNamespace(loops=(waiting,)))
+    busy = candidate(best.program, best.plan, simulation=SimpleNamespace(totals=Totals(), loops=(waiting,)))
     assert list(proposer.propose(program, busy, environment)) == []
 
 
@@ -197,7 +206,7 @@ def test_reductions_follow_one_another_where_something_is_waited_for():
 
 @pytest.mark.pure
 def test_the_most_seconds_for_the_least_memory_come_first():
-    repeats = Repeat("dear", 1.0, 100, 9.0), Repeat("cheap", 1.0, 100, 1.0), Repeat("hidden", 0.0, 1, 1.0)
+    repeats = Repeat("dear", 1.0, 0.0, 100, 9.0), Repeat("cheap", 0.5, 0.5, 100, 1.0), Repeat("free", 0.0, 0.0, 1, 1.0)
     assert choose_unsharded(repeats, 150) == (ReusedGathers(("cheap",)),)
     assert choose_unsharded(repeats, 200) == (ReusedGathers(("dear", "cheap")),)
     assert choose_unsharded(repeats, 99) == ()

@@ -140,7 +140,8 @@ def test_what_a_loop_reads_otherwise_stays():
 
     for function, loops in ((carried, 0), (whole, 0), (by_layer, 1)):
         jaxpr = jax.make_jaxpr(function)(jnp.ones((2, 4, 4)), jnp.ones((4, 4)))
-        assert sliced_by(jaxpr, open_jaxpr(jaxpr).invars[0]) == loops
+        var = open_jaxpr(jaxpr).invars[0]
+        assert sliced_by(jaxpr, [var]) == {var: loops}
 
 
 @pytest.mark.pure

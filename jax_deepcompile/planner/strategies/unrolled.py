@@ -14,7 +14,7 @@ from jax_deepcompile.costs.program_time import EquationTime, equation_times, ran
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.planner import budget
-from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
+from jax_deepcompile.planner.candidate import WORTH_SPARING, WORTH_TRYING, Candidate, Environment
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
@@ -94,23 +94,24 @@ _UNSURE = 0.03
 
 @dataclass(frozen=True)
 class UnshardUnrolled:
-    """Gathers that the backward pass would repeat, and wait for, stay from the forward where memory holds them."""
+    """Gathers that the backward pass would repeat, and wait for or lose kernels' time to, stay from the forward."""
 
     slack: float = 1.25
     name: str = "unshard_unrolled"
     stage: Stage = Stage.MAIN
 
     def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
-        if environment.limit_bytes is None or not waits(base, best):
+        if environment.limit_bytes is None:
             return
-        repeats = repeats_of(base, best.plan, environment)
+        repeats = repeats_of(base, best.plan, best, environment)
         chosen = choose_unsharded(repeats, free_bytes(repeats, best, environment))
-        plan = best.plan.having(ReusedGathers, chosen)
-        if not chosen:
+        stay = {name for each in chosen for name in each.gathers}
+        spared_s = sum(repeat.spared_s for repeat in repeats if repeat.name in stay - stays(best.plan))
+        if not chosen or not (waits(base, best) or spared_s >= WORTH_SPARING * best.prediction.step_s):
             return
+        plan = best.plan.having(ReusedGathers, chosen)
         if best.plan.of(Prefetch):
             plan = starting(base, plan, best, environment, self.slack)
-        stay = {name for each in chosen for name in each.gathers}
         size = sum(repeat.size_bytes for repeat in repeats if repeat.name in stay)
         yield Proposal(plan, f"{len(stay)} of {len(repeats)} repeated gathers stay, {size / 2**30:.2f} GiB")
 
@@ -140,8 +141,8 @@ class ReduceInOrder:
 def chosen_anew(base: Program, plan: Plan, best: Candidate, environment: Environment, slack: float = 1.25) -> Plan:
     """``plan``, whose loops are not ``best``'s, with gathers outside of loops that stay and start early as there."""
     if best.plan.of(ReusedGathers) and environment.limit_bytes is not None:
-        free = free_bytes(repeats_of(base, best.plan, environment), best, environment)
-        plan = plan.having(ReusedGathers, choose_unsharded(repeats_of(base, plan, environment), free))
+        free = free_bytes(repeats_of(base, best.plan, best, environment), best, environment)
+        plan = plan.having(ReusedGathers, choose_unsharded(repeats_of(base, plan, best, environment), free))
     return starting(base, plan, best, environment, slack) if best.plan.of(Prefetch) else plan
 
 
@@ -167,15 +168,20 @@ def without_starts(base: Program, plan: Plan, environment: Environment) -> Progr
     return plan.without(Prefetch, OrderedReductions).program(base, environment.mesh)
 
 
-def repeats_of(base: Program, plan: Plan, environment: Environment) -> tuple[Repeat, ...]:
-    """What could be kept from forward to backward where all else is as ``plan`` says."""
-    return candidates(without_starts(base, plan.without(ReusedGathers), environment), environment.costs)
+def repeats_of(base: Program, plan: Plan, best: Candidate, environment: Environment) -> tuple[Repeat, ...]:
+    """What could be kept from forward to backward where all else is as ``plan`` says; kernels lose as in ``best``."""
+    return candidates(without_starts(base, plan.without(ReusedGathers), environment), environment.costs, best.delay)
+
+
+def stays(plan: Plan) -> set[str]:
+    """The gathers that ``plan`` keeps from forward to backward."""
+    return {name for each in plan.of(ReusedGathers) for name in each.gathers}
 
 
 def free_bytes(repeats: tuple[Repeat, ...], best: Candidate, environment: Environment) -> int:
     """What is left for ``repeats`` of ``best``'s program, with what is kept of them now."""
-    kept = {name for each in best.plan.of(ReusedGathers) for name in each.gathers}
-    return budget.free_bytes(best, environment) + sum(repeat.size_bytes for repeat in repeats if repeat.name in kept)
+    kept = sum(repeat.size_bytes for repeat in repeats if repeat.name in stays(best.plan))
+    return budget.free_bytes(best, environment) + kept
 
 
 def starting(base: Program, plan: Plan, best: Candidate, environment: Environment, slack: float) -> Plan:
@@ -203,30 +209,42 @@ class Repeat:
     Attributes:
       name: of the gather.
       exposed_s: waited for it.
+      spared_s: that kernels beside it lose.
       size_bytes: of the whole value.
       alive_s: from the first use of the first gather to the first use of this one.
     """
 
     name: str
     exposed_s: float
+    spared_s: float
     size_bytes: int
     alive_s: float
 
     @property
     def worth(self) -> float:
         """Seconds saved for each byte and second that memory is held."""
-        return self.exposed_s / max(self.size_bytes * self.alive_s, 1e-12)
+        return (self.exposed_s + self.spared_s) / max(self.size_bytes * self.alive_s, 1e-12)
 
 
-def candidates(program: Program, costs: CostModel) -> tuple[Repeat, ...]:
-    """What keeping each repeated gather from its first time would save and take."""
+def candidates(program: Program, costs: CostModel, delay: float) -> tuple[Repeat, ...]:
+    """What keeping each repeated gather from its first time would save and take.
+
+    Args:
+      delay: see ``Candidate``.
+    """
     jaxpr, named = open_jaxpr(program.jaxpr), repeated_gathers(program)
     pairs = list(named.values())
     times = equation_times(jaxpr, program.mesh, costs)
     uses = first_uses(jaxpr, [gather.result for pair in pairs for gather in pair])
     waits = exposed_seconds(times, [(again.position, use) for (_, again), use in zip(pairs, uses[1::2], strict=True)])
     return tuple(
-        Repeat(name, wait_s, again.size_bytes, sum(time.compute_s for time in times[first:last]))
+        Repeat(
+            name,
+            wait_s,
+            delay * times[again.position].network_s,
+            again.size_bytes,
+            sum(time.compute_s for time in times[first:last]),
+        )
         for (name, (_, again)), wait_s, first, last in zip(named.items(), waits, uses[::2], uses[1::2], strict=True)
     )
 
