@@ -40,7 +40,6 @@ def proposals(
     pipelined: bool = True,
     loop_bytes: int | None = None,
     gathered_bytes: int = 0,
-    slowed_s: float = 0.0,
 ) -> list[Proposal]:
     """What is proposed.
 
@@ -50,7 +49,6 @@ def proposals(
       pipelined: whether its layers are gathered ahead.
       loop_bytes: live in loops over layers; None for no forward loop. One matrix is handed over then.
       gathered_bytes: of the whole step.
-      slowed_s: what kernels lose beside collectives.
     """
     plan = PIPELINED if pipelined else START
     backward = Loop("while", "", LAYERS, True, 1.0, trip)
@@ -60,7 +58,7 @@ def proposals(
         memory = replace(memory, names=("ahead", "while"), live_bytes=(loop_bytes - LAYER_BYTES, loop_bytes))
         loops = (Loop("ahead", "", LAYERS, True, 1.0, replace(trip, reduced_bytes=0)), backward)
         plan = plan.having(SavedGathers, [SavedGathers(FORWARD, BACKWARD, (MATRIX,))])
-    totals = Totals(communication_s=10.0, gathered_bytes=gathered_bytes, slowed_s=slowed_s)
+    totals = Totals(communication_s=10.0, gathered_bytes=gathered_bytes)
     return proposals_for(PROGRAM, plan, Simulation(10.0, totals, loops, (), memory), free_bytes)
 
 
@@ -90,13 +88,6 @@ def test_a_loop_that_waits_for_everything_gets_everything():
 
 def test_a_loop_that_hides_its_gathers_is_left_alone():
     assert proposals(trip(0.9)) == []
-
-
-@pytest.mark.parametrize(("slowed_s", "kept"), [(0.3, {3}), (0.05, set())])
-def test_gathers_that_hide_are_spared_where_kernels_lose_enough_beside_them(slowed_s, kept):
-    """Half a per cent of a step of ten seconds, by half of what it gathers."""
-    found = proposals(trip(0.9), gathered_bytes=4 * MATRIX_BYTES, slowed_s=slowed_s)
-    assert {handed(each) for each in found} == kept
 
 
 def test_loops_that_reduce_nothing_gather_for_the_first_time():

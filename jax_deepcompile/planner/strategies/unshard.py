@@ -10,7 +10,7 @@ from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.costs.simulation import Loop as SimulatedLoop
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner import budget
-from jax_deepcompile.planner.candidate import WORTH_SPARING, WORTH_TRYING, Candidate, Environment
+from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
 from jax_deepcompile.planner.layers import AS_READ, gathered_bytes, keep_over_loops, layer_stacks, not_pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.stacks import (
@@ -37,7 +37,7 @@ class Unshard:
     stage: Stage = Stage.MAIN
 
     def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
-        if environment.limit_bytes is None or not (best.waits or _could_spare(best)):
+        if environment.limit_bytes is None or not best.waits:
             return
         pairs = layer_stacks(_unpipelined(base, best.plan.without(SavedGathers), environment), best.plan)
         if not _gathered_again(base, best.plan, environment, pairs):
@@ -75,6 +75,8 @@ def _from_forward_to_backward(
 ) -> Iterator[Proposal]:
     """Some parameters of every layer saved from forward to backward; where none are left, whole layers."""
     waiting_bytes = _waiting_bytes(loop for loop in _layer_loops(best) if loop.trip.reduced_bytes)
+    if not waiting_bytes:
+        return
 
     def keeping(stacks: Sequence[Stack]) -> Plan:
         return best.plan.having(SavedGathers, saving(stacks))
@@ -82,9 +84,8 @@ def _from_forward_to_backward(
     stacks = saved_stacks(base, environment, best.plan, pairs)
     saved = _most_and_enough(stacks, free_bytes, waiting_bytes)
     for chosen in saved:
-        if waiting_bytes or _spared_s(best, budget.total_bytes(chosen)) >= WORTH_SPARING * best.prediction.step_s:
-            yield _or_less(keeping, stacks, chosen)
-    if waiting_bytes and best.plan.of(LoopSchedule) and not saved:
+        yield _or_less(keeping, stacks, chosen)
+    if best.plan.of(LoopSchedule) and not saved:
         yield from _whole_layers(base, best, environment, pairs, free_bytes)
 
 
@@ -146,24 +147,10 @@ def _layer_peak_bytes(best: Candidate) -> int:
 
 
 def _worthwhile_bytes(best: Candidate) -> float:
-    """What must be gathered less to be worth trying, where it is waited for."""
-    return WORTH_TRYING * best.prediction.step_s / max(_seconds_each(best), 1e-18)
-
-
-def _seconds_each(best: Candidate) -> float:
-    """Of collectives, for each byte that they move."""
-    totals = best.simulation.totals
-    return totals.communication_s / max(totals.gathered_bytes + totals.reduced_bytes, 1)
-
-
-def _spared_s(best: Candidate, gathered_bytes: int) -> float:
-    """What kernels are spared where so much less is gathered beside them."""
-    return best.delay * _seconds_each(best) * gathered_bytes
-
-
-def _could_spare(best: Candidate) -> bool:
-    """Whether kernels are spared enough for another compilation where half of what is gathered is not."""
-    return _spared_s(best, best.simulation.totals.gathered_bytes // 2) >= WORTH_SPARING * best.prediction.step_s
+    """What must be gathered less to be worth trying."""
+    simulation = best.simulation
+    moved = simulation.gathered_bytes + simulation.reduced_bytes
+    return WORTH_TRYING * best.prediction.step_s * moved / max(simulation.communication_s, 1e-12)
 
 
 def _layer_loops(best: Candidate) -> list[SimulatedLoop]:
