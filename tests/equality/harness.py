@@ -12,18 +12,19 @@ import numpy as np
 import jax_deepcompile as deepcompile
 
 MESHES: dict[str, dict[str, int]] = {"8": {"fsdp": 8}, "2x4": {"data": 2, "fsdp": 4}, "4x2": {"data": 4, "fsdp": 2}}
+TWO_MESHES = {name: MESHES[name] for name in ("8", "2x4")}
 
 
 def assert_same_training(
     step: Callable,
     create_state: Callable,
     batches: list[Any],
-    meshes: dict[str, dict[str, int]] = MESHES,
+    meshes: dict[str, dict[str, int]] = TWO_MESHES,
     tolerance: float = 1e-5,
     noise: str | None = None,
     **options: Any,
 ) -> None:
-    """Trains one step per batch on one device and on every mesh, and compares states and metrics after each."""
+    """Trains one step per batch on one device and on each of ``meshes``, and compares states and metrics after each."""
     plain = jax.jit(step)
     states, metrics = [jax.jit(create_state)(jax.random.key(0))], []
     for batch in batches:

@@ -19,11 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
 from models import llama, mixtral, vit
-from tests.equality.harness import MESHES, assert_close, assert_same_training
+from tests.equality.harness import MESHES, TWO_MESHES, assert_close, assert_same_training
 
 pytestmark = pytest.mark.cpu_mesh
 
-TWO_MESHES = {name: MESHES[name] for name in ("8", "2x4")}
 ONES = {"1": {"fsdp": 1}, "1x8": {"data": 1, "fsdp": 8}, "8x1": {"data": 8, "fsdp": 1}}
 """With axes of one device."""
 DESCENT = optax.sgd(0.1, momentum=0.9)
@@ -78,7 +77,7 @@ def assert_same_in_microbatches(loss_of: Callable, optimizer=DESCENT, microbatch
         return create_classifier(key, optimizer)
 
     step, batches = training(loss_of, optimizer), [examples(seed) for seed in range(3)]
-    assert_same_training(step, create, batches, TWO_MESHES, microbatches=microbatches, **kwargs)
+    assert_same_training(step, create, batches, microbatches=microbatches, **kwargs)
 
 
 def mean(params, batch, key):
@@ -124,7 +123,7 @@ def test_sum_that_is_normalised_after_differentiation():
         return state | {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
 
     batches = [examples(seed) for seed in range(2)]
-    assert_same_training(step, lambda key: create_classifier(key, optimizer), batches, TWO_MESHES, microbatches=4)
+    assert_same_training(step, lambda key: create_classifier(key, optimizer), batches, microbatches=4)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_dropout_masks_are_those_of_the_whole_batch():
         return example_losses(params, batch | {"x": x}).mean(), {}
 
     assert_same_in_microbatches(loss_of)
-    assert_same_training(masks, create_classifier, [examples(0)], TWO_MESHES, tolerance=0, microbatches=4)
+    assert_same_training(masks, create_classifier, [examples(0)], tolerance=0, microbatches=4)
 
 
 def test_half_precision_compute_with_float32_state():

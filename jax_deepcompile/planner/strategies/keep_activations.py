@@ -49,12 +49,9 @@ class KeepActivations:
             return
         most_bytes = 0 if OffloadedActivations.kind in environment.disabled else environment.host_bytes
         for start in _starts(base, best, environment):
-            proposed = None
-            for host_bytes in dict.fromkeys((0, most_bytes)):
-                proposal = budget.ladder(self._choices(base, best, environment, start, host_bytes))
-                if proposal and proposal != proposed:
-                    yield proposal
-                proposed = proposal
+            chosen = (self._choices(base, best, environment, start, each) for each in dict.fromkeys((0, most_bytes)))
+            ladders = {ladder.plan: ladder for ladder in map(budget.ladder, chosen) if ladder is not None}
+            yield from ladders.values()
 
     def _choices(
         self, base: Program, best: Candidate, environment: Environment, start: _Start, host_bytes: int
