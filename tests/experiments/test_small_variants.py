@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from experiments.images import Gratings
-from jax_deepcompile.training.config import ConfigError
+from jax_deepcompile.training.config import ConfigError, Mesh
 from jax_deepcompile.training.data import load_data
 from jax_deepcompile.training.find import load
 from jax_deepcompile.training.model import build_model
@@ -19,26 +20,39 @@ from models.vit import VIT_TINY
 FOLDERS = [Path(__file__).parents[2] / "experiments"]
 
 
-def below_unigram_entropy(name: str, steps: int, folder: Path) -> float:
-    """By how many nats the held-out loss is."""
+WORDS = ("gather", "reduce", "scatter", "stream", "overlap", "memory", "planner", "device", "kernel", "batch")
+
+
+def below_unigram_entropy(name: str, folder: Path, steps: int, data: dict, learning_rate: float) -> float:
+    """By how many nats the held-out loss is; a model that tells nothing from what it reads comes to 0 at best."""
     experiment = load(name, FOLDERS)
-    settings = dataclasses.replace(experiment.train, steps=steps, held_out_batches=2, explain=False)
-    summary = train(dataclasses.replace(experiment, train=settings), folder, console=Console(quiet=True))
+    experiment = dataclasses.replace(
+        experiment,
+        data=dataclasses.replace(experiment.data, **data),
+        optimizer=dataclasses.replace(experiment.optimizer, learning_rate=learning_rate),
+        mesh=Mesh(fsdp=2),
+        train=dataclasses.replace(experiment.train, steps=steps, explain=False),
+    )
+    summary = train(experiment, folder, console=Console(quiet=True))
     assert summary.held_out_loss is not None
     return summary.unigram_entropy - summary.held_out_loss
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize("name", [pytest.param("tiny_vit", marks=pytest.mark.slow), "tiny_mixer"])
-def test_directions_of_stripes_are_learned(name: str, tmp_path: Path, quick_compilation):
-    assert below_unigram_entropy(name, 40, tmp_path) > 1.0
+@pytest.mark.parametrize(("name", "learning_rate"), [("tiny_vit", 3e-3), ("tiny_mixer", 1e-2)])
+def test_directions_of_stripes_are_learned(name: str, learning_rate: float, tmp_path: Path, quick_compilation):
+    """1.8 and more by three seeds each; untrained a ViT comes to -0.7."""
+    assert below_unigram_entropy(name, tmp_path, 25, {"batch_size": 32}, learning_rate) > 1.0
 
 
-@pytest.mark.slow
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize(("name", "steps"), [("tiny_gpt2", 400), ("tiny_mixtral", 60)])
-def test_text_is_learned(name: str, steps: int, tmp_path: Path):
-    assert below_unigram_entropy(name, steps, tmp_path) > 0.3
+@pytest.mark.parametrize(("name", "steps", "learning_rate"), [("tiny_gpt2", 80, 3e-3), ("tiny_mixtral", 30, 1e-2)])
+def test_text_is_learned(name: str, steps: int, learning_rate: float, tmp_path: Path, quick_compilation):
+    """Ten words in any order: 1.0 and more by three seeds each; untrained both come to -2.8."""
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(random.Random(0).choices(WORDS, k=8000)))
+    data = {"files": (str(text),), "held_out_fraction": 0.1, "sequence_length": 32, "batch_size": 4}
+    assert below_unigram_entropy(name, tmp_path / "run", steps, data, learning_rate) > 0.7
 
 
 @pytest.mark.pure
