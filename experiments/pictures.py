@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 import textwrap
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from matplotlib.figure import Figure
 import jax_deepcompile as deepcompile
 from experiments.bench.steps import llama_gradients, training_step
 from experiments.bench.workload import Cluster
+from jax_deepcompile.report.memory_curve import LimitedStep
 from models import llama
 
 _LAYERS, _TOKENS = 8, 1024
-_LIMITS = ("6GiB", "8GiB", "9GiB", "10GiB", "12GiB", "16GiB")
+LIMITS = ("6GiB", "8GiB", "9GiB", "10GiB", "12GiB", "16GiB")
 _WAYS = {"sharded only": {"passes": ()}, "planned": {}, "planned for 9 GiB": {"memory_limit": "9GiB"}}
 """What is drawn of the one step, by the options of ``shard``."""
 _SHOWN_MS = (48.0, 96.0)
@@ -48,10 +49,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as plans:
         step, given = example(cache_dir=plans)
         runs = {name: simulated(step, given, name) for name in _WAYS}
-        curve = draw(step, given, runs, out)
+        curve = step.trace(*given).memory_curve(LIMITS)
+        draw(runs, out)
+        figure, (ax,) = _figure(2.6)
+        step.trace(*given).plot_memory_curve(curve, ax)
+        _save(figure, out / "limits.svg")
         (out / "plan.txt").write_text(text(step.plan(*given)))
         (out / "plan_for_9_gib.txt").write_text(text(step.reshard(**_WAYS["planned for 9 GiB"]).plan(*given)))
-    drawn = {name: figures(run) for name, run in runs.items()} | {"step_s by GiB": curve}
+    drawn = {name: figures(run) for name, run in runs.items()} | {"step_s by GiB": curve_figures(curve)}
     (out / "pictures.json").write_text(json.dumps(drawn, indent=1) + "\n")
 
 
@@ -83,8 +88,13 @@ def text(plan: deepcompile.Plan) -> str:
     return "\n".join(wrapped.fill(line) for line in (*str(plan).splitlines(), "", "proposed, in turn:", *tried)) + "\n"
 
 
-def draw(step: deepcompile.ShardedStep, given: tuple, runs: dict[str, Any], out: Path) -> dict[str, float | None]:
-    """Writes the pictures; returns seconds a step by GiB of memory limit, None where it does not fit."""
+def curve_figures(curve: Sequence[LimitedStep]) -> dict[str, float | None]:
+    """Seconds a step by GiB of memory limit, None where it does not fit."""
+    return {f"{each.limit_bytes / 2**30:g}": each.fits and each.fits.step_s for each in reversed(curve)}
+
+
+def draw(runs: dict[str, Any], out: Path) -> None:
+    """Writes the pictures of single plans."""
     last_s = max(run.step_s for run in runs.values())
     figure, axes = _figure(6.4, len(runs))
     for (name, run), ax in zip(runs.items(), axes, strict=True):
@@ -103,13 +113,6 @@ def draw(step: deepcompile.ShardedStep, given: tuple, runs: dict[str, Any], out:
         ax.set(xlim=(0, last_s), ylim=(0, 16))
         ax.set_title(f"{name}: takes {run.peak_bytes / 2**30:.1f} GiB")
     _save(figure, out / "memory.svg")
-
-    figure, (ax,) = _figure(2.6)
-    step.trace(*given).plot_memory_curve(_LIMITS, ax)
-    _save(figure, out / "limits.svg")
-    fitting, *refused = [line.get_xydata().tolist() for line in ax.lines]
-    none = dict.fromkeys((f"{limit:g}" for limit, _ in chain(*refused)), None)
-    return none | {f"{limit:g}": step_s for limit, step_s in fitting}
 
 
 def _figure(height: float, rows: int = 1) -> tuple[Figure, Any]:

@@ -19,6 +19,11 @@ IMAGES = ROOT / "docs" / "images"
 TERMINAL = IMAGES / "terminal.svg"
 NOTEBOOK = ROOT / "experiments" / "notebooks" / "first_steps.ipynb"
 DRAWN_FROM = IMAGES / "drawn_from.json"
+PAGE_FIGURES = IMAGES / "page.json"
+"""What the two steps of the pictured page take, in seconds and bytes."""
+
+_HEADLINES = ("step_s", "exposed_communication_s", "exposed_copy_s", "peak_bytes")
+_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
 
 COMMAND = ("explain", "tiny_llama", "--gpu", "h100", "--nodes", "2")
 _COLUMNS = 128
@@ -38,6 +43,15 @@ def terminal_svg(text: str) -> str:
     console = Console(record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print(Text(text), soft_wrap=False)
     return _FROM_ELSEWHERE.sub("", console.export_svg(title=f"jax {jax.__version__}", unique_id="terminal"))
+
+
+def page_figures(page: str) -> dict[str, dict[str, float]]:
+    """What the steps that ``page`` shows at first take, in seconds and bytes, by what they are called."""
+    found = _DATA.search(page)
+    assert found is not None
+    data = json.loads(found[1])
+    shown = [data["runs"][place] for place in data["shown"]]
+    return {run["name"]: {name: run["figures"][name] for name in _HEADLINES} for run in shown}
 
 
 def sources() -> dict[str, str]:

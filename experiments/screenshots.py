@@ -8,8 +8,8 @@
 * notebook: as it is committed, by nbconvert (``pip install nbconvert``).
 * terminal: what a command says, as an SVG.
 
-Pictures are taken by a headless Chromium. ``experiments.screenshot_sources`` says what they are drawn from; a test
-whether that has changed since.
+Pictures are taken by a headless Chromium. ``experiments.screenshot_sources`` says what they are drawn from, and
+``docs/images/page.json`` what the page's two steps take; tests say whether either has changed since.
 """
 
 from __future__ import annotations
@@ -37,7 +37,17 @@ from experiments import pictures
 from experiments.bench.steps import MODELS, training_step
 from experiments.bench.systems import CUBLAS_GEMMS, MEMORY_LIMIT, tokens_of
 from experiments.bench.workload import Workload
-from experiments.screenshot_sources import IMAGES, NOTEBOOK, TERMINAL, note_sources, terminal_svg, terminal_text
+from experiments.screenshot_sources import (
+    IMAGES,
+    NOTEBOOK,
+    PAGE_FIGURES,
+    TERMINAL,
+    note_sources,
+    page_figures,
+    terminal_svg,
+    terminal_text,
+)
+from jax_deepcompile.report.page.page import Page
 
 WANTED = ("page", "trace", "notebook", "terminal")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
@@ -74,7 +84,10 @@ def main() -> int:
         print("screenshots: no Chromium is installed; Debian has it as the package chromium", file=sys.stderr)
         return 2
     if "page" in wanted and not asked.again:
-        write_page(Workload("llama3_70b_cudnn", 4096), asked.page)
+        pictured_page().write(asked.page)
+    if "page" in wanted:
+        figures = page_figures(asked.page.read_text(encoding="utf-8"))
+        PAGE_FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
     taken = [take(str(chromium), asked.page, name) for name in PICTURES if name.startswith("page") and "page" in wanted]
     if "trace" in wanted:
         with tempfile.TemporaryDirectory() as folder:
@@ -104,14 +117,15 @@ def as_html(notebook: Path, folder: Path) -> Path:
     return folder / f"{notebook.stem}.html"
 
 
-def write_page(workload: Workload, page: Path) -> None:
-    """The page of a workload as planned and as ``jax.jit`` runs it."""
+def pictured_page() -> Page:
+    """Llama-3-70B's, 4096 tokens a GPU on 32 H100s, as planned and as ``jax.jit`` runs it."""
+    workload = Workload("llama3_70b_cudnn", 4096)
     gradients, state = MODELS[workload.model](False)
     mesh = workload.cluster.make_mesh()
     step = deepcompile.shard(training_step(gradients), mesh, memory_limit=MEMORY_LIMIT)
     given = state, tokens_of(workload, mesh)
     jit = step.lower_gspmd(*given).compile(compiler_options={**CUBLAS_GEMMS})
-    step.trace(*given).page({"jit": deepcompile.simulate(jit, mesh)}).write(page)
+    return step.trace(*given).page({"jit": deepcompile.simulate(jit, mesh)})
 
 
 def take(chromium: str, page: Path, name: str) -> Path:

@@ -7,7 +7,7 @@ import json
 import jax
 import pytest
 
-from experiments import screenshot_sources
+from experiments import screenshot_sources, screenshots
 
 
 @pytest.mark.pure
@@ -34,3 +34,13 @@ def test_the_picture_of_the_terminal_is_what_the_command_says():
     assert screenshot_sources.terminal_svg(screenshot_sources.terminal_text()) == committed, (
         "python -m experiments.screenshots"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.h100_aot
+def test_pictures_of_the_page_show_what_planning_finds():
+    drawn = json.loads(screenshot_sources.PAGE_FIGURES.read_text())
+    found = screenshot_sources.page_figures(screenshots.pictured_page().html())
+    assert list(found) == list(drawn)
+    for name, figures in found.items():
+        assert figures == pytest.approx(drawn[name], rel=0.01), "python -m experiments.screenshots --only page"
