@@ -28,7 +28,6 @@ from matplotlib.figure import Figure
 import jax_deepcompile as deepcompile
 from experiments.bench.steps import llama_gradients, training_step
 from experiments.bench.workload import Cluster
-from jax_deepcompile.report.memory_curve import LimitedStep
 from models import llama
 
 _LAYERS, _TOKENS = 8, 1024
@@ -88,8 +87,8 @@ def text(plan: deepcompile.Plan) -> str:
     return "\n".join(wrapped.fill(line) for line in (*str(plan).splitlines(), "", "proposed, in turn:", *tried)) + "\n"
 
 
-def curve_figures(curve: Sequence[LimitedStep]) -> dict[str, float | None]:
-    """Seconds a step by GiB of memory limit, None where it does not fit."""
+def curve_figures(curve: Sequence[Any]) -> dict[str, float | None]:
+    """Seconds a step by GiB of memory limit, None where it does not fit, of a step's ``memory_curve``."""
     return {f"{each.limit_bytes / 2**30:g}": each.fits and each.fits.step_s for each in reversed(curve)}
 
 

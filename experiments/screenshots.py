@@ -27,6 +27,7 @@ import time
 from functools import partial
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -47,7 +48,6 @@ from experiments.screenshot_sources import (
     terminal_svg,
     terminal_text,
 )
-from jax_deepcompile.report.page.page import Page
 
 WANTED = ("page", "trace", "notebook", "terminal")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
@@ -117,7 +117,7 @@ def as_html(notebook: Path, folder: Path) -> Path:
     return folder / f"{notebook.stem}.html"
 
 
-def pictured_page() -> Page:
+def pictured_page() -> Any:
     """Llama-3-70B's, 4096 tokens a GPU on 32 H100s, as planned and as ``jax.jit`` runs it."""
     workload = Workload("llama3_70b_cudnn", 4096)
     gradients, state = MODELS[workload.model](False)
