@@ -2,6 +2,9 @@
 
 import dataclasses
 
+import jax
+
+from jax_deepcompile import errors
 from jax_deepcompile.cli.options import HERE, Cluster
 from jax_deepcompile.cli.steps import StepRequest, sharded_step
 from jax_deepcompile.runtime.progress import Progress
@@ -19,11 +22,18 @@ def validate(request: StepRequest, cluster: Cluster = HERE, tolerance: NotNegati
 
     Raises:
       DevicesNotAttachedError: the devices are not here.
+      StepSpecError: the step does not run on them as it is written.
     """
     with Progress(f"validate {request.step}") as progress:
         step, args = sharded_step(request, cluster, progress)
         progress.say("running it as written and sharded")
-        found = step.validate(*args, tolerance=tolerance)
+        try:
+            found = step.validate(*args, tolerance=tolerance)
+        except errors.DeepCompileError:
+            raise
+        except RuntimeError as error:  # JAX's, of a kernel that these devices do not have
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise errors.StepSpecError(request.step, f"it does not run on {jax.default_backend()}: {first}") from error
     document = dataclasses.asdict(found) | {"agrees": not found.differing}
     print(request.answer(document, str(found)))
     return 1 if found.differing else 0

@@ -74,7 +74,7 @@ class Headline:
             ("throughput", self._throughput()),
             ("MFU", "" if self.mfu is None else f"{percent_text(self.mfu)} of the bf16 peak ({self.convention})"),
             ("memory", self._memory()),
-            ("against jit", self.against_jit),
+            ("jax.jit", self.against_jit),
         ]
         return [f"{self.step} on {self.mesh}", *(f"  {label:<12}{said}" for label, said in rows if said)]
 
@@ -163,7 +163,7 @@ def _cluster(mesh: AnyMesh) -> str:
     kind, network = mesh.devices.flat[0].device_kind, network_of(mesh.devices.flat)
     hardware = known_hardware(kind)
     if hardware is CPU_HOST:
-        return f"{mesh.size} CPU devices that share their host"
+        return f"{mesh.size} CPU devices that share their host" if mesh.size > 1 else "1 CPU device"
     nodes = -(-mesh.size // network.gpus_per_node)
     each = f"{nodes} nodes of {network.gpus_per_node}" if nodes > 1 else f"{mesh.size}"
     cards = f", {network.cards}" if nodes > 1 else ""

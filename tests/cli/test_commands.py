@@ -46,6 +46,16 @@ def decorated():
     step, *args = make()
     return deepcompile.shard(step, {"data": 2, "fsdp": 4}), *args
 
+def cudnn():
+    step, *args = make()
+    attend = jax.nn.dot_product_attention
+
+    def attending(state, batch):
+        x = (batch @ state).reshape(16, 2, 4, 8).astype(jnp.bfloat16)
+        return state, attend(x, x, x, implementation="cudnn").sum()
+
+    return attending, *args
+
 def nothing():
     return None
 
@@ -316,6 +326,8 @@ def test_validate_compares_with_the_step_as_written(file, capsys):
     assert "step as written and on fsdp=8: all 2 leaves agree" in capsys.readouterr().out
     assert cli.main(["validate", f"{file}:make", "--gpu", "h100"]) == 2
     assert "not attached" in capsys.readouterr().err
+    assert cli.main(["validate", f"{file}:cudnn"]) == 2
+    assert "it does not run on cpu: cuDNN is not detected" in capsys.readouterr().err
 
 
 @pytest.mark.pure
