@@ -91,7 +91,13 @@ def simulated(name: str, double_buffered: bool = False, costs: CostModel | None 
 
 @pytest.mark.parametrize(
     ("name", "double_buffered"),
-    [("llama", False), ("llama", True), ("gpt2", False), ("mixtral", False), ("mixtral", True)],
+    [
+        ("llama", False),
+        ("llama", True),
+        ("gpt2", False),
+        ("mixtral", False),
+        pytest.param("mixtral", True, marks=pytest.mark.slow),
+    ],
 )
 def test_memory_is_what_xla_assigns(name: str, double_buffered: bool):
     xla = compiled(name, double_buffered).memory_analysis()

@@ -401,7 +401,7 @@ def test_parameters_that_are_cast_in_a_loop_over_layers(layer):
 ACTIVATIONS = {"tanh": jnp.tanh, "relu": jax.nn.relu, "gelu": jax.nn.gelu, "softmax": jax.nn.softmax}
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     activation=st.sampled_from(sorted(ACTIVATIONS)),
     masked=st.booleans(),

@@ -89,7 +89,7 @@ def test_a_planned_step_equals_one_device(create, microbatches):
 
 @pytest.mark.parametrize(
     ("create", "microbatches"),
-    [pytest.param(scanned, 1, marks=pytest.mark.slow), (scanned, 2), (CheckpointedLayers, 2)],
+    [(scanned, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((scanned, 1), (CheckpointedLayers, 2)))],
 )
 def test_so_it_does_with_every_activation_kept(create, microbatches):
     step, state = training(create())
@@ -118,7 +118,7 @@ def test_so_it_does_with_every_sum_reduced_in_the_next_microbatch(create):
     assert_trains_alike(step, state, plan.having(DelayedReductions, delayed), 2)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_on_the_host_meanwhile_activations_are_the_same_bits(microbatches):
     step, state = training(scanned())
     h100s = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))

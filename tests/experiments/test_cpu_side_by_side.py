@@ -53,7 +53,7 @@ def test_the_benchmark_runs_them_in_turn(tmp_path, monkeypatch, capsys):
     assert "mlp" not in capsys.readouterr().err, "nothing is measured again"
 
 
-SLOW = ("llama", "mixtral", "resnet", "small transformer", "vit")
+SLOW = ("gpt2 in microbatches", "llama", "mixtral", "resnet", "small resnet", "small transformer", "vit")
 
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in SMALL])

@@ -94,7 +94,7 @@ class TestWhatMoves:
 
 
 @pytest.mark.cpu_mesh
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     mesh=st.sampled_from(sorted(MESHES)),
     rows=st.sampled_from([8, 16, 24, 64, 128, 13]),

@@ -131,7 +131,7 @@ class Small(nn.Module):
 
 
 @pytest.mark.cpu_mesh
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     examples=st.sampled_from([8, 16, 24]),
     width=st.sampled_from([96, 128, 130]),
@@ -159,7 +159,7 @@ def test_training_dense_layers(examples: int, width: int, layers: int, scanned: 
 
 
 @pytest.mark.cpu_mesh
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     pixels=st.sampled_from([4, 5]),
     channels=st.sampled_from([64, 72]),

@@ -212,7 +212,7 @@ PLACES = ("again", "device", "host")
 
 
 @pytest.mark.cpu_mesh
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.sampled_from(sorted(LAYER_KINDS)), min_size=1, max_size=3),
     st.booleans(),
