@@ -116,7 +116,7 @@ def compare(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
             "fully sharded": lambda: bare.lower(*args).compile(),
             "planned": lambda: ours.lower(*args).compile(),
         }
-        achieves, costs = bare.trace(*args).utilisation, request.options.of_shard().get("profile")
+        achieves, costs = bare.trace(*args).utilisation, request.sharding.of_shard().get("profile")
         rows: list[_Compared] = []
         runs, left, written = {}, [], {}
         for name, compiled in systems.items():

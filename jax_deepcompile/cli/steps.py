@@ -40,7 +40,7 @@ class StepRequest:
     """
 
     step: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="STEP")]
-    options: Options = NOTHING_SAID
+    sharding: Options = NOTHING_SAID
     experiments: Path | None = None
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     out: Path | None = None
@@ -77,8 +77,8 @@ def sharded_step(
     Args:
       options: of ``shard``, instead of those of the request.
     """
-    said = request.options.of_shard() | options
-    use_virtual_devices(request.options.devices)
+    said = request.sharding.of_shard() | options
+    use_virtual_devices(request.sharding.devices)
     progress.say("loading it")
     start_backends()
     mesh = cluster.mesh

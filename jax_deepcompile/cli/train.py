@@ -42,7 +42,7 @@ class Run:
 
     Attributes:
         experiment: what to train, and how.
-        options: of shard.
+        sharding: of the step, as every command takes it.
         out: output folder; a new one in runs/ where it is not said.
         resume: continue the run in the output folder.
         distributed: join the other processes, of which each reads its own rows of every batch; Slurm, MPI, Kubernetes
@@ -53,7 +53,7 @@ class Run:
     """
 
     experiment: Annotated[Experiment, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
-    options: Annotated[Options, tyro.conf.arg(name="")] = NOTHING_SAID
+    sharding: Annotated[Options, tyro.conf.arg(name="")] = NOTHING_SAID
     out: Path | None = None
     resume: bool = False
     distributed: bool = False
@@ -142,9 +142,9 @@ def new_folder(name: str, run: Run) -> Path:
 
 def start(run: Run, folder: Path, watch: Watch | None) -> int:
     """Brings JAX up, with the other processes where there are any, and trains; returns the exit code."""
-    use_virtual_devices(run.options.devices)
+    use_virtual_devices(run.sharding.devices)
     try:
-        options = run.options.of_shard()
+        options = run.sharding.of_shard()
     except (OSError, errors.PlanError, errors.ProfileFormatError) as error:
         raise ConfigError(str(error)) from error
     with Progress("loading JAX"):

@@ -53,7 +53,7 @@ def test_the_documented_line(asked, place):
     assert (run.experiment.train.steps, run.experiment.train.seed) == (40, 2)
     assert run.experiment.optimizer.learning_rate == 1e-3
     assert (run.experiment.model, run.experiment.data) == (before.model, before.data)
-    assert (run.resume, run.options.devices, run.is_shared) == (False, None, False)
+    assert (run.resume, run.sharding.devices, run.is_shared) == (False, None, False)
 
 
 def test_files_with_any_name_are_files(asked):
