@@ -23,7 +23,7 @@ from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.frontend.arguments import on_host
+from jax_deepcompile.frontend.arguments import on_host, takes_arrays_only
 from jax_deepcompile.frontend.call import PureCall, leaf_type
 from jax_deepcompile.frontend.canonicalize import canonicalize
 from jax_deepcompile.frontend.meshes import MeshUse
@@ -344,7 +344,8 @@ class Shardings:
         positional, keywords = traced.in_tree.children()
         divided, start = [], 0
         for tree in (*positional.children(), keywords):
-            divided.append(shardings_of(tree, inputs[start : start + tree.num_leaves]))
+            here = inputs[start : start + tree.num_leaves]
+            divided.append(here if takes_arrays_only(tree) else jax.tree.unflatten(tree, here))
             start += tree.num_leaves
         return cls(inputs, tuple(divided), shardings_of(program.out_tree, tuple(map(sharding, program.outputs))))
 

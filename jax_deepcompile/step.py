@@ -254,7 +254,8 @@ class ShardedStep(Summarized, Generic[P, R]):
     def validate(self, *args, tolerance: float = 0.01) -> Agreement:
         """Runs the step once as written, on one device, and once sharded, and says where the results differ.
 
-        Nothing is donated, and NNX objects keep their values. The step as written has to fit one device.
+        Nothing is donated, and NNX objects keep their values. The step as written has to fit one device; where it
+        has shardings of its own it runs on the devices that they name.
 
         Args:
           *args: state, batch and what else the step takes; shapes get values that are made up.
@@ -322,7 +323,8 @@ class ShardedStep(Summarized, Generic[P, R]):
         out = run(*there)
         if call.objects:
             return call.finish(*out)
-        if not is_moved and not kwargs and jax.process_count() == 1:
+        as_given = jax.tree.structure(there) == jax.tree.structure(call.inputs)
+        if not is_moved and not kwargs and jax.process_count() == 1 and as_given:
             self._fast = run
         return out
 

@@ -1,5 +1,6 @@
 """A call's arguments on the devices where a step wants them, what compiling needs to know of them, and their rows."""
 
+import functools
 import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard
@@ -31,7 +32,8 @@ def move(
       donated: positions of the leaves whose buffers the step takes.
 
     Returns:
-      The arguments, and whether anything was moved that the next call will have to move again.
+      The arguments, in containers as ``opened`` makes them, and whether anything was moved that the next call will have
+      to move again.
     """
     leaves, tree = jax.tree.flatten(args)
     kept = {id(leaf) for index, leaf in enumerate(leaves) if index not in donated}
@@ -43,7 +45,29 @@ def move(
             new = jnp.copy(leaf) if new is leaf and id(leaf) in kept and isinstance(leaf, jax.Array) else new
             kept.add(id(leaf))
         there.append(new)
-    return jax.tree.unflatten(tree, there), is_moved
+    return opened(jax.tree.unflatten(tree, there)), is_moved
+
+
+def opened(args: tuple) -> tuple:
+    """``args``, with what is in a container that takes nothing but arrays in a tuple instead.
+
+    To lower a function JAX puts its own descriptions of arguments into their containers.
+    """
+    return tuple(tuple(jax.tree.leaves(arg)) if takes_arrays_only(jax.tree.structure(arg)) else arg for arg in args)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def takes_arrays_only(tree: Any) -> bool:
+    """Whether a container of ``tree`` refuses other things, as some that check or convert what they are made of do."""
+    try:
+        jax.tree.unflatten(tree, [_NoArray()] * tree.num_leaves)
+    except Exception:
+        return True
+    return False
+
+
+class _NoArray:
+    """What nobody expects in a container."""
 
 
 def free_moved(args: tuple, targets: Sequence[NamedSharding | None], donated: Collection[int], there: tuple) -> None:
@@ -102,7 +126,7 @@ def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], ports: Seq
 
 
 def on_host(args: tuple, targets: Sequence[NamedSharding | None]) -> tuple:
-    """Shapes as ``shapes_only`` makes them, where ``targets`` has some of them on the host."""
+    """Shapes as ``shapes_only`` makes them, ``opened``, where ``targets`` has some of them on the host."""
     leaves, tree = jax.tree.flatten(args)
 
     def placed(leaf: Any, target: NamedSharding | None) -> Any:
@@ -110,7 +134,7 @@ def on_host(args: tuple, targets: Sequence[NamedSharding | None]) -> tuple:
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
 
-    return jax.tree.unflatten(tree, map(placed, leaves, targets))
+    return opened(jax.tree.unflatten(tree, map(placed, leaves, targets)))
 
 
 def _is_deleted(leaf: Any) -> bool:

@@ -10,8 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_deepcompile.ir.primitives import PRODUCTS
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.traversal import equations
 from jax_deepcompile.summary import Summarized, Summary
 
 _ROUNDING = 10.0
@@ -31,7 +34,7 @@ class LeafDifference:
       path: where the user finds it.
       difference: of the sharded result from that of the step as written, in the 2-norm, in units of what the step
         changes of the leaf, or of what it returns where nothing goes in; of whole numbers the share that differs.
-      rounding: the same of the step as written, on values that differ in their last bit.
+      rounding: the same of the step as written, on values that differ by as much as its products are rounded.
     """
 
     path: str
@@ -84,16 +87,18 @@ def agreement(
       program: what the step was traced to.
       tolerance: see ``Agreement``.
     """
-    here = jax.local_devices()[0]
-    given = [jax.device_put(leaf, here) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-    whole = jax.jit(lambda *values: as_written(*values))
-    expected, nearly = whole(*given), whole(*map(_in_its_last_bit, range(len(given)), given))
+    given = [jax.device_put(leaf, _place(program)) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+    whole, coarsest = jax.jit(lambda *values: as_written(*values)), _coarsest(program)
+    rounded = [_rounded(index, leaf, coarsest) for index, leaf in enumerate(given)]
+    expected, nearly = whole(*given), whole(*rounded)
     found = sharded(*(jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves))
-    before = {result: given[place] for place, result in program.state_outputs}
-    compared = [
-        LeafDifference(port.path, _apart(left, right, before.get(place)), _apart(other, right, before.get(place)))
-        for place, (port, left, right, other) in enumerate(zip(program.outputs, found, expected, nearly, strict=True))
-    ]
+    before = {result: (given[place], rounded[place]) for place, result in program.state_outputs}
+    compared = []
+    for place, (port, left, right, other) in enumerate(zip(program.outputs, found, expected, nearly, strict=True)):
+        start, near_it = before.get(place, (None, None))
+        compared.append(
+            LeafDifference(port.path, _apart(left, start, right, start), _apart(other, near_it, right, start))
+        )
     compared.sort(key=lambda each: (-np.nan_to_num(each.difference, nan=np.inf), each.path))
     return Agreement(program.name, program.mesh_text, tolerance, tuple(compared))
 
@@ -115,25 +120,47 @@ def _seed(leaf: jax.ShapeDtypeStruct) -> int:
     return int.from_bytes(hashlib.sha256(f"{leaf.shape} {leaf.dtype}".encode()).digest()[:4], "little")
 
 
-def _in_its_last_bit(place: int, leaf: Any) -> Any:
-    """``leaf`` with about half of its numbers changed by as little as they can be."""
+def _place(program: Program) -> Any:
+    """One device; or those that the user's own shardings or ``shard_map``s name, and all is whole on each of them."""
+    for eqn in equations(program.jaxpr):
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            mesh = value.mesh if isinstance(value, NamedSharding) else value
+            if isinstance(mesh, Mesh) and mesh.size > 1:
+                return NamedSharding(mesh, PartitionSpec())
+    return jax.local_devices()[0]
+
+
+def _coarsest(program: Program) -> float:
+    """The share by which the results of the products of ``program`` are rounded at most."""
+    products = (eqn for eqn in equations(program.jaxpr) if eqn.primitive.name in PRODUCTS)
+    made: list[Any] = [var.aval for eqn in products for var in eqn.outvars]
+    return max(
+        (float(jnp.finfo(each.dtype).eps) for each in made if jnp.issubdtype(each.dtype, jnp.inexact)), default=0
+    )
+
+
+def _rounded(place: int, leaf: Any, share: float) -> Any:
+    """``leaf`` with about half of its numbers changed by ``share``, or by as little as they can be if that is more."""
     if not isinstance(leaf, jax.Array | np.ndarray) or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf
     up = jax.random.bernoulli(jax.random.key(place), shape=leaf.shape)
-    return jnp.where(up, leaf * (1 + jnp.finfo(leaf.dtype).eps), leaf).astype(leaf.dtype)
+    return jnp.where(up, leaf * (1 + max(share, float(jnp.finfo(leaf.dtype).eps))), leaf).astype(leaf.dtype)
 
 
-def _apart(found: Any, expected: Any, before: Any) -> float:
-    """See ``LeafDifference``."""
+def _apart(found: Any, found_from: Any, expected: Any, before: Any) -> float:
+    """See ``LeafDifference``: ``found`` came of ``found_from``, ``expected`` of ``before``, both None if of nothing."""
     if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
-        found, expected, before = jax.random.key_data(found), jax.random.key_data(expected), None
+        found, expected = jax.random.key_data(found), jax.random.key_data(expected)
     if not jnp.issubdtype(expected.dtype, jnp.inexact):
         return float(np.mean(np.asarray(found) != np.asarray(expected))) if expected.size else 0.0
     kind = np.complex128 if jnp.issubdtype(expected.dtype, jnp.complexfloating) else np.float64
-    left, right = (np.asarray(each, kind).ravel() for each in (found, expected))
+
+    def change(after: Any, start: Any) -> np.ndarray:
+        return np.asarray(after, kind).ravel() - (0 if start is None else np.asarray(start, kind).ravel())
+
+    left, right = change(found, found_from), change(expected, before)
     same = (left == right) | (np.isnan(left) & np.isnan(right))
     if same.all():
         return 0.0
-    changed = right if before is None else right - np.asarray(before, kind).ravel()
-    unit = np.linalg.norm(changed) or np.linalg.norm(right) or 1.0
+    unit = np.linalg.norm(right) or np.linalg.norm(np.asarray(expected, kind)) or 1.0
     return float(np.linalg.norm(np.where(same, 0, left - right)) / unit)

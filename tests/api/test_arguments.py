@@ -160,3 +160,37 @@ def test_containers_that_look_at_what_they_hold(donate):
     np.testing.assert_allclose(sharded["params"].w, expected["params"].w, rtol=1e-5)
     assert int(sharded["count"].low) == 3
     assert sharded["params"].w.sharding.spec == jax.sharding.PartitionSpec("fsdp")
+
+
+@jax.tree_util.register_pytree_node_class
+class Asking:
+    """As jmp's loss scales: it asks what it is made of for a type."""
+
+    def __init__(self, scale):
+        self.scale, self.type = scale, jnp.result_type(scale)
+
+    def tree_flatten(self):
+        return (self.scale,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.cpu_mesh
+def test_a_container_that_checks_what_it_is_made_of():
+    """To lower a function JAX makes one of what is neither array nor shape."""
+
+    @deepcompile.shard
+    def step(state, batch):
+        grad = jax.grad(lambda w: jnp.mean((batch @ w) ** 2) * state["checked"].scale)(state["w"])
+        return {"w": state["w"] - grad, "checked": Asking(state["checked"].scale / 2)}
+
+    state, batch = {"w": jnp.eye(8), "checked": Asking(jnp.float32(4))}, jnp.ones((16, 8))
+    lowered = step.lower(state, batch)
+    for _ in range(2):
+        state = step(state, batch)
+    assert lowered.compile().memory_analysis() is not None
+    assert isinstance(state["checked"], Asking)
+    assert state["checked"].scale == 1
+    assert not state["w"].sharding.is_fully_replicated

@@ -24,10 +24,10 @@ STATE = {"w": {"w": jnp.eye(8), "bias": jnp.ones(8)}, "n": jnp.int32(3)}
 BATCH = jnp.arange(64.0).reshape(8, 8) / 64
 
 
-def compared(change) -> tuple[str, ...]:
-    """Leaves that are told to differ where ``change`` is what sharding does to (w, n, value)."""
-    program = deepcompile.shard(step).trace(STATE, BATCH).program
-    leaves, tree = jax.tree.flatten((STATE, BATCH))
+def compared(change, step=step, args=(STATE, BATCH)) -> tuple[str, ...]:
+    """Leaves that are told to differ where ``change`` is what sharding does to the results, as (w, n, value)."""
+    program = deepcompile.shard(step).trace(*args).program
+    leaves, tree = jax.tree.flatten(args)
 
     def written(*values):
         return jax.tree.leaves(step(*jax.tree.unflatten(tree, values)))
@@ -72,6 +72,53 @@ def test_rounding_where_the_true_gradient_is_zero_is_no_difference():
     (bias,) = (each for each in found.leaves if "bias" in each.path)
     assert bias.difference > 0.1
     assert not found.differing
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(("dtype", "differing"), [(jnp.float32, ("out[1]",)), (jnp.bfloat16, ())])
+def test_products_are_rounded_as_their_type_is(dtype, differing):
+    """Parameters in single precision differ in their last bit, and by nothing once they are cast."""
+
+    def half(state, batch):
+        def loss(w):
+            return jnp.mean((batch.astype(dtype) @ w.astype(dtype)).astype(jnp.float32) ** 2)
+
+        grad = jax.grad(loss)(state)
+        return state - 1e-3 * grad, jnp.sum(grad * jnp.cos(jnp.arange(64).reshape(8, 8)))
+
+    def change(results):
+        return [results[0], 1.015 * results[1]]
+
+    assert compared(change, half, (jnp.eye(8) + BATCH, BATCH)) == differing
+
+
+@pytest.mark.pure
+def test_that_products_are_rounded_hides_no_wrong_update():
+    def half(state, batch):
+        return state - 1e-4 * jax.grad(lambda w: jnp.mean((batch @ w.astype(jnp.bfloat16)) ** 2))(state), 0
+
+    args = (jnp.eye(8) + BATCH, BATCH.astype(jnp.bfloat16))
+    assert compared(lambda results: [args[0] + 1.5 * (results[0] - args[0]), results[1]], half, args) == ("state",)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("how", ["constraint", "jit", "shard_map"])
+def test_a_step_with_shardings_of_its_own_runs_on_the_devices_that_they_name(how):
+    mesh = jax.sharding.Mesh(jax.devices(), "own")
+    rows = jax.sharding.PartitionSpec("own")
+    sharding = jax.sharding.NamedSharding(mesh, rows)
+
+    def doubled(batch):
+        if how == "constraint":
+            return 2 * jax.lax.with_sharding_constraint(batch, sharding)
+        if how == "jit":
+            return jax.jit(lambda rows: 2 * rows, in_shardings=sharding)(batch)
+        return jax.shard_map(lambda rows: 2 * rows, mesh=mesh, in_specs=rows, out_specs=rows)(batch)
+
+    def own(state, batch):
+        return state - jax.grad(lambda w: jnp.mean((doubled(batch) @ w) ** 2))(state)
+
+    assert not deepcompile.shard(own).validate(jnp.eye(8), BATCH).differing
 
 
 @pytest.mark.cpu_mesh
