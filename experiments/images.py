@@ -19,7 +19,17 @@ from models import vit
 
 @dataclasses.dataclass(frozen=True)
 class Gratings:
-    """Noisy stripes on square images of three channels; the class is their direction. No file is read."""
+    """Noisy stripes on square images of three channels; the class is their direction. No file is read.
+
+    Attributes:
+        pixels: height and width of an image.
+        classes: directions, at equal angles.
+        batch_size: examples a step, on all devices together.
+        noise: standard deviation of what is added to stripes between -1 and 1.
+        training_examples: that there are.
+        held_out_examples: others, which are not trained on.
+        shuffle_seed: of the order of examples.
+    """
 
     target: ClassVar[str] = "label"
     targets: ClassVar[int] = 1
@@ -72,7 +82,13 @@ def _gratings(config: Gratings) -> Dataset:
 
 @dataclasses.dataclass(frozen=True)
 class MixerConfig:
-    """Sizes of a ``SmallMixer`` over square patches."""
+    """Sizes of a ``SmallMixer`` over square patches.
+
+    Attributes:
+        patch_size: height and width of a patch in pixels.
+        d_model: width of what layers hand on.
+        n_layers: how many.
+    """
 
     patch_size: int
     d_model: int

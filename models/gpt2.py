@@ -27,8 +27,14 @@ class GPT2Config:
     """Sizes and numerics of one GPT-2.
 
     Attributes:
+      vocab_size: tokens that there are.
+      d_model: width of what layers hand on.
+      n_layers: how many.
+      n_heads: of attention.
       max_length: most tokens a sequence may have; each position has its own learned vector.
       dropout_rate: of the embeddings, the attention weights and each residual branch.
+      norm_epsilon: added to variances under the root.
+      init_std: standard deviation of new kernels.
       param_dtype: dtype in which parameters are stored and updated.
       dtype: dtype of the activations and of the parameters as they enter a computation.
       remat_policy: what a layer saves for its backward pass, one of `jax.checkpoint_policies`; None saves everything

@@ -30,11 +30,20 @@ class LlamaConfig:
     """Sizes and numerics of one Llama.
 
     Attributes:
+      vocab_size: tokens that there are.
+      d_model: width of what layers hand on.
+      n_layers: how many.
+      n_heads: of queries.
+      n_kv_heads: of keys and values, each for as many heads of queries.
+      d_ff: width inside of feed-forward networks.
+      rope_theta: base of the rotary embedding's wavelengths.
+      norm_epsilon: added to variances under the root.
+      init_std: standard deviation of new kernels.
       param_dtype: dtype in which parameters are stored and updated.
       dtype: dtype of the activations and of the parameters as they enter a computation.
       remat_policy: what a layer saves for its backward pass, one of `jax.checkpoint_policies`; None saves everything.
-        `save_only_these_names` knows query, key, value (rotated), context, out, gate, up and down, which are what the
-        layer's linear maps and its attention return.
+        `save_only_these_names`, which a config in Python may have, knows query, key, value (rotated), context, out,
+        gate, up and down, which are what the layer's linear maps and its attention return.
       logits_dtype: dtype in which the last product is computed; as all others if None.
       scan_layers: one loop over stacked layers; else layer after layer, each with parameters of its own.
       attention: implementation of `jax.nn.dot_product_attention`.
@@ -55,7 +64,7 @@ class LlamaConfig:
     param_dtype: Any = jnp.float32
     dtype: Any = jnp.bfloat16
     remat_policy: Callable[..., Any] | None = jax.checkpoint_policies.nothing_saveable
-    logits_dtype: Any = None
+    logits_dtype: type | None = None
     scan_layers: bool = True
     attention: Literal["xla", "cudnn"] = "xla"
     lora_rank: int = 0

@@ -33,6 +33,17 @@ class MixtralConfig:
     """Sizes and numerics of one Mixtral.
 
     Attributes:
+      vocab_size: tokens that there are.
+      d_model: width of what layers hand on.
+      n_layers: how many.
+      n_heads: of queries.
+      n_kv_heads: of keys and values, each for as many heads of queries.
+      d_ff: width inside of each expert.
+      n_experts: in each layer.
+      n_active_experts: that each token goes to.
+      rope_theta: base of the rotary embedding's wavelengths.
+      norm_epsilon: added to variances under the root.
+      init_std: standard deviation of new kernels.
       capacity_factor: room of an expert for slots of one sequence, over the T*A/E it gets when all get the same; slots
         beyond it are dropped, later tokens and second choices first. None drops nothing.
       balance_weight: what the balance loss is multiplied by in the training loss.

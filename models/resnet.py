@@ -26,6 +26,8 @@ class ResNetConfig:
     Attributes:
       n_blocks: bottleneck blocks in each stage; each stage but the first halves height and width.
       width: channels inside the first stage's bottlenecks; they double with each stage.
+      n_classes: of images.
+      norm_epsilon: added to variances under the root.
       norm_momentum: weight of the past in BatchNorm's running averages.
       param_dtype: dtype in which parameters are stored and updated.
       dtype: dtype of the activations and of the parameters as they enter a computation.

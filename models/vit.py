@@ -22,6 +22,13 @@ class ViTConfig:
 
     Attributes:
       image_size: height and width of the images in pixels, a multiple of `patch_size`.
+      patch_size: height and width of a patch in pixels.
+      n_classes: of images.
+      d_model: width of what layers hand on.
+      n_layers: how many.
+      n_heads: of attention.
+      d_ff: width inside of feed-forward networks.
+      norm_epsilon: added to variances under the root.
       dropout_rate: of the embeddings, inside the feed-forward networks and of each residual branch.
       param_dtype: dtype in which parameters are stored and updated.
       dtype: dtype of the activations and of the parameters as they enter a computation.

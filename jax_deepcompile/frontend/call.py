@@ -11,13 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import ArrayImpl
 from jax_deepcompile.frontend.objects import Holder, Structure, finish, purify, split
-from jax_deepcompile.frontend.signature import is_numeric
+from jax_deepcompile.frontend.signature import is_numeric, is_optimizer_state
 
 
 @dataclass(frozen=True)
@@ -229,8 +228,8 @@ def _is_key(value: Any) -> bool:
 
 
 def _argument(name: str, position: int, holder: Holder, value: Any) -> Argument:
-    nodes = jax.tree.leaves(value, is_leaf=_is_optimizer_state)
-    optimizers = sum(map(_is_optimizer_state, nodes))
+    nodes = jax.tree.leaves(value, is_leaf=is_optimizer_state)
+    optimizers = sum(map(is_optimizer_state, nodes))
     return Argument(
         name,
         position,
@@ -245,17 +244,10 @@ def _argument(name: str, position: int, holder: Holder, value: Any) -> Argument:
 
 def holds_optimizer(value: Any) -> bool:
     """Whether the state of an optax optimizer is in ``value``."""
-    return any(map(_is_optimizer_state, jax.tree.leaves(value, is_leaf=_is_optimizer_state)))
+    return any(map(is_optimizer_state, jax.tree.leaves(value, is_leaf=is_optimizer_state)))
 
 
 def _is_number(leaf: Any) -> bool:
     if isinstance(leaf, (int, float, complex)):
         return True
     return is_numeric(leaf) and leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.integer)
-
-
-def _is_optimizer_state(node: Any) -> bool:
-    """Optax keeps its state in named tuples of its own; and parameters, if there are two sets of them."""
-    kind = type(node)
-    is_optax = isinstance(node, tuple) and hasattr(kind, "_fields") and kind.__module__.split(".")[0] == "optax"
-    return is_optax and kind is not optax.LookaheadParams

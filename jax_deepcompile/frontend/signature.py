@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jax_deepcompile import errors
 from jax_deepcompile.ir.program import Port, Role
@@ -61,11 +62,11 @@ def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[
     """A port for every leaf, named as the user finds it, and the structure of ``(args, kwargs)``."""
     leaves, in_tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     ports = []
-    for path, leaf in leaves:
+    for (path, leaf), is_optimizers in zip(leaves, optimizer_leaves((args, kwargs)), strict=True):
         argument = path[1].idx if path[0].idx == 0 else path[1].key
         where = argument if isinstance(argument, str) else signature.name_of(argument)
         rest, role = path[2:], signature.role_of(argument)
-        role = state_role(rest, where) if role is Role.PARAM else role
+        role = state_role(rest, where, is_optimizers) if role is Role.PARAM else role
         port = port_of(f"{where}{jax.tree_util.keystr(rest)}", role, leaf)
         ports.append(replace(port, role=Role.OTHER) if role is Role.BATCH and not port.shape else port)
     return tuple(ports), in_tree
@@ -88,10 +89,23 @@ def is_numeric(leaf: Any) -> bool:
     return any(jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
 
 
-def state_role(path: Sequence, argument: str = "") -> Role:
-    """Whether a leaf of the state, at ``path`` in ``argument``, is the optimizer's."""
+def state_role(path: Sequence, argument: str = "", is_optimizers: bool = False) -> Role:
+    """Whether a leaf of the state, at ``path`` in ``argument``, is the optimizer's, by its names if not known to be."""
     names = {argument, *(str(getattr(key, "name", getattr(key, "key", ""))) for key in path)}
-    return Role.OPTIMIZER if names & _OPTIMIZER_NAMES else Role.PARAM
+    return Role.OPTIMIZER if is_optimizers or names & _OPTIMIZER_NAMES else Role.PARAM
+
+
+def optimizer_leaves(tree: Any) -> list[bool]:
+    """Of every leaf whether it is in the state of an optax optimizer."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_optimizer_state)
+    return [inside for node in nodes for inside in [is_optimizer_state(node)] * len(jax.tree.leaves(node))]
+
+
+def is_optimizer_state(node: Any) -> bool:
+    """Optax keeps its state in named tuples of its own; and parameters, if there are two sets of them."""
+    kind = type(node)
+    is_optax = isinstance(node, tuple) and hasattr(kind, "_fields") and kind.__module__.split(".")[0] == "optax"
+    return is_optax and kind is not optax.LookaheadParams
 
 
 def structure_changes(before: Any, after: Any, where: str = "") -> list[str]:

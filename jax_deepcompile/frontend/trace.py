@@ -13,7 +13,7 @@ from jax.extend import core as jex
 from jax_deepcompile import _jax_compat, errors
 from jax_deepcompile.frontend.call import PureCall, abstract, argument_names, function_name
 from jax_deepcompile.frontend.donation import donations
-from jax_deepcompile.frontend.signature import Signature, input_ports, port_of, state_role
+from jax_deepcompile.frontend.signature import Signature, input_ports, optimizer_leaves, port_of, state_role
 from jax_deepcompile.frontend.state_matching import Returned, outputs_like_state, state_outputs
 from jax_deepcompile.ir.lineage import lineage
 from jax_deepcompile.ir.placement import MeshAxes
@@ -111,7 +111,10 @@ def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Trac
     ports, in_tree = input_ports(args, kwargs, Signature(name, names=argument_names(fun, len(args))))
     closed, out_shape = _trace(fun, args, kwargs, ports, name)
     leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
-    outputs = tuple(port_of(f"state{jax.tree_util.keystr(path)}", state_role(path), leaf) for path, leaf in leaves)
+    outputs = tuple(
+        port_of(f"state{jax.tree_util.keystr(path)}", state_role(path, is_optimizers=is_optimizers), leaf)
+        for (path, leaf), is_optimizers in zip(leaves, optimizer_leaves(out_shape), strict=True)
+    )
     return Traced(Program(name, closed, ports, outputs, out_tree, (), mesh), in_tree)
 
 

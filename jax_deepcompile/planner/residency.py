@@ -24,6 +24,7 @@ from jax_deepcompile.planner.candidate import Candidate
 from jax_deepcompile.planner.recomputation import RecomputeRegion
 from jax_deepcompile.planner.stacks import Stack
 from jax_deepcompile.planner.state_on_host import COPIED_BYTES, HostLeaf
+from jax_deepcompile.runtime.quiet import STDOUT, silenced
 
 Loops = tuple[str, str]
 """The names of a forward and a backward loop; equal where both are one place."""
@@ -390,13 +391,15 @@ class _Model:
         shape = (len(self._rows), len(self.costs))
         least: Any = [low for _, low in self._rows]
         upper: Any = np.array(self._uppers)
-        found = milp(
-            np.array(self.costs),
-            integrality=np.array(self._wholes, int),
-            bounds=Bounds(0.0, upper),
-            constraints=LinearConstraint(coo_array((values, (rows, columns)), shape).tocsr(), least),
-            options={"time_limit": _SECONDS, "mip_rel_gap": _GAP},
-        )
+        constraints = LinearConstraint(coo_array((values, (rows, columns)), shape).tocsr(), least)
+        with silenced(STDOUT):  # HiGHS prints a line of its developers' now and then
+            found = milp(
+                np.array(self.costs),
+                integrality=np.array(self._wholes, int),
+                bounds=Bounds(0.0, upper),
+                constraints=constraints,
+                options={"time_limit": _SECONDS, "mip_rel_gap": _GAP},
+            )
         return None if found.x is None else np.where(self._wholes, np.round(found.x), found.x)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.dataflow import reached_from, variables
 from jax_deepcompile.analysis.gathers import derived, size_bytes
 from jax_deepcompile.costs.held import Content, Holds, held_at_peak
 from jax_deepcompile.ir.program import Program, Role
@@ -134,31 +135,34 @@ def _temporaries(planned: Planned, program: Program, expected: Prediction, given
         yield Block("", "", _TEMPORARIES, expected.peak_bytes - given_bytes, 1)
         return
     batch = [place for place, port in enumerate(planned.program.inputs) if port.role is Role.BATCH]
-    vocabularies, left_bytes = _vocabularies(program), expected.peak_bytes - given_bytes
+    known, left_bytes = vocabularies(program), expected.peak_bytes - given_bytes
     memory = evaluation.simulation.memory
     for each in held_at_peak(evaluation.module, memory, batch):
         left_bytes -= each.bytes
         what, line = operation_text(each.op_name) or each.name, users_line(each.source)
-        yield Block(what, line, _role(each, vocabularies), each.bytes, 1)
+        yield Block(what, line, _role(each, known), each.bytes, 1)
     results_bytes = memory.output_bytes
     yield Block("", "", _RESULTS, results_bytes, 1)
     yield Block("", "", _GAPS, left_bytes - results_bytes, 1)
 
 
-def _role(held: Content, vocabularies: frozenset[int]) -> str:
+def _role(held: Content, words: frozenset[int]) -> str:
     """Logits depend on the examples, and have a number for every word."""
-    is_logits = held.holds in (Holds.KEPT, Holds.WORKING) and held.dims[-1:] and held.dims[-1] in vocabularies
+    is_logits = held.holds in (Holds.KEPT, Holds.WORKING) and held.dims[-1:] and held.dims[-1] in words
     return _LOGITS if is_logits else str(held.holds)
 
 
-def _vocabularies(program: Program) -> frozenset[int]:
-    """How many words there are: rows of the parameters that are looked up, outside of loops."""
+def vocabularies(program: Program) -> frozenset[int]:
+    """How many words there are: rows of the parameters that the batch looks up, outside of loops."""
     jaxpr = open_jaxpr(program.jaxpr)
     inputs = zip(jaxpr.invars, program.inputs, strict=True)
     known = derived(
         jaxpr, {var: port.shape for var, port in inputs if port.role is Role.PARAM and len(port.shape) == 2}
     )
-    tables: list[Any] = [eqn.invars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "gather"]
+    batch = [var for var, port in zip(jaxpr.invars, program.inputs, strict=True) if port.role is Role.BATCH]
+    words = reached_from(jaxpr.eqns, batch)
+    lookups = [eqn.invars for eqn in jaxpr.eqns if eqn.primitive.name == "gather"]
+    tables: list[Any] = [table for table, *where in lookups if words.intersection(variables(where))]
     return frozenset(known[table][0] for table in tables if table in known)
 
 

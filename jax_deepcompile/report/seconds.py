@@ -121,7 +121,7 @@ def seconds_of(planned: Planned | None, achieves: Utilisation | None) -> Seconds
         return Seconds(None, unknown="unknown, nothing was compiled to plan the step")
     expected = planned.plan.prediction
     if planned.evaluation is None:
-        return _foretold(expected, achieves)
+        return _foretold(expected)
     run = planned.evaluation.simulation
     parts = [Share(str(part), seconds) for part, seconds in sorted(run.totals.kernels_s.items()) if seconds]
     parts.sort(key=lambda part: -part.seconds)
@@ -145,7 +145,7 @@ def seconds_of(planned: Planned | None, achieves: Utilisation | None) -> Seconds
     )
 
 
-def _foretold(expected: Prediction, achieves: Utilisation | None) -> Seconds:
+def _foretold(expected: Prediction) -> Seconds:
     parts = (
         Share("kernels", expected.compute_s),
         Share("waiting for communication", expected.exposed_s),
@@ -162,8 +162,8 @@ def _foretold(expected: Prediction, achieves: Utilisation | None) -> Seconds:
         expected.copy_s,
         expected.exposed_copy_s,
         expected.bound_s or max(expected.compute_s, expected.communication_s),
-        _ceilings(expected.compute_s, 0.0, achieves),
-        unknown="which kernels and waits cost most, and what is computed again: the plan was made elsewhere",
+        unknown="which kernels and waits cost most, what is computed again, and what if all were hidden: the plan was "
+        "not made in this run",
     )
 
 

@@ -1,32 +1,42 @@
-"""Native libraries that write to the standard error as they are loaded, whatever level their logs have."""
+"""Native libraries that write to the standard streams, whatever level their logs have."""
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import jax
 
-_STDERR = 2
+STDOUT, _STDERR = 1, 2
 _GPUS = ("/dev/nvidia[0-9]*", "/dev/dxg")
 """Where Linux, and Windows' Linux, has NVIDIA's GPUs."""
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
-    """What anybody writes to the process's standard error meanwhile is lost; exceptions are not."""
-    sys.stderr.flush()
-    kept = os.dup(_STDERR)
+def silenced(stream: int = _STDERR) -> Iterator[None]:
+    """What anybody writes to the process's standard error, or another ``stream``, is lost; exceptions are not."""
+    _flush()
+    kept = os.dup(stream)
     try:
         with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), _STDERR)
+            os.dup2(nowhere.fileno(), stream)
         yield
     finally:
-        os.dup2(kept, _STDERR)
+        _flush()
+        os.dup2(kept, stream)
         os.close(kept)
+
+
+def _flush() -> None:
+    """Python's buffers and the C library's."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
 
 
 def start_backends() -> None:

@@ -149,6 +149,8 @@ def _named(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     """A dtype or a checkpoint policy by its name."""
     if info.type is type(jnp.float32):
         named = _DTYPES
+    elif info.type == type | None:
+        named = {"None": None, **_DTYPES}
     elif info.type == Callable[..., Any] | None:
         named = _POLICIES
     else:
@@ -219,6 +221,8 @@ def _kind(hint: Any, value: Any) -> str:
         return "|".join(_DTYPES)
     if hint == Callable[..., Any] | None:
         return "|".join(_POLICIES)
+    if hint == type | None:
+        return "|".join(["None", *_DTYPES])
     if typing.get_origin(hint) is typing.Literal:
         return "|".join(map(str, typing.get_args(hint)))
     return (hint.__name__ if isinstance(hint, type) else str(hint)).upper()

@@ -260,11 +260,14 @@ class TestTracing:
 
     def test_the_form_of_a_call_tells_shapes_dtypes_and_weak_types_apart(self):
         def form(*args):
-            return PureCall(PureStep(len, ()), args, {}).form
+            return called(*args).form
+
+        def called(*args):
+            return PureCall(PureStep(len, tuple(Argument("arg", place) for place in range(len(args)))), args, {})
 
         assert form(W, V) == form(W, V)
         assert len({form(W, V), form(V, V), form(W, COUNT), form(W, 1.0), form(W, {"x": V})}) == 5
         assert form(W, 1.0) != form(W, np.float32(1.0))
         assert form(W, 1.0) == form(W, 2.0)
         assert form(np.zeros((8, 4))) == form(jnp.zeros((8, 4))) == form(W)
-        assert form(W, 1.0) == PureCall(PureStep(len, ()), (W, 1.0), {}).without_values().form
+        assert form(W, 1.0) == called(W, 1.0).without_values().form

@@ -8,9 +8,11 @@ import json
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.report.peak import vocabularies
 from jax_deepcompile.report.words import operation_text, users_line
 
 
@@ -39,6 +41,47 @@ def test_where_nothing_is_compiled_nothing_is_made_up():
     assert "&lt;b&gt;" in shown
     assert repr(explained) == str(explained)
     assert "no such words" not in explained
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("together", [True, False], ids=["a tuple", "two arguments"])
+def test_moments_are_the_optimizers_whatever_they_are_called(together):
+    optimizer, params = optax.adamw(1e-3), {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+
+    def step(p, o, x):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(p)
+        updates, o = optimizer.update(grads, o, p)
+        return optax.apply_updates(p, updates), o, loss
+
+    def both(state, x):
+        p, o, loss = step(*state, x)
+        return (p, o), loss
+
+    moments, x = jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    args = ((params, moments), x) if together else (params, moments, x)
+    explained = deepcompile.shard(both if together else step, {"fsdp": 8}).trace(*args).explain()
+    assert explained.headline.parameters == 64 * 64
+    assert {"parameters", "optimizer state"} <= {each.role for each in explained.memory.roles}
+
+
+@pytest.mark.pure
+def test_words_are_those_that_the_batch_looks_up():
+    """Not positions, which a step knows by itself."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            return nn.Embed(256, 8)(tokens) + nn.Embed(32, 8)(jnp.arange(tokens.shape[1]))
+
+    tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
+    params = jax.eval_shape(Net().init, jax.random.key(0), tokens)
+
+    def step(params, tokens):
+        loss, grads = jax.value_and_grad(lambda params: jnp.mean(Net().apply(params, tokens) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    program = deepcompile.shard(step, {"fsdp": 8}).trace(params, tokens).program
+    assert vocabularies(program) == {256}
 
 
 @pytest.mark.pure

@@ -62,7 +62,7 @@ def test_of_a_plan_from_elsewhere_the_prediction_is_told_and_what_is_unknown():
     told = seconds_of(Planned(ANYTHING, Plan("0", prediction=prediction), None, "given"), None)
     assert sum(part.seconds for part in told.parts) == told.step_s == 2.0
     assert (told.kernels, told.waits) == ((), ())
-    assert "the plan was made elsewhere" in told.unknown
+    assert "the plan was not made in this run" in told.unknown
     assert seconds_of(Planned(ANYTHING, Plan("0"), None, "given"), None).step_s is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jax_deepcompile.runtime import quiet
-from jax_deepcompile.runtime.quiet import silenced, start_backends
+from jax_deepcompile.runtime.quiet import STDOUT, silenced, start_backends
 
 pytestmark = pytest.mark.pure
 
@@ -19,6 +20,14 @@ def test_what_is_written_meanwhile_is_lost_and_nothing_else(capfd):
         os.write(2, b"W0000 native")
     print("python", file=sys.stderr)
     assert capfd.readouterr().err == "python\n"
+
+
+def test_what_c_prints_meanwhile_is_lost_though_it_is_buffered(capfd):
+    print("before", end=" ")
+    with silenced(STDOUT):
+        ctypes.CDLL(None).printf(b"native")
+    print("after", flush=True)
+    assert capfd.readouterr().out == "before after\n"
 
 
 def test_errors_are_not_lost(capfd):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_deepcompile.cli.train import parse
-from jax_deepcompile.training.config import ConfigError, flatten, spell
+from jax_deepcompile.training.config import ConfigError, flatten, settings, spell
 from jax_deepcompile.training.find import load, names
 from jax_deepcompile.training.model import build_model
 from jax_deepcompile.training.train import abstract_step, make_evaluate_step
@@ -102,3 +102,13 @@ def test_sizes_that_do_not_fit_are_refused_with_the_nearest(name, options, sente
 def test_a_model_that_is_not_registered_says_how_to_register_it():
     with pytest.raises(ConfigError, match=r"for a object: decorate a function .* with @build_model\.register"):
         build_model(object(), None)
+
+
+def test_every_setting_of_every_experiment_says_what_it_takes_and_means():
+    listed = [(name, each) for name in names(FOLDERS) for each in settings(load(name, FOLDERS))]
+    assert [(name, each.option) for name, each in listed if not each.meaning or "ANY" in each.kind] == []
+
+
+def test_the_type_of_logits_is_a_dtype_or_none():
+    given = (parse("tiny_llama", words, FOLDERS).experiment.model for words in (["--model.logits-dtype=float32"], []))
+    assert [model.logits_dtype for model in given] == [jnp.float32, None]

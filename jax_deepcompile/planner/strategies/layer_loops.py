@@ -41,7 +41,10 @@ class PipelineLoops:
         ahead = sum(1 for schedule in schedules if schedule.prefetch_layers)
         behind = sum(1 for schedule in schedules if schedule.delay_layers)
         small = sum(len(choice.gathers) + len(choice.reductions) for choice in plan.of(StackCollectives))
-        decision = f"{ahead} loops gather a layer ahead, {behind} reduce a layer behind, one bucket each"
+        what = [f"{ahead} loops gather a layer ahead"] * bool(ahead) + [f"{behind} reduce a layer behind"] * bool(
+            behind
+        )
+        decision = ", ".join([*(what or ["loops that gather nothing large"]), "one bucket each"])
         decision += f"; {small} small collectives once for all layers" * bool(small)
         yield Proposal(pipelined(plan, base, schedules).replace(options=options), decision)
 
