@@ -83,6 +83,7 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
         import tyro
 
         from jax_deepcompile import errors
+        from jax_deepcompile.cli import users_errors
 
         commands = _commands(words[own:], watch)
     mistakes = () if is_experiment else (errors.DeepCompileError, OSError)
@@ -100,6 +101,12 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
     except mistakes as error:
         print(f"deepcompile: {error}", file=sys.stderr)
         return 2
+    except Exception as error:
+        said = users_errors.told(error)
+        if said is None:
+            raise
+        print(f"deepcompile: an error in your code:\n{said}", file=sys.stderr)
+        return 1
     if isinstance(made, int):
         return made
     print(made)

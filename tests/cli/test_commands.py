@@ -140,6 +140,19 @@ def test_differences_are_told_by_line_most_first():
 
 
 @pytest.mark.pure
+def test_an_error_in_the_step_is_told_by_the_users_lines_alone(file, capsys, monkeypatch):
+    file.write_text(textwrap.dedent(STEP).replace("batch @ w", "bach @ w"))
+    assert cli.main(["trace", f"{file}:make"]) == 1
+    head, *frames, last = capsys.readouterr().err.splitlines()
+    assert (head, last) == ("deepcompile: an error in your code:", "NameError: name 'bach' is not defined")
+    assert len(frames) < 12
+    assert all(str(file) in line for line in frames if line.startswith("  File"))
+    monkeypatch.setattr(commands, "sharded_step", int)
+    with pytest.raises(TypeError):
+        cli.main(["trace", f"{file}:make"])
+
+
+@pytest.mark.pure
 def test_a_module_that_lacks_one_of_its_own_imports_says_which(file):
     file.write_text("import no_such_library\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):

@@ -283,7 +283,7 @@ def tokens(seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("policy", "meshes"),
-    [(None, ["8"]), (jax.checkpoint_policies.nothing_saveable, ["8", "2x4", "1"])],
+    [pytest.param(None, ["8"], marks=pytest.mark.slow), (jax.checkpoint_policies.nothing_saveable, ["8", "2x4", "1"])],
     ids=["saved", "checkpointed"],
 )
 def test_loops_of_layers(policy, meshes):
@@ -335,7 +335,9 @@ def images(seed: int) -> dict[str, np.ndarray]:
             ["8", "2x4"],
             marks=pytest.mark.slow,
         ),
-        (lambda: mixtral.Mixtral(CAPPED, rngs=nnx.Rngs(0)), mixtral_loss, tokens, ["8"]),
+        pytest.param(
+            lambda: mixtral.Mixtral(CAPPED, rngs=nnx.Rngs(0)), mixtral_loss, tokens, ["8"], marks=pytest.mark.slow
+        ),
         (lambda: vit.ViT(vit.VIT_TINY, rngs=nnx.Rngs(0)), vit_loss, images, ["2x4", "1"]),
     ],
     ids=["mixtral", "capped mixtral", "vit"],
