@@ -40,6 +40,7 @@ from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.partition.rules.families import REGISTRY
+from jax_deepcompile.planner.examination import examined
 from jax_deepcompile.planner.limits import require_fit
 from jax_deepcompile.planner.session import Planned, fastest_of, plan_program
 from jax_deepcompile.profilers.hosts import host_profile
@@ -47,7 +48,7 @@ from jax_deepcompile.profilers.rivals import copy_donated, measure_in_turns
 from jax_deepcompile.profilers.take import take_profile
 from jax_deepcompile.report import dump
 from jax_deepcompile.report.dump import Rewritten
-from jax_deepcompile.runtime.processes import Alone
+from jax_deepcompile.runtime.processes import Alone, processes_of
 from jax_deepcompile.transforms.microbatch import accumulate
 from jax_deepcompile.transforms.stop_alone import stop_alone
 
@@ -200,6 +201,24 @@ class Compilation:
         planned = self.runs.fastest or vars(self).get("_simulated")
         among = f"; the fastest of microbatches: {', '.join(self.tried)}" * (len(self.tried) > 1)
         return planned and replace(planned, measured=self.runs.measured, origin=planned.origin + among)
+
+    def examine(self, in_steps: bool = False) -> None:
+        """Has compiler and simulator look at a plan from elsewhere, as they did at one that was made in this process.
+
+        Not in a run of several processes, which may not compile at the same time.
+
+        Args:
+          in_steps: also at what comes of each kind of decision in turn.
+        """
+        context = self.context
+        if not processes_of(context.use.mesh).is_alone:
+            return
+        planned, place = self.planned, (context.use.mesh, context.use.platform)
+        seen = examined(planned, self.sharded, *place, context.options.planning, in_steps)
+        if planned is self.runs.fastest:
+            self.runs.fastest = seen
+        else:
+            vars(self)["_simulated"] = seen
 
     def measure(self, args: tuple, processes: Alone) -> None:
         """Where the user wants that, runs the plans that simulate fastest on a copy of ``args``: the fastest is taken.

@@ -90,8 +90,8 @@ class TracedStep(Summarized):
     def page(self, beside: Mapping[str, Simulation] | None = None) -> Page:
         """What runs when, where memory goes and what was decided, as one HTML file: ``page().write("step.html")``.
 
-        It shows the step before any change, after each that was accepted, and as planned; a plan that was not made in
-        this process is compiled for it, and shown alone.
+        It shows the step before any change, after each that was accepted, and as planned; of a plan that was not made
+        in this process after each kind of decision, which are compiled for it.
 
         Args:
           beside: other steps to compare it with, by what to call them, such as ``{"jit": deepcompile.simulate(...)}``.
@@ -100,9 +100,11 @@ class TracedStep(Summarized):
           ArgumentError: the mesh is abstract: there are no devices to simulate a step on.
           MemoryExceededError: it does not fit.
         """
-        mesh, planned = self.compilation.context.use.mesh, self.compilation.planned
+        mesh = self.compilation.context.use.mesh
         if not isinstance(mesh, Mesh):
             raise errors.ArgumentError("page", "mesh", mesh, "a jax.sharding.Mesh of the devices that the step is for")
+        self.compilation.examine(in_steps=True)
+        planned = self.compilation.planned
         shown = ways(planned) or {AFTER: simulate(self.lower().compile(), mesh, planned.profile)}
         runs = {**(beside or {}), **shown, AFTER: shown[AFTER]}
         return page_of(planned, self.sharded, runs, self.utilisation, mesh.devices.flat[0].device_kind)
@@ -188,6 +190,8 @@ def limited(made: Compilation, limit: MemoryLimit) -> LimitedStep:
 
 def explain_compilation(made: Compilation) -> Explanation:
     """What was decided and why, so far."""
+    if made.planned_already is not None:
+        made.examine()
     planned, launches, mesh = made.planned_already, made.runs.launches, made.context.use.mesh
     achieves = utilisation_of(made.program, mesh)
     return explain(made.program, made.partitioned, made.sharded, made.traced.reasons, mesh, planned, launches, achieves)

@@ -1,6 +1,7 @@
 """The subcommands of ``deepcompile`` that take a step of the user's: each returns the text to print."""
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.cli.against import Difference, other_run
-from jax_deepcompile.cli.files import NO_FILES, Files, told
+from jax_deepcompile.cli.files import NO_FILES, Files, explained, told
 from jax_deepcompile.cli.options import HERE, Cluster
 from jax_deepcompile.cli.steps import StepRequest, sharded_step
 from jax_deepcompile.costs.simulate import simulate
@@ -20,7 +21,7 @@ from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.lowering import cuda_compiler
 from jax_deepcompile.lowering.compile import compile_options, peak_bytes
-from jax_deepcompile.report.words import percent_text
+from jax_deepcompile.report.words import percent_text, seconds_text
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.training.config import AtLeastOne
 
@@ -38,8 +39,8 @@ def trace(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES
         traced = step.trace(*args)
         summary, jaxpr = traced.division(), str(traced.sharded.jaxpr)
         written = files.write(traced, progress)
-    document = {"division": dataclasses.asdict(summary), "jaxpr": jaxpr, "files": [*written]}
-    return request.answer(document, "\n".join([*summary.lines(), "", jaxpr, *told(written)]))
+        text = "\n".join([*summary.lines(), "", jaxpr, *told(written)])
+        return request.answer(lambda: explained(traced, written, jaxpr=jaxpr), text)
 
 
 def plan(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) -> str:
@@ -49,7 +50,8 @@ def plan(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES)
         step, args = sharded_step(request, cluster, progress)
         traced = step.trace(*args)
         made, written = traced.plan(), files.write(traced, progress)
-    return request.answer(made.to_json(), "\n".join([str(made), *told(written)]))
+        text = "\n".join([str(made), *told(written)])
+        return request.answer(lambda: explained(traced, written, plan=json.loads(made.to_json())), text)
 
 
 def explain(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES, against: str | None = None) -> str:
@@ -64,12 +66,11 @@ def explain(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
         traced = step.trace(*args)
         beside = {} if against is None else {against: other_run(against, step, args, request, cluster, progress)}
         page = traced.page(beside) if beside or files.html is not None else None
-        written, explained = files.write(traced, progress, page), traced.explain()
+        written, said = files.write(traced, progress, page), str(traced.explain())
     difference = Difference.of(page.data["runs"]) if page is not None and beside else None
-    document = explained.to_dict() | {"files": [*written]}
-    document |= {} if difference is None else {"against": dataclasses.asdict(difference)}
+    own = {} if difference is None else {"against": dataclasses.asdict(difference)}
     against_it = [] if difference is None else ["", *difference.lines()]
-    return request.answer(document, "\n".join([str(explained), *against_it, *told(written)]))
+    return request.answer(lambda: explained(traced, written, **own), "\n".join([said, *against_it, *told(written)]))
 
 
 def profile(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES, runs: AtLeastOne = 5) -> str:
@@ -94,10 +95,12 @@ def profile(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
         progress.say("running and measuring it")
         measured = step.profile(*jax.tree.map(zeros, args), runs=runs)
         taken = measured.profile
-        written = files.write(step.trace(*measured.args), progress, measured=measured.timelines) if files else {}
+        traced = step.trace(*measured.args)
+        written = files.write(traced, progress, measured=measured.timelines) if files else {}
     entries = f"{len(taken.ops)} ops, {len(taken.collectives)} collectives, {len(taken.copies)} copies to {request.out}"
     step_s = f"step {1e3 * taken.step.seconds:.3f} ms\n" if taken.step is not None else ""
-    return request.answer(taken.to_json(), "\n".join([step_s + entries, *told(written), *taken.fallbacks()]))
+    text = "\n".join([step_s + entries, *told(written), *taken.fallbacks()])
+    return request.answer(lambda: explained(traced, written, profile=json.loads(taken.to_json())), text)
 
 
 def compare(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) -> str:
@@ -129,14 +132,25 @@ def compare(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
                 played, peak = simulate(made, mesh, costs), peak_bytes(made.memory_analysis())
                 rows.append(_Compared.of(name, played, peak, rows[0].step_s if rows else played.step_s, achieves))
                 runs[name] = played
+        traced = ours.trace(*args)
         if files and "planned" in runs:
-            traced = ours.trace(*args)
             page = traced.page({name: run for name, run in runs.items() if name == "jit"}) if files.html else None
             written = files.write(traced, progress, page)
         elif files:
             left.append("no files are written, as there is no planned step")
-    document = {"systems": [dataclasses.asdict(row) for row in rows], "left_out": left, "files": [*written]}
-    return request.answer(document, "\n".join([_table(rows), *left, *told(written)]))
+        own = {"systems": [dataclasses.asdict(row) for row in rows], "left_out": left}
+        text = "\n".join([_table(rows), *left, *told(written)])
+        return request.answer(lambda: _beside_jit(explained(traced, written, **own), rows), text)
+
+
+def _beside_jit(document: dict[str, Any], rows: Sequence["_Compared"]) -> dict[str, Any]:
+    """``document`` of a step whose headline says what it is beside ``jax.jit``, where both were simulated."""
+    by_name = {row.name: row for row in rows}
+    if by_name.keys() >= {"jit", "planned"}:
+        step_s = seconds_text(by_name["jit"].step_s)
+        said = f"{step_s}, simulated; this step is {by_name['planned'].times_jit:.2f}x as fast"
+        document["headline"]["against_jit"] = said
+    return document
 
 
 @dataclass(frozen=True)

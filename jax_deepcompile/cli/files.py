@@ -1,9 +1,11 @@
-"""The files that show a step, on every line: ``--html`` and ``--trace``."""
+"""What commands show of a step, beside text: the files of ``--html`` and ``--trace``, and JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -12,7 +14,7 @@ from jax_deepcompile.report.chrome_trace import required
 from jax_deepcompile.report.page.page import Page
 from jax_deepcompile.report.simulated import SimulatedStep, Timelines, simulate
 from jax_deepcompile.runtime.progress import Progress
-from jax_deepcompile.stages import TracedStep
+from jax_deepcompile.stages import TracedStep, explain_compilation
 
 
 def simulated(traced: TracedStep) -> SimulatedStep:
@@ -75,6 +77,18 @@ class Files:
 
 
 NO_FILES = Files()
+
+
+def explained(traced: TracedStep, written: Mapping[str, str], **own: Any) -> dict[str, Any]:
+    """What a command about ``traced`` answers as JSON: all of ``explain``, what is its ``own``, and files ``written``.
+
+    Of a step that does not fit what is known without a plan.
+    """
+    try:
+        explanation = traced.explain()
+    except errors.MemoryExceededError:
+        explanation = explain_compilation(traced.compilation)
+    return explanation.to_dict() | own | {"files": [*written]}
 
 
 def told(written: dict[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jax_deepcompile import errors
-from jax_deepcompile.cli.files import NO_FILES, Files, told
+from jax_deepcompile.cli.files import NO_FILES, Files, explained, told
 from jax_deepcompile.cli.options import HERE, Cluster
 from jax_deepcompile.cli.steps import StepRequest, sharded_step
 from jax_deepcompile.planner.state_on_host import argument_bytes
@@ -109,9 +109,10 @@ def fit(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) 
     with Progress(f"fit {request.step}") as progress:
         step, args = sharded_step(request, cluster, progress)
         found = what_fits(step, args, request.step)
-        written = files.write(step.trace(*args), progress) if found.given.fits else {}
-    document = dataclasses.asdict(found) | {"files": [*written]}
-    return request.answer(document, "\n".join([str(found), *told(written)]))
+        traced = step.trace(*args)
+        written = files.write(traced, progress) if found.given.fits else {}
+        text = "\n".join([str(found), *told(written)])
+        return request.answer(lambda: explained(traced, written, **dataclasses.asdict(found)), text)
 
 
 def what_fits(step: ShardedStep, args: tuple, what: str) -> Fit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,9 +46,11 @@ class StepRequest:
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     out: Path | None = None
 
-    def answer(self, document: str | dict[str, Any], text: str) -> str:
+    def answer(self, document: Callable[[], Mapping[str, Any]], text: str) -> str:
         """What is printed: the ``document``, which is written where that was asked for, or the ``text``."""
-        as_json = document if isinstance(document, str) else json.dumps(document, allow_nan=False, indent=1)
+        if not self.json and self.out is None:
+            return text
+        as_json = json.dumps(document(), allow_nan=False, indent=1)
         if self.out is not None:
             self.out.write_text(as_json)
         return as_json if self.json else text

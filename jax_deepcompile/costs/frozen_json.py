@@ -41,6 +41,12 @@ def parse(text: str) -> Any:
         raise ValueError("its lists and objects are nested too deeply") from None
 
 
+def document_in(data: Any, name: str) -> Any:
+    """What ``data`` holds by ``name``, if it has no format of its own: such are the answers of the command line."""
+    holds_one = isinstance(data, dict) and "format" not in data and name in data
+    return data[name] if holds_one else data
+
+
 def read(kind: type[T], data: Any) -> T:
     """The value of the dataclass ``kind`` that ``dump`` made JSON of.
 

@@ -153,13 +153,13 @@ class Profile(Summarized):
 
     @classmethod
     def from_json(cls, text: str, name: str = "the text given") -> Profile:
-        """The profile that ``to_json`` made ``text`` from.
+        """The profile that ``to_json``, or ``deepcompile profile --json``, made ``text`` from.
 
         Raises:
           ProfileFormatError: it is not one; ``name`` is what the error calls it.
         """
         try:
-            data = frozen_json.parse(text)
+            data = frozen_json.document_in(frozen_json.parse(text), "profile")
             _require_format(data)
             return frozen_json.read(_Document, data).profile
         except (ValueError, TypeError) as error:

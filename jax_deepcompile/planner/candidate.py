@@ -86,14 +86,15 @@ class Candidate(Summarized):
       program: the base program rewritten by them.
       evaluation: None as long as it is not compiled.
       rivals: of what a search found best, the other plans that simulate fastest, with their predictions.
-      way: of what a search found best: the step before any change, and after each that was accepted.
+      way: of what a search found best: the step before any change, and after each that was accepted, by what proposed
+        it.
     """
 
     plan: Plan
     program: Program
     evaluation: Evaluation | None = None
     rivals: tuple[Plan, ...] = ()
-    way: tuple[Simulation, ...] = ()
+    way: tuple[tuple[str, Simulation], ...] = ()
 
     def _summary(self) -> Summary:
         expected = (("expected step", "not compiled"),) if self.evaluation is None else self.prediction.rows()

@@ -22,7 +22,7 @@ from jax_deepcompile.summary import Branch, Summarized, Summary, Text, cut, size
 from jax_deepcompile.transforms import TRANSFORMS, carry_out, in_order
 from jax_deepcompile.transforms.decision import Decision, nearest
 
-FORMAT = 11
+FORMAT = 12
 """Of the JSON; a plan of another format is replanned."""
 
 D = TypeVar("D", bound=Decision)
@@ -80,6 +80,7 @@ class Record:
       accepted: whether it is part of the plan.
       reason: why, or why not.
       wall_s: seconds deciding, rewriting, compiling and simulating took.
+      brought: lines of the plan with it that the one without it has not.
     """
 
     strategy: str
@@ -89,6 +90,7 @@ class Record:
     accepted: bool
     reason: str
     wall_s: float
+    brought: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Record({self.strategy}, {_verdict(self)}: {self.decision}: {self.reason})"
@@ -185,13 +187,13 @@ class Plan(Summarized):
 
     @classmethod
     def from_json(cls, text: str, where: str = "the plan", decisions: Sequence[type[Decision]] = TRANSFORMS) -> Plan:
-        """Reads what ``to_json`` wrote.
+        """Reads what ``to_json`` wrote, or ``deepcompile plan --json``.
 
         Raises:
           PlanError: ``text`` is not a plan, or one of another format, or sets what plans may not.
         """
         try:
-            data = frozen_json.parse(text)
+            data = frozen_json.document_in(frozen_json.parse(text), "plan")
             if not isinstance(data, dict) or data.get("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             found = _read_decisions(data.pop("decisions", None), {each.kind: each for each in decisions})
@@ -204,7 +206,7 @@ class Plan(Summarized):
 
     def diff(self, other: Plan) -> str:
         """The decisions that differ, one a line."""
-        mine, theirs = _said(self), _said(other)
+        mine, theirs = self.lines(), other.lines()
         lines = [f"- {line}" for line in mine if line not in theirs] + [
             f"+ {line}" for line in theirs if line not in mine
         ]
@@ -233,14 +235,14 @@ class Plan(Summarized):
         """What the planned step is expected to take."""
         return (("expected step", "not simulated"),) if self.prediction is None else self.prediction.rows(limit_bytes)
 
+    def lines(self) -> list[str]:
+        """The decisions, and what XLA is told, one a line."""
+        lines = [each.describe() for each in self.decisions]
+        lines += [f"option {name} = {value}" for name, value in self.options]
+        return lines + [f"schedule by {len(self.latencies)} latencies of the cost model"] * bool(self.latencies)
+
     def __str__(self) -> str:
-        return "\n".join(_said(self)) or "fully sharded, nothing more"
-
-
-def _said(plan: Plan) -> list[str]:
-    lines = [each.describe() for each in plan.decisions]
-    lines += [f"option {name} = {value}" for name, value in plan.options]
-    return lines + [f"schedule by {len(plan.latencies)} latencies of the cost model"] * bool(plan.latencies)
+        return "\n".join(self.lines()) or "fully sharded, nothing more"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 import time
@@ -55,10 +56,16 @@ def search(base: Program, environment: Environment, strategies: Sequence[Strateg
     Raises:
       MemoryExceededError: not even ``start`` fits the limit.
     """
+    with sharing_kernels(environment) as shared, Progress(f"planning {base.name}") as progress:
+        return _Search(base, shared, progress).run(strategies, start)
+
+
+@contextlib.contextmanager
+def sharing_kernels(environment: Environment) -> Iterator[Environment]:
+    """The environment with a file for kernels that one candidate compiles and another needs too."""
     # Errors: a compilation that was left behind on Ctrl-C may still be writing into it.
-    kernels = tempfile.TemporaryDirectory(prefix="deepcompile_kernels_", ignore_cleanup_errors=True)
-    with kernels as folder, Progress(f"planning {base.name}") as progress:
-        return _Search(base, environment.replace(kernels=Path(folder) / "kernels"), progress).run(strategies, start)
+    with tempfile.TemporaryDirectory(prefix="deepcompile_kernels_", ignore_cleanup_errors=True) as folder:
+        yield environment.replace(kernels=Path(folder) / "kernels")
 
 
 def by_first_proposals(base: Program, environment: Environment, strategies: Sequence[Strategy], start: Plan) -> Plan:
@@ -167,12 +174,12 @@ class _Search:
         found = _fitting(best, self.environment, records, partial(self._with_more_on_host, main, best))
         return dataclasses.replace(found, rivals=self._rivals(best), way=tuple(self._way(records)))
 
-    def _way(self, records: Sequence[Record]) -> Iterator[Simulation]:
+    def _way(self, records: Sequence[Record]) -> Iterator[tuple[str, Simulation]]:
         """The step before any change, and after each of ``records``, of all that was evaluated, that was accepted."""
-        yield self.accepted[0].simulation
+        yield "", self.accepted[0].simulation
         for record, each in zip(records, self.evaluated, strict=True):
             if record.accepted and each.candidate is not None:
-                yield each.candidate.simulation
+                yield record.strategy, each.candidate.simulation
 
     def _with_more_on_host(self, strategies: Sequence[Strategy], best: Candidate) -> Candidate | None:
         """What would fit the device if its host had more memory, where nothing fits with what it has."""
@@ -375,7 +382,8 @@ class _Search:
             else:
                 reason = "" if accepted else objection_to(each.candidate)
                 reason = reason or _change(seconds, of, each.candidate)
-            self._record(Record(name, each.decision, of.prediction, after, accepted, reason, each.wall_s))
+            brought = () if each.candidate is None else _brought(each.candidate.plan, of.plan)
+            self._record(Record(name, each.decision, of.prediction, after, accepted, reason, each.wall_s, brought))
         return best
 
     def _record(self, record: Record) -> None:
@@ -421,6 +429,11 @@ def _that_led_to(prediction: Prediction, records: Iterable[Record]) -> list[Reco
             record = dataclasses.replace(record, accepted=False, reason=reason)
         kept.insert(0, record)
     return kept
+
+
+def _brought(plan: Plan, before: Plan) -> tuple[str, ...]:
+    known = before.lines()
+    return tuple(line for line in plan.lines() if line not in known)
 
 
 def _change(seconds: Callable[[Candidate], float], before: Candidate, after: Candidate) -> str:

@@ -78,8 +78,8 @@ class Planned(Summarized):
       measured: this very step, run; None if it was not.
       rivals: other plans that simulate about as fast, to be measured beside this one.
       evaluation: what compiler and simulator made of it, if they did in this process; None of a plan from elsewhere.
-      way: the step as simulated before any change, and after each that ``plan.records`` say was accepted; empty where
-        it was not planned in this process.
+      way: the step as simulated before any change, and after each, by what made it: the strategy whose proposal was
+        accepted; the kind of decision, of a plan from elsewhere; empty where nobody asked.
     """
 
     program: Program
@@ -90,7 +90,7 @@ class Planned(Summarized):
     measured: StepTime | None = None
     rivals: tuple[Plan, ...] = ()
     evaluation: Evaluation | None = None
-    way: tuple[Simulation, ...] = ()
+    way: tuple[tuple[str, Simulation], ...] = ()
 
     def rows(self) -> Rows:
         """What is expected or measured."""
@@ -172,7 +172,7 @@ class _Task:
 
 def _planned(program: Program, mesh: Mesh, platform: str, options: PlanOptions) -> Planned:
     selection = Selection.of(options.passes)
-    environment = _environment(mesh, platform, options).replace(disabled=selection.disabled)
+    environment = environment_of(mesh, platform, options).replace(disabled=selection.disabled)
     leaves = host_leaves(program, environment.disabled).values()
     movable_bytes = min(sum(leaf.freed_bytes for leaf in leaves), environment.host_bytes)
     require_room(program.name, argument_bytes(program) - movable_bytes, environment.limit_bytes)
@@ -217,7 +217,8 @@ def _without_search(
     return Planned(plan.program(program, environment.mesh), plan, None, why)
 
 
-def _environment(mesh: Mesh, platform: str, options: PlanOptions) -> Environment:
+def environment_of(mesh: Mesh, platform: str, options: PlanOptions) -> Environment:
+    """What a step is planned for, by the user's options."""
     costs = costs_of(mesh, options.profile)
     allocator_bytes = allocator_bytes_of(mesh)
     is_known = known_hardware(mesh.devices.flat[0].device_kind) and costs.hardware is not CPU_HOST

@@ -33,10 +33,11 @@ _GAPS = "gaps between blocks, and what XLA assigns otherwise"
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of all blocks of one role."""
+    """Bytes of all blocks of one role; ``line`` is the user's of those that take most, empty where they have none."""
 
     role: str
     bytes: int
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class PeakMemory:
             limit = "" if self.limit_bytes is None else f" of {bytes_text(self.limit_bytes)}"
             lines = [f"memory at the peak: {bytes_text(self.peak_bytes)} a device{limit}:"]
         whole = self.peak_bytes or sum(each.bytes for each in self.roles) or 1
-        lines += table([(bytes_text(each.bytes), f"{each.bytes / whole:.1%}", each.role) for each in self.roles])
+        lines += table([(bytes_text(each.bytes), f"{each.bytes / whole:.1%}", _said(each)) for each in self.roles])
         lines += ["  largest blocks:"] * bool(self.largest)
         lines += table([(bytes_text(each.bytes), f"{each.count}x", _said(each)) for each in self.largest], "    ")
         lines += [f"  host memory: {bytes_text(self.host_bytes)} for each device"] * bool(self.host_bytes)
@@ -98,9 +99,9 @@ class PeakMemory:
         return lines
 
 
-def _said(block: Block) -> str:
-    line = f"  {line_text(block.line)}" if block.line else ""
-    return f"{block.role}: {block.what}{line}"
+def _said(told: Size | Block) -> str:
+    what = f"{told.role}: {told.what}" if isinstance(told, Block) else told.role
+    return f"{what}  {line_text(told.line)}" if told.line else what
 
 
 def peak_memory_of(program: Program, sharded: Program, planned: Planned | None) -> PeakMemory:
@@ -167,12 +168,11 @@ def vocabularies(program: Program) -> frozenset[int]:
 
 
 def _roles(blocks: list[Block]) -> tuple[Size, ...]:
-    sizes: dict[str, int] = defaultdict(int)
+    lines: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for block in blocks:
-        sizes[block.role] += block.bytes
-    last = [_GAPS] if _GAPS in sizes else []
-    order = sorted((role for role in sizes if role not in last), key=lambda role: -sizes[role])
-    return tuple(Size(role, sizes[role]) for role in (*order, *last) if sizes[role])
+        lines[block.role][block.line] += block.bytes
+    sizes = [Size(role, sum(of.values()), max(of, key=of.__getitem__)) for role, of in lines.items()]
+    return tuple(sorted((each for each in sizes if each.bytes), key=lambda each: (each.role == _GAPS, -each.bytes)))
 
 
 def _largest(blocks: list[Block]) -> tuple[Block, ...]:

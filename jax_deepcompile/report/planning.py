@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.planner.plan import Prediction, Record
+from jax_deepcompile.planner.plan import Plan, Prediction, Record
 from jax_deepcompile.planner.session import MEASURE, Planned
 from jax_deepcompile.report.words import seconds_text
 from jax_deepcompile.transforms.prefetch import Prefetch
@@ -29,6 +29,7 @@ class Change:
       decision: in words.
       before_s, after_s: seconds a step.
       grounds: what it was compared by, where that is something else, such as a better schedule.
+      decisions: of the plan, that are there since.
     """
 
     strategy: str
@@ -36,6 +37,12 @@ class Change:
     before_s: float
     after_s: float
     grounds: str
+    decisions: tuple[str, ...] = ()
+
+    @property
+    def gain(self) -> str:
+        saved_s = self.before_s - self.after_s
+        return f"saves {seconds_text(saved_s)}" if saved_s >= 0 else f"costs {seconds_text(-saved_s)}"
 
     def line(self) -> str:
         """What it bought.
@@ -43,9 +50,7 @@ class Change:
         >>> Change("unshard", "keeps it", 2.0, 1.5, "").line()
         'unshard [accepted]: keeps it: 2 s to 1.5 s, saves 500 ms'
         """
-        saved_s = self.before_s - self.after_s
-        told = f"saves {seconds_text(saved_s)}" if saved_s >= 0 else f"costs {seconds_text(-saved_s)}"
-        change = f"{self.before_s:.4g} s to {self.after_s:.4g} s, {told}"
+        change = f"{self.before_s:.4g} s to {self.after_s:.4g} s, {self.gain}"
         return f"{self.strategy} [accepted]: {self.decision}: {change}" + f" ({self.grounds})" * bool(self.grounds)
 
 
@@ -64,8 +69,8 @@ class Decisions:
 
     Attributes:
       origin: where it is from.
-      decisions: by name, in order, and what XLA is told.
-      early: how many gathers start early, where they are too many to list.
+      decisions: by name, in order, and what XLA is told; gathers that start early are counted where they are many.
+      first: those of them that none of ``changes`` brought.
       first_s: the step as divided, before any change; each of ``changes`` goes on from the one before.
       edited_s: from what to what, where the plan was edited since.
       candidates, planning_s: compiled and simulated, and seconds that took in sum.
@@ -76,7 +81,7 @@ class Decisions:
 
     origin: str
     decisions: tuple[str, ...]
-    early: int = 0
+    first: tuple[str, ...] = ()
     first_s: float | None = None
     changes: tuple[Change, ...] = ()
     edited_s: tuple[float, float] | None = None
@@ -88,15 +93,19 @@ class Decisions:
     notes: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
-        lines = [f"plan: {self.origin}", *(f"  {line}" for line in self.decisions)]
-        lines += [f"  {self.early} gathers start ahead of their use"] * bool(self.early)
-        if self.first_s is not None:
-            lines.append("steps simulated of XLA's schedule, from change to change:")
+        lines = [f"plan: {self.origin}"]
+        first = [f"    {line}" for line in self.first]
+        if self.first_s is None:
+            lines += [f"  {line}" for line in self.decisions]
+        else:
+            lines.append("steps simulated of XLA's schedule, from change to change, with the decisions of each:")
             lines.append(f"  as divided, before any change: {self.first_s:.4g} s")
-            lines += [f"  {each.line()}" for each in self.changes]
+            lines += first if self.edited_s is None else []
+            for each in self.changes:
+                lines += [f"  {each.line()}", *(f"    {line}" for line in each.decisions)]
         if self.edited_s is not None:
             before_s, after_s = self.edited_s
-            lines.append(f"  [given] the plan was edited since: {before_s:.4g} s to {after_s:.4g} s")
+            lines += [f"  [given] the plan was edited since: {before_s:.4g} s to {after_s:.4g} s", *first]
         shown = self.rejected[:_REJECTED]
         lines += [f"  {each.strategy} [rejected]: {each.decision}: {each.reason}" for each in shown]
         if len(self.rejected) > len(shown):
@@ -116,19 +125,22 @@ def decisions_of(planned: Planned | None) -> Decisions:
     if planned is None:
         return Decisions("not planned yet", ())
     plan, expected = planned.plan, planned.plan.prediction
-    early = plan.of(Prefetch)
-    shown = plan if len(early) <= _EACH else plan.having(Prefetch, ())
     accepted = [record for record in plan.records if record.accepted]
     rejected = [record for record in plan.records if not record.accepted]
     compiled = [record for record in plan.records if record.strategy != MEASURE]
+    since = {line: place for place, record in enumerate(accepted) for line in record.brought}
+
+    def said(place: int | None) -> tuple[str, ...]:
+        return _counted(plan, [line for line in plan.lines() if since.get(line) == place])
+
     last = accepted[-1].after if accepted else plan.records[0].before if plan.records else None
     edited = last is not None and expected is not None and last != expected
     return Decisions(
         planned.origin,
-        tuple(str(shown).splitlines()),
-        0 if shown is plan else len(early),
+        _counted(plan, plan.lines()) or (str(plan),),
+        said(None),
         (accepted or rejected)[0].before.step_s if plan.records else None,
-        tuple(map(_change, accepted)),
+        tuple(_change(record, said(place)) for place, record in enumerate(accepted)),
         (last.step_s, expected.step_s) if edited and last and expected else None,
         tuple(Rejected(each.strategy, each.decision, each.reason) for each in rejected),
         len(compiled),
@@ -139,11 +151,19 @@ def decisions_of(planned: Planned | None) -> Decisions:
     )
 
 
-def _change(record: Record) -> Change:
+def _counted(plan: Plan, lines: Sequence[str]) -> tuple[str, ...]:
+    """``lines`` of ``plan``, gathers that start early as their number where they are many."""
+    early = [each.describe() for each in plan.of(Prefetch)]
+    counted = [line for line in lines if line in early] if len(early) > _EACH else []
+    said = f"{len(counted)} gathers start ahead of their use"
+    return (*(line for line in lines if line not in counted), *[said] * bool(counted))
+
+
+def _change(record: Record, decisions: tuple[str, ...]) -> Change:
     before_s = record.before.step_s
     after_s = before_s if record.after is None else record.after.step_s
     grounds = record.reason.removeprefix(f"{before_s:.4g} s to {after_s:.4g} s").lstrip(", ")
-    return Change(record.strategy, record.decision, before_s, after_s, grounds)
+    return Change(record.strategy, record.decision, before_s, after_s, grounds, decisions)
 
 
 def _planned_by(profile: Profile) -> Iterator[str]:

@@ -175,6 +175,9 @@ def test_what_is_said_is_printed_as_one_json_document(file, capsys):
         assert cli.main([command, f"{file}:make", "--json", "--out", str(out)]) == 0
         found[command] = json.loads(capsys.readouterr().out)
         assert json.loads(out.read_text()) == found[command]
+    for document in found.values():
+        assert document["headline"] == found["explain"]["headline"]
+        assert document.keys() >= {"headline", "seconds", "memory", "decisions", "division", "files"}
     assert found["explain"]["headline"]["step"] == "step"
     assert found["explain"]["headline"]["step_s"] is None
     assert [each["kind"] for each in found["trace"]["division"]["arguments"]] == ["state", "batch"]
@@ -209,7 +212,9 @@ def test_mistakes_end_with_2_and_a_sentence(file, capsys, words, said):
 def test_profile_measures_on_zeros_where_shapes_are_given(file, tmp_path, capsys):
     out = tmp_path / "profile.json"
     assert cli.main(["profile", f"{file}:make", "--out", str(out), "--runs", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
+    document = json.loads(capsys.readouterr().out)
+    assert document == json.loads(out.read_text())
+    assert document["headline"]["basis"] == "measured"
     trace = tmp_path / "trace.json"
     assert cli.main(["profile", f"{file}:make", "--out", str(out), "--runs", "1", "--trace", str(trace)]) == 0
     printed = capsys.readouterr().out
@@ -238,7 +243,8 @@ def test_a_plan_is_written_and_explained(file, tmp_path, capsys):
     assert "plan: given" in printed
     assert cli.main(["explain", f"{file}:make", "--gpu", "h100", "--nodes", "2", "--json", "--trace", str(trace)]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == [str(trace)]
-    assert [each["name"] for each in data_of(html.read_text())["runs"]] == [str(out), "planned"]
+    names = [each["name"] for each in data_of(html.read_text())["runs"]]
+    assert [names[0], names[1], names[-1]] == [str(out), "as divided", "planned"]
     (said,) = re.findall(rf"against {out}, (.*) and (.*), by your lines:\n  0 s ", printed)
     assert said[0] == said[1]
     assert printed.endswith(f"page: {html}\ntrace of the simulated step: {trace}\n")
@@ -297,7 +303,8 @@ def test_compare_says_what_does_not_fit_and_goes_on(file, capsys, tmp_path):
     compared = json.loads(capsys.readouterr().out)
     assert [(each["name"], each["times_jit"]) for each in compared["systems"]] == [("jit", 1.0)]
     *left, unwritten = compared["left_out"]
-    assert compared["files"] == []
+    assert (compared["files"], compared["seconds"]["step_s"]) == ([], None)
+    assert compared["headline"]["step"] == "step"
     assert [line.split(":")[0] for line in left] == ["fully sharded", "planned"]
     assert all("more than the limit" in line for line in left)
     assert unwritten == "no files are written, as there is no planned step"

@@ -95,6 +95,8 @@ def test_explain_tells_decisions_and_expectations(planned):
     assert [record.before for record in chain[1:]] == [record.after for record in chain[:-1]]
     assert chain[-1].after == best
     decisions = text.decisions
+    found = [line for change in decisions.changes for line in change.decisions]
+    assert sorted([*decisions.first, *found]) == sorted(decisions.decisions)
     steps = [decisions.first_s, *(change.after_s for change in decisions.changes)]
     assert [change.before_s for change in decisions.changes] == steps[:-1]
     assert steps[-1] == best.step_s
@@ -154,13 +156,18 @@ def test_what_ends_a_cell_is_short(planned):
 def test_the_next_run_keeps_the_plan(planned, cache):
     again = trace(cache_dir=cache)
     assert again.plan() == planned.plan()
-    kept, made = again.explain(), planned.explain()
-    assert "plan: kept from an earlier run" in kept
-    assert kept.headline == made.headline
-    assert "the plan was not made in this run" in kept.seconds.unknown
-    assert sum(part.seconds for part in kept.seconds.parts) == pytest.approx(made.seconds.step_s)
-    assert sum(each.bytes for each in kept.memory.roles) == made.memory.peak_bytes
-    assert any(each.role == "temporaries, of which nothing is known" for each in kept.memory.roles)
+    assert "plan: kept from an earlier run" in again.explain()
+
+
+def test_a_plan_of_another_run_is_explained_and_shown_as_if_it_were_made_here(planned):
+    given, made = trace(plan=planned.plan()), planned.explain()
+    told = given.explain()
+    assert (told.headline, told.seconds, told.memory) == (made.headline, made.seconds, made.memory)
+    assert dataclasses.replace(told.decisions, origin=made.decisions.origin) == made.decisions
+    first, *others, last = given.page().data["runs"]
+    assert (first["name"], last["name"]) == ("as divided", "planned")
+    assert {each["name"].partition(". ")[2] for each in others} >= {"keep_activations", "pipeline_loops"}
+    assert last["figures"] == planned.page().data["runs"][-1]["figures"]
 
 
 @pytest.mark.usefixtures("nothing_compiled")

@@ -154,7 +154,7 @@ def test_a_step_may_take_of_the_hosts_memory_as_of_the_devices(monkeypatch, plat
     _, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
     monkeypatch.setattr(session, "host_bytes_of", lambda mesh: 100 << 30)
     options = session.PlanOptions(host_memory_limit=limit)
-    assert session._environment(mesh, platform, options).host_bytes == expected  # pyright: ignore
+    assert session.environment_of(mesh, platform, options).host_bytes == expected  # pyright: ignore
 
 
 def test_what_is_compiled_is_kept_beside_the_plans_whatever_the_plan_is(tmp_path, monkeypatch):

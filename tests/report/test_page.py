@@ -47,7 +47,7 @@ def page(run) -> Page:
     (first, *others) = run.timeline
     named = replace(run, timeline=(replace(first, op_name=HOSTILE, source=f"{HOSTILE}:1"), *others))
     plan = Plan("", prediction=prediction, records=(record,))
-    planned = Planned(replace(found.sharded, name=HOSTILE), plan, 10**6, HOSTILE, way=(run, named))
+    planned = Planned(replace(found.sharded, name=HOSTILE), plan, 10**6, HOSTILE, way=(("", run), ("prefetch", named)))
     return page_of(planned, found.sharded, ways(planned), None, HOSTILE)
 
 
@@ -118,14 +118,12 @@ def test_leaves_say_where_they_are_and_what_gathers_them():
     assert (batch["role"], batch["gathered"]) == ("batch", [])
 
 
-def test_ways_have_the_names_of_what_was_accepted(run):
-    prediction = Prediction(1.0, 1.0, 0.0, 0.0, 1)
-    accepted, rejected = (Record("prefetch", "", prediction, prediction, taken, "", 0.1) for taken in (True, False))
-    plan = Plan("", records=(accepted, rejected, accepted))
-    planned = Planned(traced(plan=Plan("")).sharded, plan, None, "", way=(run, run, run))
-    assert list(ways(planned)) == ["as divided", "after 1. prefetch", "planned"]
-    assert ways(replace(planned, way=())) == {}
-    assert list(ways(replace(planned, plan=Plan(""), way=(run,)))) == ["planned"]
+def test_ways_are_named_by_what_made_them(run):
+    planned = Planned(traced(plan=Plan("")).sharded, Plan(""), None, "")
+    made = replace(planned, way=(("", run), ("prefetch", run), ("unshard", run)))
+    assert list(ways(made)) == ["as divided", "after 1. prefetch", "planned"]
+    assert ways(planned) == {}
+    assert list(ways(replace(planned, way=(("", run),)))) == ["planned"]
 
 
 def test_nothing_is_loaded_from_elsewhere(page):

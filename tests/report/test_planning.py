@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from jax_deepcompile.lowering.xla_options import DOUBLE_BUFFERING, GATHER_COMBINER
 from jax_deepcompile.planner.plan import Plan, Prediction, Record
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.peak import PeakMemory
 from jax_deepcompile.report.planning import decisions_of
 from jax_deepcompile.report.seconds import seconds_of
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.prefetch import Prefetch
 
 pytestmark = pytest.mark.pure
@@ -103,22 +105,32 @@ def test_gains_add_up_to_the_expected_step_and_promises_stand_beside_them():
     steps = [Prediction(seconds, 1.0, 1.0, 0.5, GIB) for seconds in (2.617, 2.306, 2.026, 1.907)]
     reasons = ("2.617 s to 2.273 s once scheduled", "2.273 s to 1.911 s once scheduled", "2.026 s to 1.907 s")
     names = ("pipeline_loops", "keep_activations", "schedule")
+    kept, again, option = "microbatches: gathers w once", "microbatches: gathers v once", "option {} = True"
+    brought = ((kept, again), (kept, "what is not there in the end"), (option.format(DOUBLE_BUFFERING),))
     records = tuple(
-        Record(name, "so", before, after, True, reason, 1.0)
-        for name, before, after, reason in zip(names, steps, steps[1:], reasons, strict=False)
+        Record(name, "so", before, after, True, reason, 1.0, lines)
+        for name, before, after, reason, lines in zip(names, steps, steps[1:], reasons, brought, strict=False)
     )
-    lines = explained(Plan("0", prediction=steps[-1], records=records))
-    start = lines.index("steps simulated of XLA's schedule, from change to change:")
-    assert lines[start + 1 : start + 6] == [
+    decisions = (KeptGathers("microbatches", ("w",)), KeptGathers("microbatches", ("v",)))
+    plan = Plan("0", decisions, ((DOUBLE_BUFFERING, True), (GATHER_COMBINER, 1)), (), steps[-1], records)
+    lines = explained(plan)
+    start = lines.index("steps simulated of XLA's schedule, from change to change, with the decisions of each:")
+    first = f"    option {GATHER_COMBINER} = 1"
+    assert lines[start + 1 : start + 10] == [
         "  as divided, before any change: 2.617 s",
+        first,
         "  pipeline_loops [accepted]: so: 2.617 s to 2.306 s, saves 311 ms (2.617 s to 2.273 s once scheduled)",
+        f"    {again}",
         "  keep_activations [accepted]: so: 2.306 s to 2.026 s, saves 280 ms (2.273 s to 1.911 s once scheduled)",
+        f"    {kept}",
         "  schedule [accepted]: so: 2.026 s to 1.907 s, saves 119 ms",
+        f"    {option.format(DOUBLE_BUFFERING)}",
         "planning: 3 candidates compiled and simulated, some side by side, in 3.0 s in sum",
     ]
     assert not any("edited since" in line for line in lines)
-    edited = explained(Plan("0", prediction=steps[0], records=records))
-    assert "  [given] the plan was edited since: 1.907 s to 2.617 s" in edited
+    edited = explained(plan.replace(prediction=steps[0]))
+    place = edited.index("  [given] the plan was edited since: 1.907 s to 2.617 s")
+    assert (edited[place + 1], edited.count(first)) == (first, 1)
 
 
 def test_where_nothing_was_tried_nothing_is_told_of_it():

@@ -6,7 +6,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +19,7 @@ from jax_deepcompile.planner.plan import Prediction, Record
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.page.placements import leaves
 from jax_deepcompile.report.page.runs import run_data
+from jax_deepcompile.report.planning import Decisions, decisions_of
 from jax_deepcompile.summary import Summarized, Summary, size_text
 
 BEFORE, AFTER = "as divided", "planned"
@@ -78,7 +79,7 @@ def page_of(
         "limit_bytes": planned.limit_bytes,
         "runs": [run_data(name, run, achieves, tokens) for name, run in runs.items()],
         "shown": [len(runs) - 1, 0],
-        "decisions": [each.describe() for each in plan.decisions],
+        "decisions": list(_decisions(decisions_of(planned))),
         "records": [_record(record) for record in plan.records],
         "leaves": list(leaves(program, divided)),
     }
@@ -86,18 +87,23 @@ def page_of(
 
 
 def ways(planned: Planned) -> dict[str, Simulation]:
-    """The step before any change, after each accepted one, and after all, by names; empty where nobody simulated it."""
-    accepted = [record for record in planned.plan.records if record.accepted and record.after is not None]
-    names = [BEFORE, *(f"after {place}. {record.strategy}" for place, record in enumerate(accepted, 1))]
-    if len(names) != len(planned.way):
-        return {}
-    return dict(zip([*names[:-1], AFTER], planned.way, strict=True))
+    """The step before any change, after each, and after all, by names; empty where nobody simulated it."""
+    names = [BEFORE, *(f"after {place}. {name}" for place, (name, _) in enumerate(planned.way[1:], 1))]
+    return dict(zip([*names[:-1], AFTER], (step for _, step in planned.way), strict=True)) if planned.way else {}
 
 
 def _tokens(program: Program) -> int:
     """Of the whole batch: its numbers, where it is a matrix of integers."""
     batch = [port for port in program.inputs if port.role is Role.BATCH and "int" in port.dtype]
     return max((math.prod(port.shape) for port in batch if len(port.shape) == 2), default=0)
+
+
+def _decisions(made: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What each change brought, by what it is called; what none did comes first."""
+    if made.first or not made.changes:
+        yield "given with the plan" if made.edited_s else "before any change", made.first or made.decisions
+    for place, each in enumerate(made.changes, 1):
+        yield f"{place}. {each.strategy}, {each.gain}", each.decisions
 
 
 def _record(record: Record) -> dict[str, Any]:

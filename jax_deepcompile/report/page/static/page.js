@@ -79,7 +79,12 @@ function collectives(runs) {
 }
 
 function decisions() {
-  document.getElementById("decisions").append(...page.decisions.map((text) => element("li", text)));
+  document.getElementById("decisions").append(...page.decisions.map(([title, lines]) => {
+    const made = element("li", title), list = element("ul");
+    list.append(...lines.map((text) => element("li", text)));
+    made.append(list);
+    return made;
+  }));
   const columns = [["", ""], ["strategy", ""], ["proposal", LONG], ["step before", NUMBER], ["after", NUMBER], ["memory after", NUMBER], ["why", LONG]];
   const rows = page.records.map((record) => [record.accepted ? "accepted" : "rejected", record.strategy, record.decision, seconds(record.before[0]),
     record.after ? seconds(record.after[0]) : "", record.after ? bytesText(record.after[1]) : "", record.reason]);

@@ -1,0 +1,64 @@
+"""A plan from elsewhere looked at as one that is made here: compiled and simulated, after each kind of decision too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from jax.sharding import Mesh
+
+from jax_deepcompile.ir.placement import AnyMesh
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.lowering.emit import lower
+from jax_deepcompile.planner.candidate import Candidate, Environment, compiled
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.search import sharing_kernels
+from jax_deepcompile.planner.session import Planned, PlanOptions, environment_of
+from jax_deepcompile.runtime.parallel import results_of
+from jax_deepcompile.runtime.progress import Progress
+from jax_deepcompile.transforms import carry_out, in_order
+
+
+def examined(
+    planned: Planned, base: Program, mesh: AnyMesh, platform: str, options: PlanOptions, in_steps: bool = False
+) -> Planned:
+    """``planned`` with what compiler and simulator make of it; itself for a CPU of which nothing is measured.
+
+    Args:
+      base: what its plan rewrites.
+      in_steps: also of ``base``, and after each kind of decision that changes it, unless that is known.
+    """
+    is_known, are_steps_known = planned.evaluation is not None, bool(planned.way) or not in_steps
+    is_assumed = platform == "cpu" and planned.plan.prediction is None
+    if is_assumed or not isinstance(mesh, Mesh) or (is_known and are_steps_known):
+        return planned
+    environment = environment_of(mesh, platform, replace(options, profile=planned.profile))
+    steps = [] if are_steps_known else list(_in_steps(planned.plan, base, mesh))
+    with Progress(f"compiling {base.name} by its plan"), sharing_kernels(environment) as shared:
+        calls = [partial(_made, program, plan, shared) for _, program, plan in steps]
+        last, *others = results_of([partial(_made, planned.program, planned.plan, shared), *calls])
+    costs = environment.costs.calibrated(last.simulation)
+    if costs is not environment.costs:
+        last, *others = (each.simulated_by(costs) for each in (last, *others))
+    way = [(name, each.simulation) for (name, *_), each in zip(steps, others, strict=True)]
+    plan = planned.plan.replace(prediction=last.prediction)
+    after = [("", last.simulation)] * in_steps
+    return replace(planned, plan=plan, evaluation=last.evaluation, way=planned.way or (*way, *after))
+
+
+def _in_steps(plan: Plan, base: Program, mesh: Mesh) -> Iterator[tuple[str, Program, Plan]]:
+    """``base``, and what it is after each kind of decision but the last that changes it, with the plan so far."""
+    program, so_far = base, plan.replace(decisions=(), latencies=(), records=())
+    kind = ""
+    for each in in_order(map(type, plan.decisions)):
+        after = carry_out(program, mesh, plan.of(each))
+        if after is not program:
+            yield kind, program, so_far
+            program, kind = after, each.kind
+        so_far = so_far.replace(decisions=(*so_far.decisions, *plan.of(each)))
+    yield kind, program, so_far
+
+
+def _made(program: Program, plan: Plan, environment: Environment) -> Candidate:
+    return compiled(program, lower(program, environment.mesh, environment.platform), plan, environment)
