@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jax_deepcompile.planner.plan import Prediction
+from jax_deepcompile.report.words import bytes_text, seconds_text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LimitedStep:
     """A step planned under one memory limit.
 
@@ -21,6 +22,10 @@ class LimitedStep:
     limit_bytes: int
     fits: Prediction | None
     needed_bytes: int
+
+    def __repr__(self) -> str:
+        takes = f"{seconds_text(self.fits.step_s)} in {bytes_text(self.needed_bytes)}" if self.fits else "does not fit"
+        return f"LimitedStep(of {bytes_text(self.limit_bytes)}: {takes})"
 
     def under(self, limit_bytes: int) -> LimitedStep | None:
         """What is known of a smaller limit without planning for it: what fits it too, or that nothing does."""

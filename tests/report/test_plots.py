@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator
 
 import jax
@@ -84,5 +85,8 @@ def test_a_step_is_planned_once_for_each_limit():
         assert list(fitting.get_xdata()) == [1.0, 2.0]
         assert all(seconds > 0 for seconds in fitting.get_ydata())
         assert list(too_small.get_xdata()) == [1024 / 2**30]
+    fits, too_small = map(repr, traced.memory_curve(["1GiB", 1024]))
+    assert re.fullmatch(r"LimitedStep\(of 1\.00 GiB: [\d.]+ [mu]s in [\d.]+ [KM]iB\)", fits)
+    assert too_small == "LimitedStep(of 1.0 KiB: does not fit)"
     with pytest.raises(errors.MemoryLimitError):
         traced.plot_memory_curve(["much"])
