@@ -28,12 +28,14 @@ class Residual:
       output: its position among the stacked outputs of the forward loop.
       inputs: its positions among the stacked inputs of the backward loop.
       size_bytes: of one layer's slice.
+      is_given: whether it is what the layer is given, and not computed by it.
     """
 
     name: str
     output: int
     inputs: tuple[int, ...]
     size_bytes: int
+    is_given: bool = False
 
 
 def residuals(around: Any, forward: Loop, backward: Loop) -> tuple[Residual, ...]:
@@ -53,12 +55,12 @@ def residuals(around: Any, forward: Loop, backward: Loop) -> tuple[Residual, ...
         if eqn.primitive.name != "optimization_barrier":
             atoms = [*again.operands.consts, *again.operands.carry] if eqn is backward.eqn else eqn.invars
             elsewhere.update(variables(renamed(atom, sources) for atom in atoms))
-    names = _names(forward, ahead.outputs.ys)
+    names, given = _names(forward, ahead.outputs.ys), set(forward.body.invars)
     found = []
     for output, (stack, atom, name) in enumerate(zip(ahead.results.ys, ahead.outputs.ys, names, strict=True)):
         inputs = tuple(place for place, source in enumerate(read) if source is stack)
         if inputs and stack not in elsewhere and isinstance(atom, jex.Var) and _can_move(atom):
-            found.append(Residual(name, output, inputs, size_bytes(atom)))
+            found.append(Residual(name, output, inputs, size_bytes(atom), atom in given))
     return tuple(found)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -43,6 +43,8 @@ class RecomputeRegion:
       residuals: what the first loop keeps for the second as it is; where no loop runs layers, forward for backward.
       passes_s: where no loop runs layers, what forward and backward take.
       soon: names of what is read there before it could have been copied to the host and back.
+      given_s: what a copy takes, on the device, of each residual that layers are given, by its name: on its way to the
+        host it must not be what the next layer writes into.
     """
 
     loops: tuple[str, str]
@@ -56,6 +58,7 @@ class RecomputeRegion:
     residuals: tuple[Residual | Left, ...] = ()
     passes_s: tuple[float, float] = (0.0, 0.0)
     soon: frozenset[str] = frozenset()
+    given_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def in_flight(self) -> int:
@@ -83,6 +86,10 @@ class RecomputeRegion:
     def copying_s(self, position: int) -> float:
         """What it takes in a step to bring an activation from one loop to the other."""
         return self.step_s(self.copy_s[position]) if self.is_of_loops else 0.0
+
+    def moving_s(self, name: str) -> float:
+        """What kernels take more in a step where a residual is on the host."""
+        return self.step_s(self.given_s.get(name, 0.0))
 
 
 class Demand:
@@ -151,7 +158,9 @@ def find_recomputation(program: Program, costs: CostModel) -> list[RecomputeRegi
                 known = value_names(body, phased=not loops[0])
                 soon = _read_soon(tape, activations, known, seconds, costs) if residuals else soon
             found = RecomputeRegion(loops, body, activations, names, seconds, layers, often, copy_s)
-            regions.append(replace(found, residuals=residuals, passes_s=passes_s, soon=soon))
+            given = [each for each in residuals if isinstance(each, Residual) and each.is_given]
+            given_s = {each.name: costs.memory_s(2 * each.size_bytes) for each in given}
+            regions.append(replace(found, residuals=residuals, passes_s=passes_s, soon=soon, given_s=given_s))
             taken.update(loops if activations else ())
 
     for forward, backward in _in_order(loops):

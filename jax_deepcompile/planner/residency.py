@@ -209,9 +209,10 @@ _WORTH = 3.0
 
 
 def _worths(region: RecomputeRegion) -> list[float]:
-    """Likewise, of each activation: products are kernels of their own, and what is theirs is written anyway."""
-    products = {var for eqn in region.body.eqns if eqn.primitive.name in PRODUCTS for var in eqn.outvars}
-    return [1.0 if each.again[0] in products else _WORTH for each in region.activations]
+    """Likewise, of each activation: what spares a product spares a kernel of its own, which writes what it makes."""
+    products = {place for place, eqn in enumerate(region.body.eqns) if eqn.primitive.name in PRODUCTS}
+    spared = (products.intersection(region.demand.freed(each.again)) for each in region.activations)
+    return [1.0 if each else _WORTH for each in spared]
 
 
 _LEAST = 1e-3
@@ -234,7 +235,7 @@ def _gained_s(region: RecomputeRegion, already: Places) -> float:
     """What is gained ``already``, beside what loops compute less."""
     away = already.offloaded.get(region.loops, ())
     here = [each for each in already.kept.get(region.loops, ()) if region.names[each] not in away]
-    copied_s = sum(region.copying_s(each) for each in here)
+    copied_s = sum(region.copying_s(each) for each in here) + sum(map(region.moving_s, away))
     return (0.0 if region.is_of_loops else saved_s(region, already)) - copied_s
 
 
@@ -277,7 +278,8 @@ class _Region:
             there |= dict.fromkeys(activation.again, terms)
         for place, residual in enumerate(region.residuals):
             if can_move and residual.size_bytes >= COPIED_BYTES and residual.name not in region.soon:
-                self.move[place] = model.variable(self._least_s(residual.size_bytes))
+                cost = region.moving_s(residual.name) + self._least_s(residual.size_bytes)
+                self.move[place] = model.variable(cost)
         demand = region.demand
         self.spare = {
             each: model.variable(0.0 if region.is_of_loops else -region.step_s(region.seconds[each]))
@@ -347,6 +349,7 @@ class _Region:
     def gained_s(self, values: np.ndarray) -> float:
         """As ``_gained_s``."""
         copied_s = sum(self.region.copying_s(place) for place, var in self.keep.items() if values[var])
+        copied_s += sum(map(self.region.moving_s, self.away(values)))
         spared_s = 0.0 if self.region.is_of_loops else sum(each * values[var] for var, each in self.spared_s.items())
         return spared_s - copied_s - sum(values[var] for var in self.waits)
 

@@ -36,6 +36,7 @@ def region(
     residuals: Sequence[int] = (),
     copy_s: float = 1e-5,
     loops: tuple[str, str] = LOOPS,
+    given_s: float = 0.0,
 ) -> RecomputeRegion:
     """A layer whose equations add what two earlier ones made; what none reads is a result.
 
@@ -43,6 +44,7 @@ def region(
       reads: for each equation which two: 0 is the layer's input, 1 what the first equation made.
       sizes: bytes of those that forward computes too, by position.
       residuals: bytes of what stays from forward to backward as the step was written.
+      given_s: what a copy of the first of them takes on the device.
     """
 
     def layer(x):
@@ -67,6 +69,7 @@ def region(
         1,
         (copy_s,) * len(sizes),
         tuple(Residual(f"{INPUT} {at}", at, (at,), size) for at, size in enumerate(residuals)),
+        given_s={f"{INPUT} 0": given_s},
     )
 
 
@@ -157,7 +160,8 @@ def step_s(ways: Ways, regions: Sequence[RecomputeRegion], stacks: Sequence[Stac
     gathered = sum(stacks[at].size_bytes for at in ways.gathered)
     forward = max(phases.forward_s, copied / (0.95 * phases.to_host_bytes_per_s))
     backward, beside = phases.backward_s, 0.0
-    for each, *at_hand in zip(regions, ways.kept, ways.sent, strict=True):
+    for each, moved, *at_hand in zip(regions, ways.moved, ways.kept, ways.sent, strict=True):
+        beside += sum(each.layers * each.given_s.get(each.residuals[at].name, 0.0) for at in moved)
         less = each.layers * (computed_s(each, frozenset()) - computed_s(each, frozenset.union(*at_hand)))
         backward -= less if each.is_of_loops else 0.0
         beside -= 0.0 if each.is_of_loops else less
@@ -181,7 +185,8 @@ def layers(draw, loops: tuple[str, str] = LOOPS, most: int = 4) -> RecomputeRegi
     shared = draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=most))
     sizes = {at: draw(size) for at in sorted(shared)}
     residuals = draw(st.lists(size, max_size=2)) if loops == LOOPS else []
-    return region(reads, seconds, sizes, residuals, draw(st.sampled_from([1e-5, 1e-3])), loops)
+    copy_s, given_s = draw(st.sampled_from([1e-5, 1e-3])), draw(st.sampled_from([0.0, 1e-3]))
+    return region(reads, seconds, sizes, residuals, copy_s, loops, given_s)
 
 
 phases = st.builds(
@@ -247,6 +252,21 @@ def test_what_the_step_keeps_anyway_makes_room():
     found = chosen(row(GIB // 4, residuals=[GIB]), on_device=0)
     assert found.places.kept == {LOOPS: (0,)}
     assert found.places.offloaded == {LOOPS: (f"{INPUT} 0",)}
+
+
+def test_what_layers_are_given_stays_where_what_they_compute_makes_as_much_room():
+    """On its way to the host it would be copied on the device, too."""
+    found = chosen(row(GIB // 4, residuals=[GIB, GIB], given_s=1e-3), on_device=0)
+    assert found.places.offloaded == {LOOPS: (f"{INPUT} 1",)}
+
+
+def test_of_a_product_and_what_is_added_to_it_the_sum_stays():
+    """It spares the product, and the sum."""
+    body = open_jaxpr(jax.make_jaxpr(lambda x: jnp.sin((x @ x + x) * 2.0))(jnp.ones((2, 2))))
+    activations = tuple(Activation(eqn.outvars[0], tuple(eqn.outvars), GIB) for eqn in body.eqns[:2])
+    seconds = (0.01, *[1e-5] * (len(body.eqns) - 1))
+    layer = RecomputeRegion(LOOPS, body, activations, ("product", "sum"), seconds, LAYERS, 1, (1e-3, 1e-3))
+    assert chosen(layer, on_device=LAYERS * GIB, on_host=0).places.kept == {LOOPS: (1,)}
 
 
 def test_a_program_that_does_not_fit_fits_by_what_goes_to_the_host():
