@@ -27,6 +27,7 @@ START = Plan("0")
 NO_MEMORY = MemoryUse(0, 0, 0, 0, (), (), ())
 WAITS = Prediction(1.0, 1.0, 1.0, 1.0, 0)
 MICROBATCHES = 4
+SGD = optax.sgd(0.1)
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ UNROLLED = {f"layer{index}": {name: shape[1:] for name, shape in stack_shapes().
 HEADED = {"stack": stack_shapes(), "head": (WIDTH, WIDTH)}
 
 
-def accumulating(loss: Callable, params: Any):
+def accumulating(loss: Callable, params: Any, optimizer: optax.GradientTransformation = SGD):
     """The fully sharded step over microbatches, and its mesh."""
-    return sharded(loss, params, (BATCH * MICROBATCHES, WIDTH), optimizer=optax.sgd(0.1), microbatches=MICROBATCHES)
+    return sharded(loss, params, (BATCH * MICROBATCHES, WIDTH), optimizer=optimizer, microbatches=MICROBATCHES)
 
 
 def in_pipelines(program: Program, plan: Plan = START) -> Plan:
@@ -97,7 +98,7 @@ def eight_layers(rows: int):
             x = jax.checkpoint(layer)(x, params[f"layer{index}"])
         return jnp.mean(x**2)
 
-    mesh, optimizer = deepcompile.targets.h100(nodes=4).make_mesh((32,), ("fsdp",)), optax.sgd(0.1)
+    mesh, optimizer = deepcompile.targets.h100(nodes=4).make_mesh((32,), ("fsdp",)), SGD
     step = deepcompile.shard(training_step(loss, optimizer), mesh, microbatches=4, memory_limit="40GiB")
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
     return step, state, shapes((4 * 32 * rows, width))

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import optax
 import pytest
 
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.planner import state_on_host
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.layers import gathered_bytes as bytes_of_a_trip
 from jax_deepcompile.planner.layers import layer_stacks
 from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.planner.strategies.unshard import Unshard, kept_layers
 from jax_deepcompile.planner.strategy import Proposal
+from jax_deepcompile.transforms.decision import Decision
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names
-from tests.planner.situations import HEADED, NO_MEMORY, START, accumulating, candidate, in_pipelines
+from tests.planner.situations import HEADED, NO_MEMORY, SGD, START, accumulating, candidate, in_pipelines
 from tests.transforms.programs import LAYERS, WIDTH, headed_loss, sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure
@@ -62,9 +68,9 @@ def proposals(
     return proposals_for(PROGRAM, plan, Simulation(10.0, totals, loops, (), memory), free_bytes)
 
 
-def proposals_for(program: Program, plan: Plan, run: Simulation, free_bytes: int) -> list[Proposal]:
+def proposals_for(program: Program, plan: Plan, run: Simulation, free_bytes: int, **more: Any) -> list[Proposal]:
     best = candidate(program, plan, Prediction(10.0, 5.0, 9.0, 5.0, LIMIT - free_bytes), run)
-    return list(Unshard().propose(program, best, Environment(MESH, "cuda", CostModel(), LIMIT)))
+    return list(Unshard().propose(program, best, Environment(MESH, "cuda", CostModel(), LIMIT, **more)))
 
 
 def handed(proposal: Proposal) -> int:
@@ -160,16 +166,31 @@ def test_what_every_microbatch_gathers_around_its_layers_is_kept_where_it_fits()
     assert surroundings_kept(WIDTH * WIDTH * 4 - 1) == []
 
 
-def kept_over_microbatches(communication_s: float, compute_s: float) -> list[int]:
-    """How many stacks each proposal keeps, where both layer loops of every microbatch take so long a trip."""
-    program, _ = accumulating(stack_loss, {"stack": stack_shapes()})
+def over_microbatches(
+    communication_s: float,
+    compute_s: float,
+    optimizer: optax.GradientTransformation = SGD,
+    already: Sequence[Decision] = (),
+    **more: Any,
+) -> list[Plan]:
+    """What is proposed where both layer loops of every microbatch take so long a trip."""
+    program, _ = accumulating(stack_loss, {"stack": stack_shapes()}, optimizer)
     plan = in_pipelines(program)
+    plan = plan.replace(decisions=(*plan.decisions, *already))
     backward = trip(communication_s, compute_s)
     trips = (replace(backward, reduced_bytes=0), backward)
     loops = tuple(Loop(f"while.{each}", "", LAYERS, True, 1.0, trips[each], 4) for each in range(2))
     run = Simulation(10.0, Totals(communication_s=10.0), loops, (), NO_MEMORY)
-    plans = [each.plan for each in proposals_for(program, plan, run, LIMIT)]
-    return sorted(len(stack.gathers) for each in plans for stack in each.of(StackCollectives)[:1])
+    return [each.plan for each in proposals_for(program, plan, run, more.pop("free_bytes", LIMIT), **more)]
+
+
+def stacks_kept(plan: Plan) -> int:
+    return sum(len(stack.gathers) for stack in plan.of(StackCollectives)[:1])
+
+
+def kept_over_microbatches(communication_s: float, compute_s: float) -> list[int]:
+    """How many stacks each proposal keeps."""
+    return sorted(filter(None, map(stacks_kept, over_microbatches(communication_s, compute_s))))
 
 
 def test_over_microbatches_all_that_fits_and_just_enough_are_both_tried():
@@ -184,3 +205,37 @@ def test_over_microbatches_loops_that_wait_for_everything_get_both_matrices_at_l
 
 def test_over_microbatches_loops_that_hide_their_gathers_are_offered_everything_only():
     assert kept_over_microbatches(0.9, 1.0) == [3]
+
+
+ADAM, HOST_BYTES = optax.adam(0.1), 1 << 30
+MOMENTS_AWAY = OffloadedState(("state/opt_state/0/mu/stack/up",))
+
+
+def moments_away(monkeypatch: pytest.MonkeyPatch, **situation: Any) -> list[Plan]:
+    monkeypatch.setattr(state_on_host, "COPIED_BYTES", 1)
+    told = {"free_bytes": int(1.9 * MATRIX_BYTES), "host_bytes": HOST_BYTES, "optimizer": ADAM} | situation
+    return [each for each in over_microbatches(4.0, 0.1, **told) if each.of(OffloadedState)]
+
+
+def test_moments_on_the_host_make_room_for_more(monkeypatch):
+    """What the update alone reads, once for all microbatches; stacks at a time, or layer by layer."""
+    found = moments_away(monkeypatch)
+    assert [(stacks_kept(each), each.of(OffloadedState)[0].by_layer) for each in found] == [(2, True), (2, False)]
+    for each in found:
+        (away,) = each.of(OffloadedState)
+        assert {leaf.split("/")[-3] for leaf in away.leaves} == {"mu", "nu"}
+
+
+@pytest.mark.parametrize(
+    "situation",
+    [
+        {"host_bytes": 0},
+        {"free_bytes": LIMIT},
+        {"optimizer": SGD},
+        {"disabled": frozenset({"offload_state"})},
+        {"already": [MOMENTS_AWAY]},
+    ],
+    ids=["no host", "no need", "no moments", "left out", "there already"],
+)
+def test_moments_stay_where_there_is_no_host_or_no_need(monkeypatch, situation):
+    assert [each for each in moments_away(monkeypatch, **situation) if each.of(OffloadedState) != (MOMENTS_AWAY,)] == []

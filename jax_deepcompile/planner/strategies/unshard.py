@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,8 +22,10 @@ from jax_deepcompile.planner.stacks import (
     saving,
     with_gathers,
 )
+from jax_deepcompile.planner.state_on_host import HostLeaf, host_leaves, with_state_on_host
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.rematerialize import Rematerialized
 from jax_deepcompile.transforms.save_gathered import SavedGathers
@@ -54,7 +57,8 @@ class Unshard:
 
 
 def _over_microbatches(base: Program, best: Candidate, environment: Environment, free_bytes: int) -> Iterator[Proposal]:
-    """Some parameters of every layer gathered once for all microbatches."""
+    """Some parameters of every layer gathered once for all microbatches: more of them where the moments that the update
+    alone reads make room."""
     repeated = [loop for loop in _layer_loops(best) if loop.executions > 1]
     forward = [loop for loop in repeated if not loop.trip.reduced_bytes]
     backward = [loop for loop in repeated if loop.trip.reduced_bytes]
@@ -66,8 +70,26 @@ def _over_microbatches(base: Program, best: Candidate, environment: Environment,
 
     program = best.plan.program(base, environment.mesh, until=Rematerialized)
     stacks = repeated_stacks(program, best.plan.of(StackCollectives))
-    for chosen in _most_and_enough(stacks, free_bytes, waiting_bytes):
+    here = _most_and_enough(stacks, free_bytes, waiting_bytes)
+    for chosen in here:
         yield _or_less(keeping, stacks, chosen)
+    moments = {} if best.plan.of(OffloadedState) else _moments(base, environment)
+    room_bytes = budget.total_bytes(moments.values())
+    if room_bytes > environment.host_bytes:
+        return
+    there = _most_and_enough(stacks, free_bytes + room_bytes, waiting_bytes)
+    for chosen, by_layer in itertools.product((some for some in there if some not in here), (True, False)):
+
+        def away(stacks: Sequence[Stack], by_layer: bool = by_layer) -> Plan:
+            return with_state_on_host(keeping(stacks), base, tuple(moments), environment, by_layer)
+
+        yield _or_less(away, stacks, chosen, f"; moments are on the host between steps, {room_bytes / 2**30:.2f} GiB")
+
+
+def _moments(base: Program, environment: Environment) -> dict[str, HostLeaf]:
+    """All of the optimizer's state that may be on the host: read once a step, however many microbatches it has."""
+    leaves = host_leaves(base, environment.disabled)
+    return {name: leaf for name, leaf in leaves.items() if not leaf.reads}
 
 
 def _from_forward_to_backward(
@@ -99,11 +121,13 @@ def _most_and_enough(stacks: Sequence[Stack], free_bytes: int, waiting_bytes: in
     return [some for some in choices if some and budget.total_bytes(some) <= free_bytes]
 
 
-def _or_less(keeping: Callable[[Sequence[Stack]], Plan], stacks: Sequence[Stack], chosen: Sequence[Stack]) -> Proposal:
+def _or_less(
+    keeping: Callable[[Sequence[Stack]], Plan], stacks: Sequence[Stack], chosen: Sequence[Stack], said: str = ""
+) -> Proposal:
     """``chosen`` of ``stacks`` kept; where buffers lie so badly that they do not fit, those that take a little less."""
     less = budget.most_bytes(stacks, int(_SURELY * budget.total_bytes(chosen)))
-    otherwise = Proposal(keeping(less), every_layer(less)) if less else None
-    return Proposal(keeping(chosen), every_layer(chosen), otherwise)
+    otherwise = Proposal(keeping(less), every_layer(less) + said) if less else None
+    return Proposal(keeping(chosen), every_layer(chosen) + said, otherwise)
 
 
 _SURELY = 0.95
