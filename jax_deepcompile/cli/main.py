@@ -102,7 +102,7 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
         print(f"deepcompile: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        said = users_errors.told(error)
+        said = users_errors.users_traceback(error)
         if said is None:
             raise
         print(f"deepcompile: an error in your code:\n{said}", file=sys.stderr)

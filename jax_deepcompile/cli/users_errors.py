@@ -10,7 +10,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib"))
 
 
-def told(error: BaseException) -> str | None:
+def users_traceback(error: BaseException) -> str | None:
     """The user's lines that led to ``error``, and what it says; None where this package is to blame or nobody knows."""
     frames = traceback.extract_tb(error.__traceback__)
     known = [frame for frame in frames if not frame.filename.startswith("<") and not _is_librarys(frame)]
