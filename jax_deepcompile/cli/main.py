@@ -84,6 +84,7 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
 
         from jax_deepcompile import errors
         from jax_deepcompile.cli import users_errors
+        from jax_deepcompile.training.config import REGISTRY
 
         commands = _commands(words[own:], watch)
     mistakes = () if is_experiment else (errors.DeepCompileError, OSError)
@@ -95,6 +96,7 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
             prog="deepcompile",
             description=_ABOUT,
             config=(tyro.conf.OmitArgPrefixes,),
+            registry=REGISTRY,
         )
     except BrokenPipeError:
         raise
