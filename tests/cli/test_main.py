@@ -117,7 +117,7 @@ def test_every_option_of_several_names_lists_them_in_their_order(capsys, monkeyp
     monkeypatch.setenv("COLUMNS", "400")
     tried = set()
     for name in cli.COMMANDS:
-        line = [name] if name in ("new", "bench", "install-compiler") else [name, "tiny_llama"]
+        line = [name] if name in ("new", "bench", "install-compiler", "completion") else [name, "tiny_llama"]
         with pytest.raises(SystemExit, match="0"):
             cli.main([*line, "--help"])
         for option, names in ENUMERATED.findall(capsys.readouterr().out):
