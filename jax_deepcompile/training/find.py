@@ -52,6 +52,7 @@ def _config(name: str, found: dict[str, tuple[Path, str]]) -> Any:
     if name not in found:
         nearest = nearest_name(name, found)
         hint = f"; the nearest is {nearest!r}" if nearest else ""
+        hint = f"; say which name of the file, {name}:NAME" if name.endswith(".py") else hint
         known = ", ".join([*found, "FILE.py:NAME and package.module:NAME"])
         raise ConfigError(f"there is no experiment {name!r}{hint}; there are {known}")
     path, _ = found[name]

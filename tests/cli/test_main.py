@@ -136,6 +136,10 @@ def test_every_option_of_several_names_lists_them_in_their_order(capsys, monkeyp
         ("xyz train.py:make", "there is no command 'xyz'; there are new, train, "),
         ("train tiny_lama", "there is no experiment 'tiny_lama'; the nearest is 'tiny_llama'; there are "),
         ("train --list tiny_lama", "there is no experiment 'tiny_lama'; the nearest is 'tiny_llama'; there are "),
+        (
+            "train config.py",
+            "there is no experiment 'config.py'; say which name of the file, config.py:NAME; there are ",
+        ),
         ("train", "say which experiment: "),
         ("train --steps 3", "say which experiment: "),
         ("train tiny_llama --resume", "say which run to resume: --out DIR"),
