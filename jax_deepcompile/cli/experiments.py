@@ -1,12 +1,10 @@
 """``deepcompile train`` and ``bench``: finds what the rest of the line is about."""
 
+import argparse
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-import tyro
 
 from jax_deepcompile.cli.folders import experiment_folders, is_the_repositorys, looked_in
 from jax_deepcompile.runtime.interrupts import Watch
@@ -16,18 +14,13 @@ _EXTRAS = {"grain": "train", "orbax": "train", "pytest": "test", "tensorboardX":
 """Which extra installs it, by the name that Python imports."""
 
 
-@dataclass(frozen=True)
-class _Where:
-    experiments: Path | None = None
-
-
 def train(words: Sequence[str], watch: Watch) -> int:
     """Trains what the rest of the line says.
 
     Returns:
       The exit code: 2 after one sentence where what that needs is not installed.
     """
-    given, words = _own(words)
+    given, words = own_folder(words)
     try:
         folders = experiment_folders(given)
     except NotADirectoryError as error:
@@ -47,7 +40,7 @@ def bench(words: Sequence[str]) -> int:
     Returns:
       The exit code: 2 after one sentence where there are no benchmarks, or what they need is not installed.
     """
-    given, words = _own(words)
+    given, words = own_folder(words)
     looked = looked_in(None if given is None else given.resolve())
     found = next(filter(is_the_repositorys, looked), None)
     if found is None:
@@ -60,10 +53,12 @@ def bench(words: Sequence[str]) -> int:
     return _with_extras("bench", lambda: importlib.import_module("experiments.command").bench(words))
 
 
-def _own(words: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
+def own_folder(words: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
     """What ``--experiments`` says, and the other words."""
-    where, words = tyro.cli(_Where, args=words, return_unknown_args=True, add_help=False)
-    return where.experiments, words
+    parser = argparse.ArgumentParser(prog="deepcompile", add_help=False, allow_abbrev=False)
+    parser.add_argument("--experiments", metavar="DIR", type=Path)
+    said, others = parser.parse_known_args(words)
+    return said.experiments, others
 
 
 def _with_extras(command: str, run: Callable[[], int]) -> int:

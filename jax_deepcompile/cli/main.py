@@ -4,10 +4,13 @@ Nothing that takes a while to load is loaded with this module: a signal that com
 end in a traceback, or in one of JAX's callbacks, which ignore it.
 """
 
+import contextlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
 
 from jax_deepcompile.runtime import interrupts
 from jax_deepcompile.runtime.pipes import nobody_reads
@@ -31,6 +34,7 @@ COMMANDS = (
     "fit",
     "validate",
     "install-compiler",
+    "completion",
 )
 
 _READ_BY_EXPERIMENTS = (["train"], ["bench"])
@@ -67,6 +71,11 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
 
         print(version("jax-deepcompile"))
         return 0
+    if words[:1] == ["--complete"]:
+        from jax_deepcompile.cli.completion import candidates
+
+        print(*candidates(words[1], COMMANDS, lambda line: _printed(line, watch)), sep="\n")
+        return 0
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         from jax_deepcompile.runtime.modules import nearest_name
 
@@ -84,6 +93,7 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
 
         from jax_deepcompile import errors
         from jax_deepcompile.cli import users_errors
+        from jax_deepcompile.training.config import REGISTRY
 
         commands = _commands(words[own:], watch)
     mistakes = () if is_experiment else (errors.DeepCompileError, OSError)
@@ -95,6 +105,7 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
             prog="deepcompile",
             description=_ABOUT,
             config=(tyro.conf.OmitArgPrefixes,),
+            registry=REGISTRY,
         )
     except BrokenPipeError:
         raise
@@ -102,7 +113,7 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
         print(f"deepcompile: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        said = users_errors.told(error)
+        said = users_errors.users_traceback(error)
         if said is None:
             raise
         print(f"deepcompile: an error in your code:\n{said}", file=sys.stderr)
@@ -113,9 +124,22 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
     return 0
 
 
+def _printed(words: Sequence[str], watch: interrupts.Watch) -> str:
+    """What a line prints, nothing where it fails."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            failed = _run([*words], watch)
+        except SystemExit as ended:
+            failed = ended.code
+    return "" if failed else printed.getvalue()
+
+
 def _commands(rest: Sequence[str], watch: interrupts.Watch) -> dict[str, Callable[..., int | str]]:
     """Each returns what to print, or the exit code; ``rest`` are the words that experiments read themselves."""
+    import tyro
+
     from jax_deepcompile.cli import commands, experiments, fit, new, validate
+    from jax_deepcompile.cli.completion import SCRIPTS
 
     def train() -> int:
         """Trains an experiment's model, or that of a config of yours."""
@@ -124,6 +148,14 @@ def _commands(rest: Sequence[str], watch: interrupts.Watch) -> dict[str, Callabl
     def bench() -> int:
         """Measures a benchmark, on GPUs that are not here or on one that is."""
         return experiments.bench(rest)
+
+    def completion(shell: Annotated[Literal["bash", "zsh"], tyro.conf.Positional]) -> str:
+        """Prints the lines by which a shell completes commands, options, settings, experiments and benchmarks.
+
+        Args:
+          shell: whose start-up file they are for, such as `deepcompile completion bash >> ~/.bashrc`.
+        """
+        return SCRIPTS[shell]
 
     return {
         "new": new.new,
@@ -137,4 +169,5 @@ def _commands(rest: Sequence[str], watch: interrupts.Watch) -> dict[str, Callabl
         "fit": fit.fit,
         "validate": validate.validate,
         "install-compiler": commands.install_compiler,
+        "completion": completion,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -118,6 +119,11 @@ def load_step(spec: str, own: Path | None = None) -> tuple[Any, tuple]:
         return step, tuple(args)
     if not callable(named):
         raise errors.StepSpecError(spec, f"it is {type(named).__name__}, not a function")
+    signature = inspect.signature(named)
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise errors.StepSpecError(spec, f"it takes {', '.join(signature.parameters)}") from error
     made = named()
     if not isinstance(made, tuple) or len(made) < 2 or not callable(made[0]):
         raise errors.StepSpecError(spec, f"it returned {type(made).__name__}, not (step, state, batch)")

@@ -10,15 +10,16 @@ _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("purelib", "platlib", "stdlib"))
 
 
-def told(error: BaseException) -> str | None:
+def users_traceback(error: BaseException) -> str | None:
     """The user's lines that led to ``error``, and what it says; None where this package is to blame or nobody knows."""
     frames = traceback.extract_tb(error.__traceback__)
-    known = [frame for frame in frames if not frame.filename.startswith("<") and not _is_librarys(frame)]
+    known = [frame for frame in frames if not frame.filename.startswith("<") and not is_librarys(frame.filename)]
     users = [frame for frame in known if not frame.filename.startswith(_PACKAGE)]
     if not users or known[-1] is not users[-1]:
         return None
     return "".join([*traceback.format_list(users), f"{type(error).__name__}: {error}"])
 
 
-def _is_librarys(frame: traceback.FrameSummary) -> bool:
-    return str(Path(frame.filename).resolve()).startswith(_LIBRARIES)
+def is_librarys(file: str) -> bool:
+    """Whether it is installed, and nobody's who works here."""
+    return str(Path(file).resolve()).startswith(_LIBRARIES)

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar
@@ -13,7 +14,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from jax_deepcompile.errors import DeepCompileError
-from jax_deepcompile.training.values import bounded
+from jax_deepcompile.training.values import bounded, one_of
 
 
 class ConfigError(DeepCompileError, ValueError):
@@ -133,7 +134,7 @@ class Experiment:
 
 
 REGISTRY = ConstructorRegistry()
-"""How those settings of a model's own config are read that are no plain values."""
+"""How every command reads what is one of several names, those of a model's own config included."""
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 _POLICIES = {
@@ -144,25 +145,35 @@ _POLICIES = {
 }
 
 
-@REGISTRY.primitive_rule
-def _named(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """A dtype or a checkpoint policy by its name."""
-    if info.type is type(jnp.float32):
-        named = _DTYPES
-    elif info.type == type | None:
-        named = {"None": None, **_DTYPES}
-    elif info.type == Callable[..., Any] | None:
-        named = _POLICIES
-    else:
+_NAMED: dict[Any, dict[str, Any]] = {
+    bool: {"True": True, "False": False},
+    type: _DTYPES,
+    type(jnp.float32): _DTYPES,
+    Callable[..., Any] | None: _POLICIES,
+}
+
+
+def _names(hint: Any) -> dict[str, Any] | None:
+    """What may be given for a value of this type, by name; None where that is no list."""
+    if hint in _NAMED:
+        return _NAMED[hint]
+    if typing.get_origin(hint) is typing.Literal:
+        return {str(each): each for each in typing.get_args(hint)}
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
         return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="{" + ",".join(named) + "}",
-        instance_from_str=lambda words: named[words[0]],
-        is_instance=lambda value: value in named.values(),
-        str_from_instance=lambda value: [spell(value)],
-        choices=tuple(named),
-    )
+    named = {}
+    for each in typing.get_args(hint):
+        names = {"None": None} if each is types.NoneType else _names(each)
+        if names is None:
+            return None
+        named |= names
+    return named
+
+
+@REGISTRY.primitive_rule
+def _one_of(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    names = _names(info.type)
+    return None if names is None else one_of(names)
 
 
 def _walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, str]]:
@@ -219,12 +230,8 @@ def _kind(hint: Any, value: Any) -> str:
     hint = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
     if value is not None and value in _DTYPES.values():
         return "|".join(_DTYPES)
-    if hint == Callable[..., Any] | None:
-        return "|".join(_POLICIES)
-    if hint == type | None:
-        return "|".join(["None", *_DTYPES])
-    if typing.get_origin(hint) is typing.Literal:
-        return "|".join(map(str, typing.get_args(hint)))
+    if names := _names(hint):
+        return "|".join(names)
     return (hint.__name__ if isinstance(hint, type) else str(hint)).upper()
 
 

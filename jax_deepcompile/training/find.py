@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_deepcompile.runtime.modules import find_first, from_file, named_by, nearest_name
+from jax_deepcompile.runtime.sources import assigned, source
 from jax_deepcompile.training.config import ConfigError, Experiment, check
 
 
@@ -39,10 +40,10 @@ def _found(folders: Sequence[Path]) -> dict[str, tuple[Path, str]]:
     for folder in folders:
         for path in sorted(folder.glob("*.py")):
             try:
-                module = ast.parse(path.read_text(encoding="utf-8"))
+                module = source(path)
             except (SyntaxError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{path}: {error}") from error
-            if any(_assigns_config(statement) for statement in module.body):
+            if "CONFIG" in assigned(module):
                 found[path.stem] = path, (ast.get_docstring(module) or "").partition("\n")[0]
     return found
 
@@ -51,6 +52,7 @@ def _config(name: str, found: dict[str, tuple[Path, str]]) -> Any:
     if name not in found:
         nearest = nearest_name(name, found)
         hint = f"; the nearest is {nearest!r}" if nearest else ""
+        hint = f"; say which name of the file, {name}:NAME" if name.endswith(".py") else hint
         known = ", ".join([*found, "FILE.py:NAME and package.module:NAME"])
         raise ConfigError(f"there is no experiment {name!r}{hint}; there are {known}")
     path, _ = found[name]
@@ -59,11 +61,3 @@ def _config(name: str, found: dict[str, tuple[Path, str]]) -> Any:
         return from_file(path).CONFIG
     find_first(path.parent.parent)
     return importlib.import_module(f"{path.parent.name}.{name}").CONFIG
-
-
-def _assigns_config(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.AnnAssign):
-        targets = [statement.target]
-    else:
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return any(isinstance(target, ast.Name) and target.id == "CONFIG" for target in targets)

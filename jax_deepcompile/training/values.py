@@ -1,4 +1,4 @@
-"""Numbers on the command line, with their bounds.
+"""Values on the command line: numbers with their bounds, and one of several names.
 
 >>> bounded(int, 1).instance_from_str(["1e3"])
 1000
@@ -6,12 +6,19 @@
 Traceback (most recent call last):
     ...
 ValueError: must be at least 1; the nearest is 1
+>>> one_of({"h100": 1, "b200": 2}).instance_from_str(["h101"])
+Traceback (most recent call last):
+    ...
+ValueError: must be one of h100, b200, not 'h101'; the nearest is 'h100'
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from tyro.constructors import PrimitiveConstructorSpec
+
+from jax_deepcompile.runtime.modules import nearest_name
 
 
 def bounded(
@@ -41,6 +48,25 @@ def bounded(
         instance_from_str=read,
         is_instance=lambda value: isinstance(value, kind) or (or_none and value is None),
         str_from_instance=lambda value: [str(value)],
+    )
+
+
+def one_of(named: Mapping[str, Any]) -> PrimitiveConstructorSpec[Any]:
+    """How a value is read that is said by its name."""
+
+    def read(words: list[str]) -> Any:
+        if words[0] not in named:
+            nearest = nearest_name(words[0], named)
+            hint = f"; the nearest is {nearest!r}" if nearest else ""
+            raise ValueError(f"must be one of {', '.join(named)}, not {words[0]!r}{hint}")
+        return named[words[0]]
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join(named) + "}",
+        instance_from_str=read,
+        is_instance=lambda value: value in named.values(),
+        str_from_instance=lambda value: [next((name for name, each in named.items() if each == value), str(value))],
     )
 
 

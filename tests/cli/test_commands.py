@@ -59,6 +59,9 @@ def cudnn():
 def nothing():
     return None
 
+def itself(state, batch):
+    return state
+
 number = 3
 """
 
@@ -102,6 +105,7 @@ def test_a_step_is_found_in_a_file_and_in_a_module(file, monkeypatch):
         ("no_such_module:make", "there is no module no_such_module"),
         ("{file}:other", "my_train_step has no other"),
         ("{file}:number", "it is int, not a function"),
+        ("{file}:itself", "it takes state, batch. Name a function without arguments"),
         ("{file}:nothing", r"it returned NoneType, not \(step, state, batch\)"),
     ],
 )

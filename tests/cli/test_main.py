@@ -77,6 +77,11 @@ def test_other_processes_are_joined_when_any_option_says_so(asked):
     assert (asked["run"].is_shared, asked["run"].cluster) == (True, ("host:1", 2, 0))
 
 
+def unboxed(text: str) -> str:
+    """What a box of tyro's says, on one line."""
+    return " ".join(text.replace("│", " ").split())
+
+
 @pytest.mark.parametrize(
     ("line", "sentences"),
     [
@@ -85,9 +90,10 @@ def test_other_processes_are_joined_when_any_option_says_so(asked):
         ("train tiny_llama --optimizer.learning-rt 1", ("Perhaps you meant", "--optimizer.learning-rate")),
         ("train tiny_llama --devices 0", ("--devices", "must be at least 1; the nearest is 1")),
         ("train tiny_llama --steps 4o", ("--steps", "expected an integer, not '4o'")),
-        ("train tiny_llama --model.dtype bf16", ("--model.dtype", "'bf16'", "'bfloat16'")),
+        ("train tiny_llama --model.dtype bf16", ("--model.dtype", "not 'bf16'", "the nearest is 'bfloat16'")),
         ("train tiny_llama stray", ("stray",)),
-        ("bench --suite gpus", ("--suite", "'gpus'", "'gpu'")),
+        ("bench --suite gpus", ("--suite", "'gpus'", "the nearest is 'gpu'")),
+        ("plan a.py:b --gpu h101", ("--gpu", "one of h100, h200, gh200, b200, None, not 'h101'", "nearest is 'h100'")),
         ("trace a.py:b --gpus h100", ("--gpus", "Perhaps you meant", "--gpu ")),
         ("trace a.py:b --nodes 0", ("--nodes", "must be at least 1; the nearest is 1")),
         ("profile a.py:b --gpus h100", ("--gpus",)),
@@ -100,8 +106,27 @@ def test_a_mistake_in_an_option_is_named_with_the_nearest(asked, capsys, line, s
         cli.main(line.split())
     printed = capsys.readouterr()
     assert not printed.out
-    assert all(sentence in printed.err for sentence in sentences), printed.err
+    assert all(sentence in unboxed(printed.err) for sentence in sentences), printed.err
     assert "Traceback" not in printed.err
+
+
+ENUMERATED = re.compile(r"(--[\w.-]+) \{(\w+,[\w,]+)\}")
+
+
+def test_every_option_of_several_names_lists_them_in_their_order(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    tried = set()
+    for name in cli.COMMANDS:
+        line = [name] if name in ("new", "bench", "install-compiler", "completion") else [name, "tiny_llama"]
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([*line, "--help"])
+        for option, names in ENUMERATED.findall(capsys.readouterr().out):
+            with pytest.raises(SystemExit, match="2"):
+                cli.main([*line, option, "another"])
+            expected = f"{option}: must be one of {names.replace(',', ', ')}, not 'another'"
+            assert expected in unboxed(capsys.readouterr().err)
+            tried.add(option)
+    assert {"--gpu", "--suite", "--model.dtype", "--model.attention", "--train.explain"} <= tried
 
 
 @pytest.mark.parametrize(
@@ -111,6 +136,10 @@ def test_a_mistake_in_an_option_is_named_with_the_nearest(asked, capsys, line, s
         ("xyz train.py:make", "there is no command 'xyz'; there are new, train, "),
         ("train tiny_lama", "there is no experiment 'tiny_lama'; the nearest is 'tiny_llama'; there are "),
         ("train --list tiny_lama", "there is no experiment 'tiny_lama'; the nearest is 'tiny_llama'; there are "),
+        (
+            "train config.py",
+            "there is no experiment 'config.py'; say which name of the file, config.py:NAME; there are ",
+        ),
         ("train", "say which experiment: "),
         ("train --steps 3", "say which experiment: "),
         ("train tiny_llama --resume", "say which run to resume: --out DIR"),
