@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
+
+from jax_deepcompile.cli import main as cli
+
+os.environ["COLUMNS"] = "88"  # of the help texts
 
 project = "jax_deepcompile"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -50,9 +54,12 @@ class Help(Directive):
     def run(self) -> list[nodes.Node]:
         program, *words = self.arguments[0].split()
         assert program == "deepcompile"
-        command = [sys.executable, "-m", "jax_deepcompile", *words, "--help"]
-        done = subprocess.run(command, env=os.environ | {"COLUMNS": "88"}, capture_output=True, text=True, check=True)
-        return [nodes.literal_block(done.stdout, done.stdout, language="text")]
+        printed = io.TextIOWrapper(io.BytesIO(), "utf-8")
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            cli.main([*words, "--help"])
+        printed.seek(0)
+        text = printed.read()
+        return [nodes.literal_block(text, text, language="text")]
 
 
 def setup(app: Any) -> None:

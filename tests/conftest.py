@@ -1,11 +1,15 @@
 """Eight virtual CPU devices for every test, and quick compilation: set before JAX starts."""
 
 import os
+from importlib.metadata import version
 
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-for _flag, _value in (("--xla_force_host_platform_device_count", 8), ("--xla_backend_optimization_level", 0)):
+_FLAGS = {"--xla_force_host_platform_device_count": "8", "--xla_backend_optimization_level": "0"}
+if version("jaxlib").startswith("0.10."):  # later ones have no emitters but those whose code takes LLVM thrice as long
+    _FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
+for _flag, _value in _FLAGS.items():
     if _flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}={_value}".strip()
 
@@ -14,7 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also what is marked slow")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of one file run in one process, which so makes and compiles once what they share."""
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))
     if config.getoption("--all"):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]

@@ -17,7 +17,7 @@ from jax_deepcompile.cli import main as cli
 from jax_deepcompile.hlo.reader import read
 from tests.schedules import instructions
 
-pytestmark = [pytest.mark.h100_aot, pytest.mark.xdist_group("attention on H100s")]
+pytestmark = pytest.mark.h100_aot
 
 GPUS, LAYERS, EXAMPLES, TOKENS, WIDTH, HEADS, GROUPS = 8, 3, 16, 256, 256, 8, 2
 FUSED = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")

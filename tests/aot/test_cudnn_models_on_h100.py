@@ -16,7 +16,7 @@ from jax_deepcompile.hlo.reader import read
 from models import llama, mixtral
 from tests.schedules import instructions
 
-pytestmark = [pytest.mark.h100_aot, pytest.mark.xdist_group("models with cuDNN on H100s")]
+pytestmark = pytest.mark.h100_aot
 
 LAYERS, GPUS, TOKENS = 2, 32, 2048
 OPTIMIZER = optax.adamw(3e-4)

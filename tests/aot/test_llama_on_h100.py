@@ -17,7 +17,7 @@ import jax_deepcompile as deepcompile
 from experiments.bench.steps import llama_gradients, training_step
 from models import llama
 
-pytestmark = [pytest.mark.h100_aot, pytest.mark.xdist_group("llama on H100s")]
+pytestmark = pytest.mark.h100_aot
 
 LAYERS = 4
 CONFIG = dataclasses.replace(llama.LLAMA3_70B, n_layers=LAYERS)

@@ -39,7 +39,7 @@ def run_two(script: str) -> list[subprocess.CompletedProcess[str]]:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")}
     command, pipe = [sys.executable, "-c", START + textwrap.dedent(script)], subprocess.PIPE
     runs = [
         subprocess.Popen([*command, str(rank), str(port)], env=environment, stdout=pipe, stderr=pipe, text=True)

@@ -91,11 +91,9 @@ def test_seventy_billion_on_a_laptop(monkeypatch):
         ),
         pytest.param(
             "anatomy_of_a_plan", ["as planned, simulated", "loop layers @backward: ", "pipeline_loops accepted"],
-            marks=[pytest.mark.slow, pytest.mark.h100_aot],
+            marks=pytest.mark.h100_aot,
         ),
-        pytest.param(
-            "what_my_gpu_says", ["ms measured", "trace.rank7.json"], marks=[pytest.mark.slow, pytest.mark.cpu_mesh]
-        ),
+        pytest.param("what_my_gpu_says", ["ms measured", "trace.rank7.json"], marks=pytest.mark.cpu_mesh),
     ],
 )  # fmt: skip
 def test_a_notebook_says_what_it_is_about(name: str, says: list[str]):

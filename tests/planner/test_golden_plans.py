@@ -8,7 +8,7 @@ import pytest
 from models import llama
 from tests.planner.golden_steps import FOLDER, LLAMA, STEPS, of_llama, printed
 
-pytestmark = [pytest.mark.h100_aot, pytest.mark.slow, pytest.mark.xdist_group("golden plans")]
+pytestmark = [pytest.mark.h100_aot, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("name", STEPS)

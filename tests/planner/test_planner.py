@@ -24,7 +24,7 @@ from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from models import llama
 from tests.schedules import loop_bodies, work_while_under_way
 
-pytestmark = [pytest.mark.h100_aot, pytest.mark.xdist_group("planner")]
+pytestmark = pytest.mark.h100_aot
 
 CONFIG = dataclasses.replace(llama.LLAMA3_70B, n_layers=6)
 DEVICES, LENGTH = 32, 512

@@ -18,7 +18,7 @@ from jax_deepcompile.profilers import Taken, take_profile
 from jax_deepcompile.profilers.runs import StepRuns
 from tests.profilers import steps
 
-pytestmark = [pytest.mark.cpu_mesh, pytest.mark.xdist_group("profile")]
+pytestmark = pytest.mark.cpu_mesh
 
 RUNS = 2
 

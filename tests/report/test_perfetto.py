@@ -15,7 +15,7 @@ from jax_deepcompile.report import chrome_trace, timeline
 from tests.report.test_chrome_trace import PLAYED, simulated
 from tests.report.trace_engine import OpenedTrace, TraceEngine, opened
 
-pytestmark = [pytest.mark.pure, pytest.mark.xdist_group("perfetto")]
+pytestmark = pytest.mark.pure
 
 SLICES = """
   (SELECT s.id, s.ts, s.dur, s.ts + s.dur AS until, s.depth, s.name, s.arg_set_id, t.tid, t.name AS thread, p.pid

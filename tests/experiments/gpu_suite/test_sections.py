@@ -24,7 +24,7 @@ from experiments.gpu_suite.workloads import WORKLOADS
 from experiments.trainings import Training
 from models.llama import LLAMA3_70B
 
-pytestmark = [pytest.mark.cpu_mesh, pytest.mark.xdist_group("gpu_suite")]
+pytestmark = pytest.mark.cpu_mesh
 
 
 @pytest.fixture(scope="module")
