@@ -3,7 +3,8 @@
 XLA schedules from the end of the program backwards. Before a reduction that it puts last there is room for the compute
 that its gradient does not need; if that is the last layer's, whose gradient is ready first, all of backward comes
 before all reductions, with nothing left to hide them under. The network does one after the other anyway: where each
-begins when those before it are done, only the first layer's can be last.
+begins when those before it are done, only the first layer's can be last. Nor is the sum of the loss, which is ready
+before any gradient and done before them.
 
 Before::
 
@@ -27,7 +28,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import new_barrier, open_jaxpr
-from jax_deepcompile.analysis.dataflow import needs, variables
+from jax_deepcompile.analysis.dataflow import needs, reached_from, variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.ir.placement import AnyMesh
@@ -65,14 +66,20 @@ class OrderedReductions(Decision, kind="reduce_in_order"):
 def reduction_buckets(jaxpr: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     """Where the equations are that reduce over devices and scatter, loops aside, in the order gradients are ready.
 
-    Those that follow one another are together until they have ``bucket_bytes``.
+    Those that follow one another are together until they have ``bucket_bytes``. Before them is what is summed over
+    devices without them and ready no later than the first.
     """
     eqns = open_jaxpr(jaxpr).eqns
-    needed = needs(eqns, is_anchor)
-    places = [place for place, eqn in enumerate(eqns) if eqn.primitive.name == "reduce_scatter"]
-    buckets: list[tuple[int, ...]] = []
+    ready = [needed.bit_length() for needed in needs(eqns, is_anchor)]
+    places, sums = (
+        [place for place, eqn in enumerate(eqns) if eqn.primitive.name == name] for name in ("reduce_scatter", "psum")
+    )
+    first = min((ready[place] for place in places), default=-1)
+    scattered = reached_from(eqns, [eqns[place].outvars[0] for place in places])
+    early = tuple(place for place in sums if ready[place] <= first and scattered.isdisjoint(eqns[place].outvars))
+    buckets: list[tuple[int, ...]] = [early] if early else []
     bucket, size = (), 0
-    for place in sorted(places, key=lambda place: needed[place].bit_length()):
+    for place in sorted(places, key=ready.__getitem__):
         bucket, size = (*bucket, place), size + size_bytes(eqns[place].invars[0])
         if size >= bucket_bytes:
             buckets.append(bucket)

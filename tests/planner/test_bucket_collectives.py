@@ -11,9 +11,12 @@ from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.planner.candidate import Environment, evaluate
 from jax_deepcompile.planner.strategies.unrolled import BucketCollectives, bandwidth_bound_bytes
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
-from tests.planner.situations import START, UNROLLED, situation, unrolled_loss
+from jax_deepcompile.transforms.unshard import ReusedGathers, repeated_gathers
+from tests.planner.situations import START, UNROLLED, candidate, situation, unrolled_loss
 from tests.schedules import gathers, instructions
 from tests.transforms.programs import count, h100s, sharded
+
+WIDE = {f"layer{index}": {"up": (512, 1024), "down": (1024, 512), "bias": (1024,)} for index in range(3)}
 
 
 @dataclass(frozen=True)
@@ -46,11 +49,26 @@ def test_the_size_where_latency_no_longer_counts(latency_s: float, share: float,
 
 @pytest.mark.pure
 def test_gathered_buckets_have_that_size_and_reduced_ones_a_part_of_it():
-    program, best, environment = situation(unrolled_loss, UNROLLED, Line())
+    program, mesh = sharded(unrolled_loss, WIDE, batch=(8192, 512))
+    best, environment = candidate(program), Environment(mesh, "cuda", Line(), None)
     (proposal,) = BucketCollectives().propose(program, best, environment)
     assert dict(proposal.plan.options) == combiner_options(32 << 20, (32 << 20) // program.mesh.size)
     assert proposal.decision == "buckets of 32 MiB"
     assert proposal.plan.replace(options=()) == best.plan
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("latency_s", [10e-6, 100e-6])
+def test_what_is_sent_sooner_than_a_collective_begins_is_gathered_once(latency_s: float):
+    """2 MiB a matrix: in all more than is sent in 10 microseconds, and less than in 100."""
+    program, mesh = sharded(unrolled_loss, WIDE, batch=(8192, 512))
+    environment = Environment(mesh, "cuda", Line(latency_s=latency_s), None)
+    (proposal,) = BucketCollectives().propose(program, candidate(program), environment)
+    again = tuple(repeated_gathers(program))
+    assert again
+    assert proposal.plan.of(ReusedGathers) == ((ReusedGathers(again),) if latency_s > 50e-6 else ())
+    once = candidate(proposal.plan.program(program, mesh), proposal.plan)
+    assert [each.plan for each in BucketCollectives().propose(program, once, environment)] == [once.plan]
 
 
 @pytest.mark.pure
@@ -66,7 +84,7 @@ def test_one_collective_a_bucket():
     environment = Environment(mesh, "cuda", CostModel(), None)
     alone = START.replace(options=combiner_options(0, 0))
     (proposal,) = BucketCollectives().propose(program, evaluate(program, alone, environment), environment)
-    apart, joined = (evaluate(program, plan, environment) for plan in (alone, proposal.plan))
+    apart, joined = (evaluate(program, plan.without(ReusedGathers), environment) for plan in (alone, proposal.plan))
     launched = [gathers(instructions(each.evaluated.module)) for each in (apart, joined)]
     assert launched[0] == count(program, "all_gather")
     assert launched[1] <= launched[0] // 3

@@ -48,7 +48,8 @@ def chain():
 @given(st.integers(1, 6 * MATRIX_BYTES))
 @settings(max_examples=20, deadline=None)
 def test_buckets_hold_every_reduction_once_in_order(chain, bucket_bytes):
-    buckets = reduction_buckets(chain.jaxpr, bucket_bytes)
+    (loss,), *buckets = reduction_buckets(chain.jaxpr, bucket_bytes)
+    assert open_jaxpr(chain.jaxpr).eqns[loss].primitive.name == "psum"
     assert [place for bucket in buckets for place in bucket] == reductions(chain)
     assert all(len(bucket) * MATRIX_BYTES >= bucket_bytes for bucket in buckets[:-1])
     assert all((len(bucket) - 1) * MATRIX_BYTES < bucket_bytes for bucket in buckets)
@@ -74,21 +75,44 @@ def test_the_order_is_that_of_the_gradients_not_of_the_program():
 def test_before_and_after(chain):
     layer, again = ["dot_general", "dot_general", "reduce_scatter"], ["optimization_barrier"]
     assert order(chain)[LAYERS:] == ["dot_general", "reduce_scatter", *layer, *again, *layer, *again, *layer]
+    first = ["dot_general", "optimization_barrier", "reduce_scatter"]
     waits = [*layer[:2], "optimization_barrier", "reduce_scatter"]
     after = order(reduce_in_order(chain, MATRIX_BYTES))[LAYERS:]
-    assert after == ["dot_general", "reduce_scatter", *waits, *again, *waits, *again, *waits]
+    assert after == [*first, *waits, *again, *waits, *again, *waits]
 
 
 @pytest.mark.pure
-def test_one_bucket_changes_nothing(chain):
-    assert reduce_in_order(chain, 100 * MATRIX_BYTES) is chain
+def test_one_bucket_waits_for_the_loss_alone(chain):
+    waits = [line.split()[0] for line in lines(reduce_in_order(chain, 100 * MATRIX_BYTES), ("psum", "reduce_scatter"))]
+    assert waits == ["psum", *LAYERS * ["reduce_scatter"]]
+    step = deepcompile.shard(lambda params, x: jax.grad(chain_loss)(params, x), {"fsdp": 8})
+    alone = step.trace(shapes(CHAIN), shapes((16, WIDTH))).sharded
+    assert len(reductions(alone)) == LAYERS
+    assert reduce_in_order(alone, 100 * MATRIX_BYTES) is alone
 
 
 @pytest.mark.pure
-def test_one_reduction_waits_for_nobody():
+def test_one_reduction_waits_for_the_loss():
     program, _ = sharded(lambda params, x: jnp.mean((x @ params["w"]) ** 2), {"w": (WIDTH, WIDTH)})
-    assert len(reductions(program)) == 1
-    assert reduce_in_order(program, 1) is program
+    (_loss,), *buckets = reduction_buckets(program.jaxpr, 1)
+    assert buckets == [tuple(reductions(program))]
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("params", [CHAIN, {"layer0": (WIDTH, WIDTH)}], ids=["four", "one"])
+def test_a_norm_of_the_gradients_is_summed_after_them(params):
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+
+    def loss(params, x):
+        for kernel in params.values():
+            x = jnp.tanh(x @ kernel)
+        return jnp.mean(x**2)
+
+    program, _ = sharded(loss, params, optimizer=clipped)
+    sums = [place for place, eqn in enumerate(open_jaxpr(program.jaxpr).eqns) if eqn.primitive.name == "psum"]
+    (early, *_) = reduction_buckets(program.jaxpr, MATRIX_BYTES)
+    assert len(sums) > len(early) == 1
+    assert reduce_in_order(program, MATRIX_BYTES) is not program
 
 
 @pytest.mark.pure
