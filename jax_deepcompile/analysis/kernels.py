@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.work import fused_away, fuses
-from jax_deepcompile.ir.primitives import COLLECTIVES, RECOMPUTED, SLICES, UPDATES, VIEWS
+from jax_deepcompile.ir.primitives import COLLECTIVES, PRODUCTS, RECOMPUTED, SLICES, UPDATES, VIEWS
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,38 @@ def kernels_of(jaxpr: Any) -> Kernels:
     """
     finder = _Finder(open_jaxpr(jaxpr))
     return Kernels(tuple(finder.moved_bytes(eqn) for eqn in finder.jaxpr.eqns), finder.sources)
+
+
+def between_products(jaxpr: Any, values: Iterable[Any]) -> frozenset[Any]:
+    """Of ``values`` those that no kernel may leave unwritten: what products make or read, and what is read after a
+    product that it leads to."""
+    eqns = open_jaxpr(jaxpr).eqns
+    made, read = set[Any](), set[Any]()
+    for eqn in eqns:
+        if eqn.primitive.name in PRODUCTS or (_renames(eqn) and not made.isdisjoint(variables(eqn.invars))):
+            made.update(eqn.outvars)
+    for eqn in reversed(eqns):
+        if eqn.primitive.name in PRODUCTS or (_renames(eqn) and not read.isdisjoint(eqn.outvars)):
+            read.update(variables(eqn.invars))
+    return frozenset(each for each in values if each in made or each in read or _is_read_beyond(eqns, each))
+
+
+def _renames(eqn: Any) -> bool:
+    return eqn.primitive.name in VIEWS or eqn.primitive.name == "name"
+
+
+def _is_read_beyond(eqns: Sequence[Any], value: Any) -> bool:
+    """Whether an equation reads it and what comes of a product that it leads to."""
+    reached, beyond = {value}, set[Any]()
+    for eqn in eqns:
+        operands = variables(eqn.invars)
+        if not beyond.isdisjoint(operands):
+            if value in operands:
+                return True
+            beyond.update(eqn.outvars)
+        elif not reached.isdisjoint(operands):
+            (beyond if eqn.primitive.name in PRODUCTS else reached).update(eqn.outvars)
+    return False
 
 
 @dataclass

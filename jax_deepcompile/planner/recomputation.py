@@ -13,6 +13,7 @@ from typing import Any
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr
 from jax_deepcompile.analysis.dataflow import renamed, unguarded, variables
 from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.analysis.kernels import between_products
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.analysis.recomputed import Activation, Place
@@ -43,6 +44,7 @@ class RecomputeRegion:
       residuals: what the first loop keeps for the second as it is; where no loop runs layers, forward for backward.
       passes_s: where no loop runs layers, what forward and backward take.
       soon: names of what is read there before it could have been copied to the host and back.
+      written: positions of the activations that the first loop writes into memory anyway.
       given_s: what a copy takes, on the device, of each residual that layers are given, by its name: on its way to the
         host it must not be what the next layer writes into.
     """
@@ -58,6 +60,7 @@ class RecomputeRegion:
     residuals: tuple[Residual | Left, ...] = ()
     passes_s: tuple[float, float] = (0.0, 0.0)
     soon: frozenset[str] = frozenset()
+    written: frozenset[int] = frozenset()
     given_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -160,7 +163,10 @@ def find_recomputation(program: Program, costs: CostModel) -> list[RecomputeRegi
             found = RecomputeRegion(loops, body, activations, names, seconds, layers, often, copy_s)
             given = [each for each in residuals if isinstance(each, Residual) and each.is_given]
             given_s = {each.name: costs.memory_s(2 * each.size_bytes) for each in given}
-            regions.append(replace(found, residuals=residuals, passes_s=passes_s, soon=soon, given_s=given_s))
+            made = {each.first: place for place, each in enumerate(activations)}
+            written = frozenset(made[each] for each in between_products(first, made))
+            found = replace(found, residuals=residuals, passes_s=passes_s, soon=soon)
+            regions.append(replace(found, written=written, given_s=given_s))
             taken.update(loops if activations else ())
 
     for forward, backward in _in_order(loops):

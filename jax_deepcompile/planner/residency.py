@@ -209,10 +209,10 @@ _WORTH = 3.0
 
 
 def _worths(region: RecomputeRegion) -> list[float]:
-    """Likewise, of each activation: what spares a product spares a kernel of its own, which writes what it makes."""
+    """Likewise, of each activation: what spares a product spares a kernel, and may be written anyway."""
     products = {place for place, eqn in enumerate(region.body.eqns) if eqn.primitive.name in PRODUCTS}
     spared = (products.intersection(region.demand.freed(each.again)) for each in region.activations)
-    return [1.0 if each else _WORTH for each in spared]
+    return [1.0 if some and place in region.written else _WORTH for place, some in enumerate(spared)]
 
 
 _LEAST = 1e-3
