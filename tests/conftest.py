@@ -1,15 +1,11 @@
 """Eight virtual CPU devices for every test, and quick compilation: set before JAX starts."""
 
 import os
-from importlib.metadata import version
 
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_FLAGS = {"--xla_force_host_platform_device_count": "8", "--xla_backend_optimization_level": "0"}
-if version("jaxlib").startswith("0.10."):  # later ones have no emitters but those whose code takes LLVM thrice as long
-    _FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
-for _flag, _value in _FLAGS.items():
+for _flag, _value in (("--xla_force_host_platform_device_count", 8), ("--xla_backend_optimization_level", 0)):
     if _flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}={_value}".strip()
 

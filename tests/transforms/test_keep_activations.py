@@ -21,6 +21,7 @@ from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.keep_activations import KeptActivations
+from jax_deepcompile.transforms.offload_values import OffloadedValues
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from tests.partition.steps import shapes, training_step
@@ -272,7 +273,7 @@ def test_the_backward_loop_computes_less_and_a_stack_of_memory_holds_it():
 
 @pytest.mark.h100_aot
 def test_layers_written_one_by_one_are_planned_to_compute_less():
-    """Four checkpointed layers of two products, of which the first is kept where memory holds it."""
+    """Four checkpointed layers of two products: what memory does not hold is on the host meanwhile."""
     layers, width, rows = 4, 2048, 8192
 
     def loss(params, x):
@@ -295,7 +296,12 @@ def test_layers_written_one_by_one_are_planned_to_compute_less():
         )
         return step.trace(state, shapes((8 * rows, width))).plan()
 
-    (choice,) = plan("72GiB").of(KeptActivations)
-    (fewer,) = plan("2.7GiB").of(KeptActivations)
+    roomy, tight = plan("72GiB"), plan("2.7GiB")
+    assert roomy.prediction is not None
+    assert tight.prediction is not None
+    (choice,) = roomy.of(KeptActivations)
     assert (choice.forward, choice.backward) == ("", "")
-    assert len(fewer.values) < len(choice.values)
+    assert not roomy.of(OffloadedValues)
+    assert tight.of(OffloadedValues)
+    assert tight.prediction.peak_bytes < roomy.prediction.peak_bytes
+    assert tight.prediction.step_s > roomy.prediction.step_s
