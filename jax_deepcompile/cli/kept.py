@@ -20,9 +20,9 @@ def printed_by(words: Sequence[str], ask: Ask) -> str:
     seen_from = None if words[0].startswith("-") else str(Path.cwd())
     name = hashlib.sha256(repr((__file__, seen_from, words)).encode()).hexdigest()
     file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_deepcompile" / f"{name}.json"
-    with suppress(OSError, ValueError, KeyError):
+    with suppress(OSError, ValueError, KeyError, TypeError):  # whatever the file holds
         kept = json.loads(file.read_text())
-        if kept["changed"] == _changed(kept["changed"]):
+        if isinstance(kept["printed"], str) and kept["changed"] == _changed(kept["changed"]):
             return kept["printed"]
     printed = ask(words)
     if printed:
