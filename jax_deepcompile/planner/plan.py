@@ -6,6 +6,7 @@ Plans are JSON, compare and print readably, can be edited by hand and given back
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from jax_deepcompile.summary import Branch, Summarized, Summary, Text, cut, size
 from jax_deepcompile.transforms import TRANSFORMS, carry_out, in_order
 from jax_deepcompile.transforms.decision import Decision, nearest
 
-FORMAT = 12
+FORMAT = 13
 """Of the JSON; a plan of another format is replanned."""
 
 D = TypeVar("D", bound=Decision)
@@ -183,11 +184,14 @@ class Plan(Summarized):
         data: dict[str, Any] = {"format": FORMAT} | dataclasses.asdict(self)
         kinds = [{"kind": each.kind} for each in self.decisions]
         data["decisions"] = [kind | fields for kind, fields in zip(kinds, data["decisions"], strict=True)]
+        data["digest"] = _digest(data)
         return json.dumps(data, allow_nan=False, indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: str = "the plan", decisions: Sequence[type[Decision]] = TRANSFORMS) -> Plan:
         """Reads what ``to_json`` wrote, or ``deepcompile plan --json``.
+
+        What was edited has no prediction and no records: they are another plan's.
 
         Raises:
           PlanError: ``text`` is not a plan, or one of another format, or sets what plans may not.
@@ -196,9 +200,11 @@ class Plan(Summarized):
             data = frozen_json.document_in(frozen_json.parse(text), "plan")
             if not isinstance(data, dict) or data.get("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
+            digest = _digest(data)
             found = _read_decisions(data.pop("decisions", None), {each.kind: each for each in decisions})
             rest = frozen_json.read(_Document, data)
-            return cls(rest.fingerprint, found, rest.options, rest.latencies, rest.prediction, rest.records)
+            history = {"prediction": rest.prediction, "records": rest.records} if rest.digest == digest else {}
+            return cls(rest.fingerprint, found, rest.options, rest.latencies, **history)
         except errors.PlanError as error:
             raise errors.PlanError(where, error.why) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -247,14 +253,24 @@ class Plan(Summarized):
 
 @dataclass(frozen=True)
 class _Document:
-    """All of a plan's JSON but its decisions."""
+    """All of a plan's JSON but its decisions.
+
+    Attributes:
+      digest: of all that the prediction is of, as it was written.
+    """
 
     format: int
+    digest: str
     fingerprint: str
     options: tuple[tuple[str, bool | int | str], ...]
     latencies: tuple[Latency, ...]
     prediction: Prediction | None
     records: tuple[Record, ...]
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    decided = [data.get(name) for name in ("decisions", "options", "latencies")]
+    return hashlib.sha256(json.dumps(decided).encode()).hexdigest()
 
 
 def _read_decisions(data: Any, kinds: Mapping[str, type[Decision]]) -> tuple[Decision, ...]:
@@ -266,7 +282,13 @@ def _read_decisions(data: Any, kinds: Mapping[str, type[Decision]]) -> tuple[Dec
         if not isinstance(kind, str) or kind not in kinds:
             raise ValueError(f"decisions[{place}].kind: {kind!r:.40} is none{nearest(str(kind)[:40], kinds)}")
         try:
-            found.append(frozen_json.read(kinds[kind], each))
+            found.append(frozen_json.read(kinds[kind], _defaults(kinds[kind]) | each))
         except ValueError as error:
             raise ValueError(f"decisions[{place}] ({kind}): {error}") from error
     return tuple(found)
+
+
+def _defaults(kind: type[Decision]) -> dict[str, Any]:
+    """What a decision may leave out in JSON."""
+    defaults = {each.name: each.default for each in dataclasses.fields(kind) if each.default is not dataclasses.MISSING}
+    return json.loads(json.dumps(defaults))

@@ -14,7 +14,7 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.report.printer import changed_counts, readable
-from jax_deepcompile.transforms import in_order
+from jax_deepcompile.transforms import carry_out, in_order
 
 VARIABLE = "DEEPCOMPILE_DUMP"
 """The environment variable that names a folder for the dumps of every step that is compiled."""
@@ -45,8 +45,8 @@ def decisions_of(plan: Plan, base: Program, mesh: AnyMesh) -> Iterator[Rewritten
     before = base
     for kind in in_order(map(type, plan.decisions)):
         began_s = perf_counter()
-        after = plan.program(base, mesh, until=kind)
-        said = tuple(each.describe() for each in plan.decisions if type(each) is kind)
+        after = carry_out(before, mesh, plan.of(kind))
+        said = tuple(each.describe() for each in plan.of(kind))
         yield Rewritten(kind.kind, before, after, perf_counter() - began_s, said)
         before = after
 

@@ -329,6 +329,17 @@ def test_an_edited_plan_has_no_prediction():
     assert predicted.without(ReusedGathers).prediction is None
 
 
+def test_a_plan_edited_by_hand_has_no_prediction_and_may_leave_out_what_has_a_default():
+    data = json.loads(PLAN.replace(prediction=EXPECTED).to_json())
+    assert Plan.from_json(json.dumps(data, indent=4)).prediction == EXPECTED
+    data["decisions"] = [{"kind": LoopSchedule.kind, "loop": AHEAD}]
+    edited = Plan.from_json(json.dumps(data))
+    assert (edited.decisions, edited.prediction, edited.records) == ((LoopSchedule(AHEAD),), None, ())
+    del data["decisions"][0]["loop"]
+    with pytest.raises(errors.PlanError, match=r"decisions\[0\] \(pipeline_loops\): loop: missing"):
+        Plan.from_json(json.dumps(data))
+
+
 NAMED_LATER = {DelayedReductions, ReusedGathers, Prefetch}
 
 
