@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.cli.against import Difference, other_run
-from jax_deepcompile.cli.files import NO_FILES, Files, explained, told
+from jax_deepcompile.cli.files import NO_FILES, Files, explained, simulated, told
 from jax_deepcompile.cli.options import HERE, Cluster
 from jax_deepcompile.cli.steps import StepRequest, sharded_step
 from jax_deepcompile.costs.simulate import simulate
@@ -96,7 +96,9 @@ def profile(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
         measured = step.profile(*jax.tree.map(zeros, args), runs=runs)
         taken = measured.profile
         traced = step.trace(*measured.args)
-        written = files.write(traced, progress, measured=measured.timelines) if files else {}
+        run = measured.measured_run(simulated(traced)) if files.html else None
+        page = traced.page({"measured": run}) if run is not None else None
+        written = files.write(traced, progress, page, measured.timelines) if files else {}
     entries = f"{len(taken.ops)} ops, {len(taken.collectives)} collectives, {len(taken.copies)} copies to {request.out}"
     step_s = f"step {1e3 * taken.step.seconds:.3f} ms\n" if taken.step is not None else ""
     text = "\n".join([step_s + entries, *told(written), *taken.fallbacks()])

@@ -9,7 +9,7 @@ from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.entries import OpTime, StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.costs.simulation import Event
+from jax_deepcompile.costs.simulation import Event, Simulation
 from jax_deepcompile.hlo import reader as hlo
 from jax_deepcompile.ir.placement import AnyMesh, attached
 from jax_deepcompile.ir.program import Program
@@ -17,6 +17,7 @@ from jax_deepcompile.profilers.attribution import executed_ops
 from jax_deepcompile.profilers.collective import measure_collectives
 from jax_deepcompile.profilers.copies import measure_copies
 from jax_deepcompile.profilers.memory import Executable, measure_memory
+from jax_deepcompile.profilers.measured_run import measured_run
 from jax_deepcompile.profilers.op_time import measure_ops, measure_step, unmeasured
 from jax_deepcompile.profilers.probes import NOT_ATTACHED, ProbeLimits
 from jax_deepcompile.profilers.processes import of_first_process
@@ -39,6 +40,11 @@ class Taken(Summarized):
     profile: Profile
     args: tuple
     timelines: Mapping[int, tuple[Event, ...]] = field(default_factory=dict)
+
+    def measured_run(self, simulated: Simulation) -> Simulation | None:
+        """What the first device of this process ran, told as ``simulated`` is, of the same step: on one page with
+        ``traced.page({"measured": taken.measured_run(deepcompile.simulate(traced))})``; None if nothing was traced."""
+        return measured_run(self.timelines[min(self.timelines)], simulated) if self.timelines else None
 
     def _summary(self) -> Summary:
         rows = self.profile._summary().rows

@@ -219,9 +219,11 @@ def test_profile_measures_on_zeros_where_shapes_are_given(file, tmp_path, capsys
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads(out.read_text())
     assert document["headline"]["basis"] == "measured"
-    trace = tmp_path / "trace.json"
-    assert cli.main(["profile", f"{file}:make", "--out", str(out), "--runs", "1", "--trace", str(trace)]) == 0
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    files = ["--trace", str(trace), "--html", str(page)]
+    assert cli.main(["profile", f"{file}:make", "--out", str(out), "--runs", "1", *files]) == 0
     printed = capsys.readouterr().out
+    assert '"name":"measured"' in page.read_text()
     assert "collectives" in printed
     assert f"trace of the measured and the simulated step: {trace} and 7 more, one a device" in printed
     assert Profile.from_json(out.read_text(), "it").step is not None
