@@ -290,5 +290,7 @@ def _read_decisions(data: Any, kinds: Mapping[str, type[Decision]]) -> tuple[Dec
 
 def _defaults(kind: type[Decision]) -> dict[str, Any]:
     """What a decision may leave out in JSON."""
-    defaults = {each.name: each.default for each in dataclasses.fields(kind) if each.default is not dataclasses.MISSING}
-    return json.loads(json.dumps(defaults))
+    fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(kind)  # pyright: ignore[reportArgumentType]
+    return json.loads(
+        json.dumps({each.name: each.default for each in fields if each.default is not dataclasses.MISSING})
+    )

@@ -16,8 +16,8 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.profilers.attribution import executed_ops
 from jax_deepcompile.profilers.collective import measure_collectives
 from jax_deepcompile.profilers.copies import measure_copies
-from jax_deepcompile.profilers.memory import Executable, measure_memory
 from jax_deepcompile.profilers.measured_run import measured_run
+from jax_deepcompile.profilers.memory import Executable, measure_memory
 from jax_deepcompile.profilers.op_time import measure_ops, measure_step, unmeasured
 from jax_deepcompile.profilers.probes import NOT_ATTACHED, ProbeLimits
 from jax_deepcompile.profilers.processes import of_first_process
