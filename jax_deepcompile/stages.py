@@ -26,6 +26,7 @@ from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report import plots
 from jax_deepcompile.report.division import Division, division_of
 from jax_deepcompile.report.explanation import Explanation, explain
+from jax_deepcompile.report.headline import device_word
 from jax_deepcompile.report.memory_curve import LimitedStep, monotone
 from jax_deepcompile.report.page.page import AFTER, Page, page_of, ways
 from jax_deepcompile.report.summary import summary_of_stage, summary_of_trace
@@ -107,7 +108,8 @@ class TracedStep(Summarized):
         planned = self.compilation.planned
         shown = ways(planned) or {AFTER: simulate(self.lower().compile(), mesh, planned.profile)}
         runs = {**(beside or {}), **shown, AFTER: shown[AFTER]}
-        return page_of(planned, self.sharded, runs, self.utilisation, mesh.devices.flat[0].device_kind)
+        kind = mesh.devices.flat[0].device_kind
+        return page_of(planned, self.sharded, runs, self.utilisation, kind, device_word(mesh))
 
     def dump(self, folder: str | os.PathLike) -> None:
         """Writes the program before and after every stage and every kind of decision into ``folder``, to read.

@@ -137,7 +137,7 @@ def headline_of(program: Program, mesh: AnyMesh, planned: Planned | None, achiev
         tokens=tokens,
         tokens_shape=tokens_shape,
         cluster=_cluster(mesh),
-        device="GPU" if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu" else "device",
+        device=device_word(mesh),
         costs=_costs(mesh, planned),
         step_s=step_s,
         basis=basis,
@@ -150,6 +150,11 @@ def headline_of(program: Program, mesh: AnyMesh, planned: Planned | None, achiev
         peak_bytes=None if expected is None else expected.peak_bytes,
         limit_bytes=None if planned is None else planned.limit_bytes,
     )
+
+
+def device_word(mesh: AnyMesh) -> str:
+    """What one of its devices is called."""
+    return "GPU" if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform != "cpu" else "device"
 
 
 def _is_parameter(port: Port) -> bool:

@@ -297,6 +297,7 @@ def test_compare_judges_jit_and_ours_side_by_side(file, capsys, tmp_path):
     assert [row.split()[0] for row in rows] == ["jit", "fully", "planned"]
     assert rows[0].split()[2] == "1.00"
     data = data_of(html.read_text())
+    assert data["device"] == "GPU"
     assert (data["runs"][0]["name"], data["runs"][-1]["name"]) == ("jit", "planned")
     for row, run in ((rows[0], data["runs"][0]), (rows[2], data["runs"][-1])):
         assert float(row.split()[1]) == pytest.approx(run["figures"]["step_s"], rel=1e-3)

@@ -48,7 +48,7 @@ def page(run) -> Page:
     named = replace(run, timeline=(replace(first, op_name=HOSTILE, source=f"{HOSTILE}:1"), *others))
     plan = Plan("", prediction=prediction, records=(record,))
     planned = Planned(replace(found.sharded, name=HOSTILE), plan, 10**6, HOSTILE, way=(("", run), ("prefetch", named)))
-    return page_of(planned, found.sharded, ways(planned), None, HOSTILE)
+    return page_of(planned, found.sharded, ways(planned), None, HOSTILE, "device")
 
 
 def test_lines_add_up_to_the_step(run):
@@ -158,6 +158,7 @@ def test_a_plan_that_was_not_made_here_is_compiled_for_its_page(run):
     assert found.data["runs"][1]["figures"]["step_s"] > 0
     alone = traced(plan=Plan("")).page().data
     assert ([each["name"] for each in alone["runs"]], alone["shown"]) == (["planned"], [0, 0])
+    assert alone["device"] == "device"
 
 
 @pytest.mark.cpu_mesh

@@ -60,7 +60,12 @@ class Page(Summarized):
 
 
 def page_of(
-    planned: Planned, divided: Program, runs: Mapping[str, Simulation], achieves: Utilisation | None, devices: str
+    planned: Planned,
+    divided: Program,
+    runs: Mapping[str, Simulation],
+    achieves: Utilisation | None,
+    devices: str,
+    device: str,
 ) -> Page:
     """The page about a planned step.
 
@@ -70,10 +75,12 @@ def page_of(
         the first.
       achieves: what the step's model FLOPs and examples are, if they are known.
       devices: what kind they are.
+      device: what one of them is called.
     """
     program, plan = planned.program, planned.plan
     tokens = _tokens(program) / program.mesh.devices.size
     data = {
+        "device": device,
         "devices": f"{program.mesh.devices.size} x {devices}",
         "origin": planned.origin,
         "limit_bytes": planned.limit_bytes,
