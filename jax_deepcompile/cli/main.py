@@ -113,11 +113,12 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
         print(f"deepcompile: {error}", file=sys.stderr)
         return 2
     except Exception as error:
-        said = users_errors.users_traceback(error)
+        unread = users_errors.syntax_error(error)
+        said = unread or users_errors.users_traceback(error)
         if said is None:
             raise
         print(f"deepcompile: an error in your code:\n{said}", file=sys.stderr)
-        return 1
+        return 2 if unread else 1
     if isinstance(made, int):
         return made
     print(made)

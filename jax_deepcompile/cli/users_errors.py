@@ -20,6 +20,14 @@ def users_traceback(error: BaseException) -> str | None:
     return "".join([*traceback.format_list(users), f"{type(error).__name__}: {error}"])
 
 
+def syntax_error(error: BaseException) -> str | None:
+    """What Python says of a file of the user's that is no Python; None where ``error`` is another."""
+    file = error.filename if isinstance(error, SyntaxError) else None
+    if file is None or file.startswith("<") or is_librarys(file):
+        return None
+    return "".join(traceback.format_exception_only(error)).rstrip()
+
+
 def is_librarys(file: str) -> bool:
     """Whether it is installed, and nobody's who works here."""
     return str(Path(file).resolve()).startswith(_LIBRARIES)
