@@ -93,9 +93,15 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
 
         from jax_deepcompile import errors
         from jax_deepcompile.cli import users_errors
+        from jax_deepcompile.cli.unknown import unknown_option
         from jax_deepcompile.training.config import REGISTRY
 
         commands = _commands(words[own:], watch)
+    command, *given = words[:own] or [""]
+    unknown = unknown_option(commands[command], given) if command in commands else None
+    if unknown is not None:
+        print(f"deepcompile: {unknown}; `deepcompile {command} --help` says which there are", file=sys.stderr)
+        return 2
     mistakes = () if is_experiment else (errors.DeepCompileError, OSError)
     watch.is_loading = False
     try:
