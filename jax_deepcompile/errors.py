@@ -159,6 +159,12 @@ class WouldOverwriteError(DeepCompileError, FileExistsError):
         super().__init__(f"{', '.join(map(str, paths))} would be overwritten; name another folder.")
 
 
+class CannotWriteError(DeepCompileError, OSError):
+    def __init__(self, what: str, problem: str) -> None:
+        super().__init__(f"""{what} cannot be written: {problem}. Name a file in a folder that is there and yours to
+        write.""")
+
+
 class TargetError(DeepCompileError, ValueError):
     def __init__(self, target: str, parameter: str, value: object, expected: str) -> None:
         super().__init__(f"targets.{target}({parameter}={value!r}): expected {expected}.")

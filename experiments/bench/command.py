@@ -15,6 +15,7 @@ from experiments.bench.side_by_side import SideBySide
 from experiments.validation import command as validation
 from experiments.validation import confirm as confirmation
 from experiments.validation.runs import RUNS
+from jax_deepcompile.cli.outputs import require_writable
 from jax_deepcompile.runtime.files import write_whole
 from jax_deepcompile.runtime.modules import nearest_name
 from jax_deepcompile.training.values import bounded
@@ -48,6 +49,7 @@ def run(
     Returns:
       The exit code, 2 after one line about a mistake of the user's.
     """
+    require_writable("--out", out, makes_folders=True)
     if suite is not None:
         from experiments.gpu_suite import suite as gpu_suite
 

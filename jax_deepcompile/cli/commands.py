@@ -33,7 +33,7 @@ _FULLY_SHARDED: dict[str, Any] = {"passes": (), "plan": None, "measure": False}
 
 def trace(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) -> str:
     """Says what a step is divided into, and prints it as each device runs it, before planning."""
-    files.check()
+    files.check(request.out)
     with Progress(f"trace {request.step}") as progress:
         step, args = sharded_step(request, cluster, progress, **_FULLY_SHARDED)
         traced = step.trace(*args)
@@ -45,7 +45,7 @@ def trace(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES
 
 def plan(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) -> str:
     """Plans a step, and prints the plan; --out is the file that --plan takes."""
-    files.check()
+    files.check(request.out)
     with Progress(f"plan {request.step}") as progress:
         step, args = sharded_step(request, cluster, progress)
         traced = step.trace(*args)
@@ -60,7 +60,7 @@ def explain(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
     Args:
       against: file with another plan, such as other.json, or another step: tells the difference by your lines.
     """
-    files.check()
+    files.check(request.out)
     with Progress(f"explain {request.step}") as progress:
         step, args = sharded_step(request, cluster, progress)
         traced = step.trace(*args)
@@ -84,12 +84,12 @@ def profile(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
     Raises:
       DevicesNotAttachedError: the devices are not here.
     """
-    files.check()
+    request = dataclasses.replace(request, out=request.out or Path("profile.json"))
+    files.check(request.out)
 
     def zeros(leaf: Any) -> Any:
         return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
-    request = dataclasses.replace(request, out=request.out or Path("profile.json"))
     with Progress(f"profile {request.step}") as progress:
         step, args = sharded_step(request, cluster, progress)
         progress.say("running and measuring it")
@@ -107,7 +107,7 @@ def profile(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
 
 def compare(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) -> str:
     """Simulates jax.jit's FSDP and this package's side by side; files show the planned step, a page over jax.jit's."""
-    files.check()
+    files.check(request.out)
     with Progress(f"compare {request.step}") as progress:
         bare, args = sharded_step(request, cluster, progress, **_FULLY_SHARDED)
         ours = sharded_step(request, cluster, progress)[0]

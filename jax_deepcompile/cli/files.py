@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
+from jax_deepcompile.cli.outputs import require_writable
 from jax_deepcompile.report.chrome_trace import required
 from jax_deepcompile.report.page.page import Page
 from jax_deepcompile.report.simulated import SimulatedStep, Timelines, simulate
@@ -45,8 +46,15 @@ class Files:
     def __bool__(self) -> bool:
         return self != NO_FILES
 
-    def check(self) -> None:
-        """Raises ArgumentError if what is to be written has a wrong name, before what takes its time."""
+    def check(self, out: Path | None) -> None:
+        """Looks, before what takes its time, at all that is to be written, ``out`` beside it.
+
+        Raises:
+          CannotWriteError: a file cannot be written.
+          ArgumentError: it has a wrong name.
+        """
+        for option, file in (("--html", self.html), ("--trace", self.trace), ("--out", out)):
+            require_writable(option, file)
         if self.trace is not None:
             required(self.trace)
 

@@ -105,7 +105,7 @@ def fit(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) 
     All of it is planned and simulated, a dozen plans or so; which size is next is estimated from the last one. Files
     show the step as it is given.
     """
-    files.check()
+    files.check(request.out)
     with Progress(f"fit {request.step}") as progress:
         step, args = sharded_step(request, cluster, progress)
         found = what_fits(step, args, request.step)

@@ -6,6 +6,7 @@ import jax
 
 from jax_deepcompile import errors
 from jax_deepcompile.cli.options import HERE, Cluster
+from jax_deepcompile.cli.outputs import require_writable
 from jax_deepcompile.cli.steps import StepRequest, sharded_step
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.training.config import NotNegative
@@ -24,6 +25,7 @@ def validate(request: StepRequest, cluster: Cluster = HERE, tolerance: NotNegati
       DevicesNotAttachedError: the devices are not here.
       StepSpecError: the step does not run on them as it is written.
     """
+    require_writable("--out", request.out)
     with Progress(f"validate {request.step}") as progress:
         step, args = sharded_step(request, cluster, progress)
         progress.say("running it as written and sharded")

@@ -23,9 +23,11 @@ from jax_deepcompile.cli.against import Difference
 from jax_deepcompile.cli.files import Files
 from jax_deepcompile.cli.options import Cluster, Options
 from jax_deepcompile.cli.steps import StepRequest, load_step, use_virtual_devices
+from jax_deepcompile.cli.unknown import options_of
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.lowering.xla_options import DOUBLE_BUFFERING
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.runtime.interrupts import Watch
 from jax_deepcompile.training.config import ConfigError
 from tests.report.pages import data_of
 
@@ -154,6 +156,43 @@ def test_an_error_in_the_step_is_told_by_the_users_lines_alone(file, capsys, mon
     monkeypatch.setattr(commands, "sharded_step", int)
     with pytest.raises(TypeError):
         cli.main(["trace", f"{file}:make"])
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("line", ["explain {file}:make", "train {file}:CONFIG"])
+def test_a_file_that_is_no_python_is_told_in_pythons_words(file, capsys, line):
+    file.write_text("def make(:\n")
+    assert cli.main(line.format(file=file).split()) == 2
+    head, where, code, _, last = capsys.readouterr().err.splitlines()
+    assert (head, last) == ("deepcompile: an error in your code:", "SyntaxError: invalid syntax")
+    assert (where, code) == (f'  File "{file.resolve()}", line 1', "    def make(:")
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["explain", "--html", "nowhere/page.html"], "--html nowhere/page.html cannot be written: there is no folder"),
+        (
+            ["plan", "--out", "nowhere/plan.json"],
+            "--out nowhere/plan.json cannot be written: there is no folder",
+        ),
+        (["fit", "--trace", "nowhere/trace.json"], "--trace nowhere/trace.json cannot be written: there is no folder"),
+        (["compare", "--html", "file/page.html"], "--html file/page.html cannot be written: file is no folder. Name a"),
+        (["trace", "--out", "folder"], "--out folder cannot be written: it is a folder. Name a file in a folder that"),
+        (["profile"], "--out profile.json cannot be written: it is a folder"),
+        (["validate", "--out", "folder"], "--out folder cannot be written: it is a folder"),
+        (["bench", "--out", "file/rows.json"], "--out file/rows.json cannot be written: file is no folder"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_anything_is_begun(capsys, tmp_path, monkeypatch, words, problem):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for folder in ("folder", "profile.json"):
+        (tmp_path / folder).mkdir()
+    command, *options = words
+    assert cli.main([command, "no_step", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"deepcompile: {problem}")
 
 
 @pytest.mark.pure
@@ -345,6 +384,16 @@ def test_every_command_about_a_step_takes_the_same_options(command):
     function = fit.fit if command == "fit" else getattr(commands, command)
     hints = typing.get_type_hints(function)
     assert {name: hints.get(name) for name in alike} == alike
+
+
+@pytest.mark.pure
+def test_the_page_of_commands_says_which_write_which_files():
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    rows = re.findall(r"^\| (`.*`) \| (.*) \| (.*)\|$", page, re.MULTILINE)
+    said = {name: bool(shown) for names, _, shown in rows for name in re.findall(r"`(\w+)`", names)}
+    takes = {name: dict(options_of(command)) for name, command in cli._commands([], Watch()).items()}
+    assert said == {name: "--html" in takes[name] for name in said}
+    assert said.keys() == {"train", "bench", *(name for name in takes if "--out" in takes[name])}
 
 
 @pytest.mark.cpu_mesh

@@ -172,7 +172,7 @@ def test_files_that_hold_no_results_or_cannot_be_written_are_named(measured, tmp
     assert bench(["smoke", "--resume", "--out", str(file)]) == 2
     assert capsys.readouterr().err.startswith(f"deepcompile: {file} holds no results to go on with: ")
     assert bench(["smoke", "--out", str(file / "x.json")]) == 2
-    assert "File exists" in capsys.readouterr().err
+    assert f"cannot be written: {file} is no folder" in capsys.readouterr().err
 
 
 def test_the_list_names_every_benchmark(capsys):
