@@ -292,20 +292,8 @@ def compiles_on_gpus_only(eqn) -> bool:
 
 
 _LIBRARY_CALLS = {
-    *(
-        "cholesky",
-        "cholesky_update",
-        "eig",
-        "eigh",
-        "geqp3",
-        "geqrf",
-        "householder_product",
-        "lu",
-        "ormqr",
-        "qr",
-        "svd",
-    ),
-    *("lu_pivots_to_permutation", "symmetric_product", "tridiagonal", "tridiagonal_solve"),
+    *("cholesky", "cholesky_update", "eig", "eigh", "geqp3", "geqrf", "householder_product", "lu"),
+    *("lu_pivots_to_permutation", "ormqr", "qr", "svd", "symmetric_product", "tridiagonal", "tridiagonal_solve"),
 }
 """Primitives that are calls of cuSOLVER, cuSPARSE or kernels of JAX's own on GPUs, which JAX's GPU plugin registers."""
 

@@ -163,7 +163,7 @@ class Compilation:
     @property
     def _costs(self) -> CostModel | None:
         mesh = self.context.use.mesh
-        return costs_of(mesh, self.context.options.planning.profile) if isinstance(mesh, Mesh) else None
+        return costs_of(mesh, self.context.options.profile) if isinstance(mesh, Mesh) else None
 
     def _stage(self, name: str, function: Callable[..., Made], *inputs: Any) -> Made:
         """Runs ``stage``, and keeps what it did."""
@@ -214,7 +214,7 @@ class Compilation:
         if not processes_of(context.use.mesh).is_alone:
             return
         planned, place = self.planned, (context.use.mesh, context.use.platform)
-        seen = examined(planned, self.sharded, *place, context.options.planning, in_steps)
+        seen = examined(planned, self.sharded, *place, context.options, in_steps)
         if planned is self.runs.fastest:
             self.runs.fastest = seen
         else:
@@ -254,7 +254,7 @@ class Compilation:
             runs=_PROFILED_RUNS,
             compiler_options=each[best].plan.compiler_options(),
         )
-        self.runs.fastest = fastest_of(each, seconds, taken.profile, self.context.options.planning)
+        self.runs.fastest = fastest_of(each, seconds, taken.profile, self.context.options)
         self.runs.measured = taken.profile.step
         vars(self).pop("jitted", None)
 
@@ -330,10 +330,10 @@ def donate(program: Program, traced: Traced) -> Program:
 
 
 def plan(program: Program, context: Context) -> Planned:
-    mesh, options = context.use.mesh, context.options.planning
+    mesh, options = context.use.mesh, context.options
     is_shared = context.use.platform == "cpu" and mesh.size > 1 and attached(mesh)
-    if is_shared and isinstance(mesh, Mesh) and options.profile is None and (options.cache_dir or options.measure):
-        folder = options.cache_dir and options.cache_dir / "hosts"
+    folder = None if options.cache_dir is None else Path(options.cache_dir, "hosts")
+    if is_shared and isinstance(mesh, Mesh) and options.profile is None and (folder or options.measure):
         options = replace(options, profile=host_profile(mesh, folder))
     return plan_program(program, mesh, context.use.platform, options)
 

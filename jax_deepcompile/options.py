@@ -1,19 +1,17 @@
 """What ``shard`` may be asked for: checked where it is asked, not where it first goes wrong."""
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.planner.limits import MemoryLimit, refuse_unknown
+from jax_deepcompile.planner.limits import refuse_unknown
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.selection import Passes, Selection
+from jax_deepcompile.planner.selection import Selection
 from jax_deepcompile.planner.session import PlanOptions
 from jax_deepcompile.planner.strategy import Strategy
 
@@ -22,8 +20,8 @@ Microbatches = int | Literal["auto"] | range | Sequence[int]
 
 
 @dataclass(frozen=True)
-class StepOptions:
-    """What ``shard`` was asked for; see there."""
+class StepOptions(PlanOptions):
+    """What ``shard`` was asked for, of which the planner has its part; see there."""
 
     mesh: Any = None
     state_argnums: int | Sequence[int] | None = None
@@ -31,14 +29,7 @@ class StepOptions:
     fsdp_axes: str | Sequence[str] = "fsdp"
     data_axes: str | Sequence[str] = "data"
     microbatches: Microbatches = 1
-    memory_limit: MemoryLimit = None
-    host_memory_limit: MemoryLimit = None
-    passes: Passes = None
-    profile: Profile | None = None
-    plan: Plan | None = None
-    cache_dir: str | os.PathLike | None = None
     donate: bool = True
-    measure: bool = False
 
     def __post_init__(self) -> None:
         """Raises the errors of ``shard`` for what cannot be meant; those of the mesh come later."""
@@ -54,19 +45,6 @@ class StepOptions:
     def arguments(self) -> dict[str, Any]:
         """By name, as ``shard`` was given them."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
-
-    @functools.cached_property
-    def planning(self) -> PlanOptions:
-        """The planner's part."""
-        return PlanOptions(
-            self.memory_limit,
-            self.host_memory_limit,
-            self.passes if self.passes is None or isinstance(self.passes, str) else tuple(self.passes),
-            self.profile,
-            self.plan,
-            None if self.cache_dir is None else Path(self.cache_dir),
-            self.measure,
-        )
 
 
 def _is_count(value: Any) -> bool:

@@ -129,7 +129,7 @@ def _kind(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Ins
     opcode, _ = opcodes.split(instruction.opcode)
     if opcode not in ("fusion", "custom-call", "dot", "convolution"):
         return opcode
-    if work_of(module, computation, instruction).matmul_flops:
+    if work_of(module, computation, instruction).products:
         return "matmul"
     if opcode == "fusion":
         reduces = any(part.opcode == "reduce" for part in module.body(instruction).instructions)

@@ -102,13 +102,7 @@ class LinearFit:
         if min(self.latency_s, self.inverse_bandwidth_s_per_byte, self.relative_residual) < 0:
             raise ValueError("a fit with a negative latency, bandwidth or residual")
 
-    @property
-    def bandwidth_bytes_per_s(self) -> float:
-        slope = self.inverse_bandwidth_s_per_byte
-        return 1 / slope if slope else float("inf")
-
     def seconds(self, size_bytes: float) -> float:
-        """``latency_s + size_bytes / bandwidth_bytes_per_s``."""
         return self.latency_s + size_bytes * self.inverse_bandwidth_s_per_byte
 
 

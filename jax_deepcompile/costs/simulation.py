@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.streams import REMATERIALIZED, Part, Queue, Stream, Timing
 from jax_deepcompile.summary import Summarized, Summary, size_text
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,11 @@ class Loop:
         return max(0.0, self.trip_s - max(self.trip.compute_s, self.trip.communication_s, self.trip.copy_s))
 
 
+def _total(of: Callable[[Totals], T]) -> T:
+    """The attribute of a simulation that is ``of`` its totals."""
+    return cast(T, property(lambda simulation: of(simulation.totals)))
+
+
 @dataclass(frozen=True, repr=False)
 class Simulation(Summarized):
     """What a step costs.
@@ -230,37 +237,17 @@ class Simulation(Summarized):
     waits: tuple[Wait, ...] = ()
     played: tuple[Event | Repeated, ...] = ()
 
+    compute_s = _total(lambda totals: totals.compute_s)
+    communication_s = _total(lambda totals: totals.communication_s)
+    exposed_communication_s = _total(lambda totals: totals.exposed_communication_s)
+    copy_s = _total(lambda totals: totals.copy_s)
+    exposed_copy_s = _total(lambda totals: totals.exposed_copy_s)
+    gathered_bytes = _total(lambda totals: totals.gathered_bytes)
+    reduced_bytes = _total(lambda totals: totals.reduced_bytes)
+
     def unrolled(self) -> Iterator[Event]:
         """Every operation of the step as often as it runs, in the order of issue; each event is of one trip."""
         return unrolled(self.played, dict.fromkeys(Queue, 0.0))
-
-    @property
-    def compute_s(self) -> float:
-        return self.totals.compute_s
-
-    @property
-    def communication_s(self) -> float:
-        return self.totals.communication_s
-
-    @property
-    def exposed_communication_s(self) -> float:
-        return self.totals.exposed_communication_s
-
-    @property
-    def copy_s(self) -> float:
-        return self.totals.copy_s
-
-    @property
-    def exposed_copy_s(self) -> float:
-        return self.totals.exposed_copy_s
-
-    @property
-    def gathered_bytes(self) -> int:
-        return self.totals.gathered_bytes
-
-    @property
-    def reduced_bytes(self) -> int:
-        return self.totals.reduced_bytes
 
     @property
     def sent_bytes(self) -> int:

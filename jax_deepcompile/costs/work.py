@@ -39,11 +39,6 @@ class Work:
     vector_flops: float = 0.0
     bytes: int = 0
 
-    @property
-    def matmul_flops(self) -> float:
-        """Multiplications and additions in matrix products."""
-        return sum(product.flops for product in self.products)
-
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
     """What ``instruction`` of ``computation`` does, alone."""

@@ -350,6 +350,7 @@ class Collective:
     """One of ``COLLECTIVES``."""
 
     eqn: Any
+    size = _param("axis_size")  # how many devices take part in a gather or reduce-scatter
 
     @property
     def kind(self) -> str:
@@ -362,10 +363,15 @@ class Collective:
         return axis_names(self.eqn)
 
     @property
+    def parts_along(self) -> int:
+        """The dimension along which a gather or reduce-scatter has the parts of devices; it may be one more."""
+        return self.eqn.params[_DIMENSIONS[self.eqn.primitive.name]]
+
+    @property
     def dimension(self) -> int | None:
         """The one that a gather or reduce-scatter makes longer or shorter; None for those that keep a shape."""
-        key = _DIMENSIONS.get(self.eqn.primitive.name)
-        return None if key is None or not self.eqn.params["tiled"] else self.eqn.params[key]
+        changes = self.eqn.primitive.name in _DIMENSIONS and self.eqn.params["tiled"]
+        return self.parts_along if changes else None
 
     def along(self, dimension: int, operands: Sequence, results: Sequence) -> Any:
         """A gather or reduce-scatter like this one along another dimension."""

@@ -32,13 +32,26 @@ def with_less(environment: Environment, taken_bytes: int) -> Environment:
     return environment if limit is None else environment.replace(limit_bytes=limit - taken_bytes)
 
 
-def ladder(proposals: Iterable[Proposal]) -> Proposal | None:
-    """``proposals``, the most modest first, as one: the last is evaluated first, those before it while none fits."""
+BUFFER_OVERHEAD = 1.25
+"""How much of memory what is kept may take for each of its bytes: buffers lie less well."""
+
+SLIGHTLY_LESS = 0.95
+"""Of what does not fit, the share that is tried next."""
+
+UNFORESEEN = 0.03
+"""The share of memory by which a program may need more than the liveness of its values tells."""
+
+
+def ladder(proposals: Iterable[Proposal]) -> tuple[Proposal, ...]:
+    """``proposals``, the most modest first, as one: the last is evaluated first, those before it while none fits.
+
+    None of them makes none.
+    """
     step = None
     for each in proposals:
         if step is None or each.plan != step.plan:
             step = Proposal(each.plan, each.decision, otherwise=step)
-    return step
+    return () if step is None else (step,)
 
 
 def total_bytes(items: Iterable[Sized]) -> int:
@@ -47,9 +60,14 @@ def total_bytes(items: Iterable[Sized]) -> int:
 
 def most_worth(items: Iterable[S], worth: Callable[[S], float], free: float) -> tuple[S, ...]:
     """Those worth anything, in order of worth, as many as ``free`` bytes hold together."""
+    return first_fitting(sorted((item for item in items if worth(item) > 0), key=lambda item: -worth(item)), free)
+
+
+def first_fitting(items: Iterable[S], free: float) -> tuple[S, ...]:
+    """In their order, every one that ``free`` bytes hold beside those before it."""
     chosen = []
-    for item in sorted(items, key=lambda item: -worth(item)):
-        if worth(item) > 0 and item.size_bytes <= free:
+    for item in items:
+        if item.size_bytes <= free:
             free -= item.size_bytes
             chosen.append(item)
     return tuple(chosen)

@@ -170,15 +170,15 @@ def compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environm
 def prediction_of(simulation: Simulation, peak: int, on_host: int = 0) -> Prediction:
     """The figures of ``simulation`` that a plan has, of a program that takes ``peak`` bytes, and ``on_host`` others."""
     return Prediction(
-        simulation.step_s,
-        simulation.compute_s,
-        simulation.communication_s,
-        simulation.exposed_communication_s,
-        peak,
-        simulation.bound_s,
-        tuple(sorted(simulation.launches.items())),
-        simulation.rematerialized_s,
-        simulation.copy_s,
-        simulation.exposed_copy_s,
-        on_host,
+        step_s=simulation.step_s,
+        compute_s=simulation.compute_s,
+        communication_s=simulation.communication_s,
+        exposed_s=simulation.exposed_communication_s,
+        peak_bytes=peak,
+        bound_s=simulation.bound_s,
+        launches=tuple(sorted(simulation.launches.items())),
+        rematerialized_s=simulation.rematerialized_s,
+        copy_s=simulation.copy_s,
+        exposed_copy_s=simulation.exposed_copy_s,
+        host_bytes=on_host,
     )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax_deepcompile.analysis.gathers import Gather, hoistable_gathers, size_bytes
+from jax_deepcompile.analysis.gathers import by_value, hoistable_gathers, size_bytes
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.ir.memory import is_fetch, is_offload
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import copies_at_once
+from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
@@ -125,20 +126,10 @@ def keep_gathered(program: Program, free_bytes: float) -> tuple[KeptGathers, ...
     """
     kept = []
     for loop in find_loops(program):
-        positions, free_bytes = _as_many_as_fit(hoistable_gathers(loop.eqn), free_bytes)
-        if positions:
-            names = hoistable_names(program, loop)
-            kept.append(KeptGathers(loop.name, tuple(names[position] for position in positions)))
+        gathers = hoistable_gathers(loop.eqn)
+        chosen = budget.first_fitting([same[0] for same in by_value(gathers)], free_bytes)
+        free_bytes -= budget.total_bytes(chosen)
+        if keys := {each.key for each in chosen}:
+            named = zip(hoistable_names(program, loop), gathers, strict=True)
+            kept.append(KeptGathers(loop.name, tuple(name for name, each in named if each.key in keys)))
     return tuple(kept)
-
-
-def _as_many_as_fit(gathers: Iterable[Gather], free_bytes: float) -> tuple[tuple[int, ...], float]:
-    """Positions of the first gathers that fit, each value counted once, and the bytes left."""
-    positions, held = [], set[tuple]()
-    for position, gather in enumerate(gathers):
-        needed_bytes = 0 if gather.key in held else gather.size_bytes
-        if needed_bytes <= free_bytes:
-            free_bytes -= needed_bytes
-            held.add(gather.key)
-            positions.append(position)
-    return tuple(positions), free_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,7 +62,7 @@ class PlanOptions:
     passes: Passes = None
     profile: Profile | None = None
     plan: Plan | None = None
-    cache_dir: Path | None = None
+    cache_dir: str | os.PathLike | None = None
     measure: bool = False
 
 
@@ -144,7 +145,7 @@ def fastest_of(each: Sequence[Planned], seconds: Sequence[float], profile: Profi
     ]
     plan = each[best].plan.replace(records=(*simulated.records, *ran))
     if options.cache_dir is not None:
-        PlanCache(options.cache_dir, Selection.of(options.passes).kinds).store(plan)
+        PlanCache(Path(options.cache_dir), Selection.of(options.passes).kinds).store(plan)
     origin = f"{each[best].origin}, the fastest of {len(each)} that were run"
     return replace(each[best], plan=plan, origin=origin, profile=profile, rivals=(), way=())
 
@@ -177,7 +178,7 @@ def _planned(program: Program, mesh: Mesh, platform: str, options: PlanOptions) 
     movable_bytes = min(sum(leaf.freed_bytes for leaf in leaves), environment.host_bytes)
     require_room(program.name, argument_bytes(program) - movable_bytes, environment.limit_bytes)
     strategies = selection.among(_suitable(program, environment) if selection.strategies is None else ())
-    cache = PlanCache(options.cache_dir, selection.kinds) if options.cache_dir is not None else None
+    cache = PlanCache(Path(options.cache_dir), selection.kinds) if options.cache_dir is not None else None
     if cache is not None:
         _keep_executables(cache, mesh)
     is_searched = bool(strategies) and (options.measure or strategies != ON_A_HOST)

@@ -56,7 +56,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Rejected:
-    """What was proposed and not taken, and why."""
+    """What was proposed and rejected, and why."""
 
     strategy: str
     decision: str

@@ -102,7 +102,7 @@ class Train:
         log_every_steps: a line where there is no terminal.
         checkpoint_every_steps: and after the last.
         keep_checkpoints: the newest.
-        held_out_batches: to judge the model by in the end, at most.
+        held_out_batches: to evaluate the model on in the end, at most.
         base: folder of a run from whose newest checkpoint parameters come that are not trained, as of LoRA; where it is
             none they are as the model makes them.
         explain: print what the compiler decided.

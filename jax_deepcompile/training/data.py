@@ -111,7 +111,7 @@ class Dataset:
 
     Attributes:
         training: examples to train on.
-        held_out: examples to judge by.
+        held_out: examples to evaluate on, and never train on.
         summary: what they are, in a few words.
         unigram_entropy_nats: the loss of the best model that sees the targets alone.
         fingerprint: CRC-32 of all, to refuse to resume on others.

@@ -45,11 +45,6 @@ class MetricsWriter:
             if name != "step" and value is not None:
                 self._board.add_scalar(f"train/{name}", value, int(record["step"]))
 
-    def write_summary(self, name: str, value: float, step: int) -> None:
-        """Writes a number that belongs to the run rather than to a step, to TensorBoard only."""
-        if self._enabled:
-            self._board.add_scalar(name, value, step)
-
     def close(self) -> None:
         """Flushes and closes both files."""
         if self._enabled:

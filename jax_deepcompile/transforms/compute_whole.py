@@ -30,7 +30,7 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import bind, open_jaxpr
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.ir.placement import REPLICATE, AnyMesh
-from jax_deepcompile.ir.primitives import ELEMENTWISE, NAMES_AXES, axis_names
+from jax_deepcompile.ir.primitives import ELEMENTWISE, NAMES_AXES, Collective, axis_names
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Replacement, compute, read, trace_blocks
 from jax_deepcompile.ir.traversal import bodies
@@ -91,9 +91,9 @@ class _Parts:
         """The gathers, by ``id``, of what can be whole; ``dims`` has what must be for that."""
         found = set()
         for eqn in self.jaxpr.eqns:
-            if eqn.primitive.name == "all_gather" and eqn.params["tiled"] and axis_names(eqn) == (self.axis,):
-                needed: dict[Any, int] = {}
-                if self._whole(eqn.invars[0], eqn.params["all_gather_dimension"], needed) and self._reduces(needed):
+            if eqn.primitive.name == "all_gather" and axis_names(eqn) == (self.axis,):
+                dim, needed = Collective(eqn).dimension, dict[Any, int]()
+                if dim is not None and self._whole(eqn.invars[0], dim, needed) and self._reduces(needed):
                     self.dims |= needed
                     found.add(id(eqn))
         return found
@@ -116,7 +116,7 @@ class _Parts:
             if var not in ports or dim not in ports[var].where.axes:
                 return False
         elif eqn.primitive.name == "reduce_scatter":
-            if not eqn.params["tiled"] or eqn.params["scatter_dimension"] != dim or axis_names(eqn) != (self.axis,):
+            if Collective(eqn).dimension != dim or Collective(eqn).axes != (self.axis,):
                 return False
         elif not self._is_own_part(eqn, dim):
             operands = self.operands(eqn, var, dim)

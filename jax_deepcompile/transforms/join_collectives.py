@@ -35,7 +35,7 @@ from jax_deepcompile._jax_compat import closed_consts, line_of, open_jaxpr
 from jax_deepcompile.analysis.dataflow import needs, variables, with_names
 from jax_deepcompile.analysis.gathers import by_value, find_gathers, outermost, size_bytes
 from jax_deepcompile.ir.placement import AnyMesh
-from jax_deepcompile.ir.primitives import Scan, axis_names, closed_like
+from jax_deepcompile.ir.primitives import Collective, Scan, closed_like
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import compute, read, rescan, trace_blocks
 from jax_deepcompile.transforms.decision import Decision, refused
@@ -80,7 +80,7 @@ class JoinedCollectives(Decision, kind="join_collectives"):
         alike: dict[tuple, list[int]] = defaultdict(list)
         for place in sorted(levels):
             eqn = flat.eqns[place]
-            kind = eqn.primitive.name, place in first, axis_names(eqn), eqn.invars[0].aval.dtype
+            kind = eqn.primitive.name, place in first, Collective(eqn).axes, eqn.invars[0].aval.dtype
             alike[*kind, levels[place]].append(place)
         return [tuple(group) for group in alike.values() if len(group) > 1]
 
@@ -89,7 +89,7 @@ class JoinedCollectives(Decision, kind="join_collectives"):
         name = eqn.primitive.name
         if name not in _AT_ONCE or len(eqn.invars) != 1 or isinstance(eqn.invars[0], jex.Literal):
             return False
-        if eqn.params.get("axis_index_groups") or not all(isinstance(axis, str) for axis in axis_names(eqn)):
+        if eqn.params.get("axis_index_groups") or not all(isinstance(axis, str) for axis in Collective(eqn).axes):
             return False
         if name == "all_gather":
             return size_bytes(eqn.outvars[0]) <= self.gather_bytes
@@ -156,7 +156,7 @@ def _joined(closed: Any, limits: JoinedCollectives, consts: Sequence, *values: A
             eqns = [flat.eqns[place] for place in group]
             with line_of(eqns[0]):
                 results = _AT_ONCE[eqns[0].primitive.name](eqns, [known[eqn.invars[0]] for eqn in eqns])
-                apart = _in_buffers_of_their_own(list(results), axis_names(eqns[0]))
+                apart = _in_buffers_of_their_own(list(results), Collective(eqns[0]).axes)
                 known |= {eqn.outvars[0]: result for eqn, result in zip(eqns, apart, strict=True)}
     return [read(atom, known) for atom in flat.outvars]
 
@@ -191,30 +191,30 @@ def _in_order(eqns: Sequence[Any], groups: Sequence[Group]) -> Iterator[Group]:
 
 
 def _gather_at_once(eqns: Sequence[Any], blocks: Sequence[jax.Array]) -> Iterator[jax.Array]:
-    whole = lax.all_gather(_flat(blocks), axis_names(eqns[0]))
+    whole = lax.all_gather(_flat(blocks), Collective(eqns[0]).axes)
     for eqn, block, part in zip(eqns, blocks, _cut(whole, blocks), strict=True):
         parts = part.reshape(whole.shape[0], *block.shape)
-        yield jnp.moveaxis(parts, 0, eqn.params["all_gather_dimension"]).reshape(eqn.outvars[0].aval.shape)
+        yield jnp.moveaxis(parts, 0, Collective(eqn).parts_along).reshape(eqn.outvars[0].aval.shape)
 
 
 def _scatter_at_once(eqns: Sequence[Any], blocks: Sequence[jax.Array]) -> Iterator[jax.Array]:
     results = [eqn.outvars[0].aval for eqn in eqns]
-    size = eqns[0].params["axis_size"]
+    size = Collective(eqns[0]).size
 
     def parts(eqn: Any, block: jax.Array) -> jax.Array:
         """Of each device in a row."""
-        dim = eqn.params["scatter_dimension"]
+        dim = Collective(eqn).parts_along
         divided = block.reshape(*block.shape[:dim], size, -1, *block.shape[dim + 1 :])
         return jnp.moveaxis(divided, dim, 0).reshape(size, -1)
 
     joined = jnp.concatenate([parts(eqn, block) for eqn, block in zip(eqns, blocks, strict=True)], axis=1)
-    summed = lax.psum_scatter(joined, axis_names(eqns[0]))
+    summed = lax.psum_scatter(joined, Collective(eqns[0]).axes)
     for result, part in zip(results, _cut(summed, results), strict=True):
         yield part.reshape(result.shape)
 
 
 def _sum_at_once(eqns: Sequence[Any], blocks: Sequence[jax.Array]) -> Iterator[jax.Array]:
-    summed = lax.psum(_flat(blocks), axis_names(eqns[0]))
+    summed = lax.psum(_flat(blocks), Collective(eqns[0]).axes)
     for block, part in zip(blocks, _cut(summed, blocks), strict=True):
         yield part.reshape(block.shape)
 

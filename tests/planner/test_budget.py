@@ -85,6 +85,6 @@ def test_proposals_go_down_step_by_step_and_the_same_plan_is_no_step():
         Proposal(START.having(OrderedReductions, [OrderedReductions(size)]), f"step {step}")
         for step, size in enumerate((1, 1, 2))
     )
-    top = ladder([modest, same, most])
+    (top,) = ladder([modest, same, most])
     assert top == Proposal(most.plan, "step 2", otherwise=modest)
-    assert ladder([]) is None
+    assert ladder([]) == ()

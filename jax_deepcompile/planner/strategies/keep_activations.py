@@ -50,7 +50,7 @@ class KeepActivations:
         most_bytes = 0 if OffloadedActivations.kind in environment.disabled else environment.host_bytes
         for start in _starts(base, best, environment):
             chosen = (self._choices(base, best, environment, start, each) for each in dict.fromkeys((0, most_bytes)))
-            ladders = {ladder.plan: ladder for ladder in map(budget.ladder, chosen) if ladder is not None}
+            ladders = {ladder.plan: ladder for each in chosen for ladder in budget.ladder(each)}
             yield from ladders.values()
 
     def _choices(

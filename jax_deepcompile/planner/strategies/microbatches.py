@@ -52,7 +52,7 @@ class UnshardMicrobatches:
         free = budget.free_bytes(best, environment)
         choices = [
             budget.most_worth(repeats, lambda each: each.saved_s / each.size_bytes, share * free)
-            for share in (_SURELY, 1.0)
+            for share in (1 / budget.BUFFER_OVERHEAD, 1.0)
         ]
         proposals = []
         for chosen in filter(None, choices):
@@ -60,12 +60,7 @@ class UnshardMicrobatches:
             decision = f"{len(chosen)} of {len(repeats)} values are gathered once for all microbatches"
             plan = best.plan.having(KeptGathers, as_planned(chosen))
             proposals.append(Proposal(plan, f"{decision}, {size / 2**30:.2f} GiB"))
-        if proposal := budget.ladder(proposals):
-            yield proposal
-
-
-_SURELY = 0.8
-"""The share of free memory that what is kept surely finds room in: buffers lie less well."""
+        yield from budget.ladder(proposals)
 
 
 @dataclass(frozen=True)

@@ -90,18 +90,15 @@ class PrefetchGathers:
         if gathers < self.fewest:
             return
         room = room_bytes(program, best, environment)
-        less = None if room is None else [size - _UNSURE * (environment.limit_bytes or 0) for size in room]
+        less = None if room is None else [size - budget.UNFORESEEN * (environment.limit_bytes or 0) for size in room]
         for slack in self.slacks:
             early, later = (choose_prefetches(program, environment.costs, slack, each) for each in (room, less))
             decision = f"of {gathers} gathers start {slack:g} times their duration ahead"
-            modest = Proposal(best.plan.having(Prefetch, later), f"{len(later)} {decision}, with room to spare")
             if early:
-                plan = best.plan.having(Prefetch, early)
-                yield Proposal(plan, f"{len(early)} {decision}", otherwise=modest if later != early else None)
-
-
-_UNSURE = 0.03
-"""The share of memory by which a program may need more than the liveness of its values tells."""
+                yield from budget.ladder(
+                    Proposal(best.plan.having(Prefetch, starts), f"{len(starts)} {decision}{said}")
+                    for starts, said in ({later: ", with room to spare"} | {early: ""}).items()
+                )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jax_deepcompile.analysis.gathers import hoistable_gathers
+from jax_deepcompile.analysis.gathers import by_value, hoistable_gathers
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.costs.simulation import Loop as SimulatedLoop
 from jax_deepcompile.ir.program import Program
@@ -72,7 +72,7 @@ def _over_microbatches(base: Program, best: Candidate, environment: Environment,
     stacks = repeated_stacks(program, best.plan.of(StackCollectives))
     here = _most_and_enough(stacks, free_bytes, waiting_bytes)
     for chosen in here:
-        yield _or_less(keeping, stacks, chosen)
+        yield from _or_less(keeping, stacks, chosen)
     moments = {} if best.plan.of(OffloadedState) else _moments(base, environment)
     room_bytes = budget.total_bytes(moments.values())
     if room_bytes > environment.host_bytes:
@@ -83,7 +83,8 @@ def _over_microbatches(base: Program, best: Candidate, environment: Environment,
         def away(stacks: Sequence[Stack], by_layer: bool = by_layer) -> Plan:
             return with_state_on_host(keeping(stacks), base, tuple(moments), environment, by_layer)
 
-        yield _or_less(away, stacks, chosen, f"; moments are on the host between steps, {room_bytes / 2**30:.2f} GiB")
+        said = f"; moments are on the host between steps, {room_bytes / 2**30:.2f} GiB"
+        yield from _or_less(away, stacks, chosen, said)
 
 
 def _moments(base: Program, environment: Environment) -> dict[str, HostLeaf]:
@@ -106,7 +107,7 @@ def _from_forward_to_backward(
     stacks = saved_stacks(base, environment, best.plan, pairs)
     saved = _most_and_enough(stacks, free_bytes, waiting_bytes)
     for chosen in saved:
-        yield _or_less(keeping, stacks, chosen)
+        yield from _or_less(keeping, stacks, chosen)
     if best.plan.of(LoopSchedule) and not saved:
         yield from _whole_layers(base, best, environment, pairs, free_bytes)
 
@@ -123,14 +124,10 @@ def _most_and_enough(stacks: Sequence[Stack], free_bytes: int, waiting_bytes: in
 
 def _or_less(
     keeping: Callable[[Sequence[Stack]], Plan], stacks: Sequence[Stack], chosen: Sequence[Stack], said: str = ""
-) -> Proposal:
+) -> tuple[Proposal, ...]:
     """``chosen`` of ``stacks`` kept; where buffers lie so badly that they do not fit, those that take a little less."""
-    less = budget.most_bytes(stacks, int(_SURELY * budget.total_bytes(chosen)))
-    otherwise = Proposal(keeping(less), every_layer(less) + said) if less else None
-    return Proposal(keeping(chosen), every_layer(chosen) + said, otherwise)
-
-
-_SURELY = 0.95
+    less = budget.most_bytes(stacks, int(budget.SLIGHTLY_LESS * budget.total_bytes(chosen)))
+    return budget.ladder(Proposal(keeping(some), every_layer(some) + said) for some in (less, chosen) if some)
 
 
 def _whole_layers(
@@ -139,10 +136,10 @@ def _whole_layers(
     environment: Environment,
     pairs: list[tuple[Loop, Loop]],
     free_bytes: int,
-) -> Iterator[Proposal]:
+) -> tuple[Proposal, ...]:
     """More layers gathered once for forward and backward: as many as may fit, otherwise as surely do."""
     per_layer = _gathered_again(base, best.plan, environment, pairs)
-    surely = hoped = int(free_bytes // (_ROOM * per_layer))
+    surely = hoped = int(free_bytes // (budget.BUFFER_OVERHEAD * per_layer))
     already = kept_layers(best.plan, pairs)
     once = all(len(forward.path) == 1 for forward, _ in pairs)
     if once and not already:
@@ -152,14 +149,14 @@ def _whole_layers(
     if (hoped - surely) * per_layer < least_bytes:
         hoped = surely
     longest = max(forward.length for forward, _ in pairs)
-    proposal = None
-    for layers in sorted({min(already + more, longest - 1) for more in (surely, hoped)}):
-        if layers > already and (layers - already) * per_layer >= least_bytes:
-            plan = keep_over_loops(base, keep_layers(best.plan, pairs, layers), environment)
-            decision = f"{layers} of {longest} layers stay gathered, {per_layer / 2**30:.2f} GiB each"
-            proposal = Proposal(plan, decision, otherwise=proposal)
-    if proposal is not None:
-        yield proposal
+    return budget.ladder(
+        Proposal(
+            keep_over_loops(base, keep_layers(best.plan, pairs, layers), environment),
+            f"{layers} of {longest} layers stay gathered, {per_layer / 2**30:.2f} GiB each",
+        )
+        for layers in sorted({min(already + more, longest - 1) for more in (surely, hoped)})
+        if layers > already and (layers - already) * per_layer >= least_bytes
+    )
 
 
 def _layer_peak_bytes(best: Candidate) -> int:
@@ -204,18 +201,10 @@ def _unpipelined(base: Program, plan: Plan, environment: Environment) -> Program
     return not_pipelined(plan).program(base, environment.mesh, until=AS_READ)
 
 
-_ROOM = 1.25
-"""What a layer kept gathered takes, over the gathered bytes: buffers lie less well."""
-
-
 def _hoistable_bytes(program: Program) -> int:
     """What gathering once before the loops that gather it again and again would hold all the time."""
-    held = {
-        (loop.name, gather.key): gather.size_bytes
-        for loop in find_loops(program)
-        for gather in hoistable_gathers(loop.eqn)
-    }
-    return sum(held.values())
+    values = (same for loop in find_loops(program) for same in by_value(hoistable_gathers(loop.eqn)))
+    return budget.total_bytes(same[0] for same in values)
 
 
 def keep_layers(plan: Plan, pairs: list[tuple[Loop, Loop]], layers: int) -> Plan:
