@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.report.page.memory import Block, blocks, live_bytes
-
-_PACKAGE = str(Path(__file__).parents[2])
+from jax_deepcompile.report.words import line_text, users_line
 
 _ATTENTION = ("dot_product_attention", "fmha")
 
@@ -75,7 +72,7 @@ def line_seconds(simulation: Simulation) -> dict[str, list[float]]:
     All of them together are the step.
     """
     seconds: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    sources = {event.name: _line(event.source) or NO_LINE for event in simulation.timeline}
+    sources = {event.name: line_text(users_line(event.source)) or NO_LINE for event in simulation.timeline}
     for event in simulation.timeline:
         if event.stream is Stream.COMPUTE:
             seconds[sources[event.name]][0] += event.trips * (event.end_s - event.start_s)
@@ -122,7 +119,7 @@ def _loop(loop: Loop, number: Mapping[str, int]) -> list[Any]:
 
 
 def _event(event: Event, number: Mapping[str, int], words: Words) -> list[Any]:
-    said = words(event.name), words(event.op_name), words(_line(event.source)), words(category(event))
+    said = words(event.name), words(event.op_name), words(line_text(users_line(event.source))), words(category(event))
     return [_ns(event.start_s), _ns(event.end_s), number.get(event.loop, -1), event.trips, event.sent_bytes, *said]
 
 
@@ -145,14 +142,6 @@ def _collectives(simulation: Simulation) -> list[list[Any]]:
         kind = kinds.get(wait.name, wait.stream.value)
         rows.setdefault(kind, [kind, 0, 0.0, 0.0, 0])[3] += wait.trips * (wait.end_s - wait.start_s)
     return sorted(rows.values(), key=lambda row: -row[2])
-
-
-def _line(source: str) -> str:
-    """``file:line`` as seen from here, if that is shorter; empty for lines of this package."""
-    path, colon, line = source.rpartition(":")
-    if not colon or path.startswith(_PACKAGE):
-        return ""
-    return min(path, os.path.relpath(path), key=len) + colon + line
 
 
 def _ns(seconds: float) -> int:
