@@ -13,10 +13,6 @@ from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.report.page.memory import Block, blocks, live_bytes
 from jax_deepcompile.report.words import line_text, users_line
 
-_ATTENTION = ("dot_product_attention", "fmha")
-
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
-
 WITHIN = " in a node"
 
 REST = "first trips of loops, and what ends after the last kernel"
@@ -83,15 +79,8 @@ def line_seconds(simulation: Simulation) -> dict[str, list[float]]:
 
 
 def category(event: Event) -> str:
-    """What the page colours an operation by."""
-    if event.stream is not Stream.COMPUTE:
-        return event.stream.value + WITHIN * event.is_within_node
-    if "rematted_computation" in event.op_name:
-        return "computed again"
-    if any(each in event.op_name or each in event.name for each in _ATTENTION):
-        return "attention"
-    library = event.kind == "custom-call" or any(each in event.name for each in ("gemm", "matmul", "conv_"))
-    return "products" if library or event.op_name.endswith(_PRODUCTS) else "other kernels"
+    """What the page colours an operation by: kernels by what ``explain`` counts them to."""
+    return str(event.part) if event.stream is Stream.COMPUTE else event.stream + WITHIN * event.is_within_node
 
 
 def _figures(run: Simulation, achieves: Utilisation | None, tokens: float) -> dict[str, float]:

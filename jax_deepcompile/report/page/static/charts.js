@@ -1,7 +1,7 @@
 // Two charts that show the same time: streams, and memory. uPlot draws; this says where things are.
 
 const COLOURS = {
-  products: "--products", attention: "--attention", "computed again": "--again", "other kernels": "--other", exposed: "--exposed",
+  "matrix products": "--products", "fused attention": "--attention", "computed again": "--again", "elementwise and other": "--other", exposed: "--exposed",
   "all-gather": "--gather", "reduce-scatter": "--reduce", "to host": "--to-host", "from host": "--from-host",
   gathered: "--gather", "kept over a loop": "--kept", computed: "--computed", "reduced or moved": "--reduce",
 };

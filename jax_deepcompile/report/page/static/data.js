@@ -71,7 +71,7 @@ function blocksOf(run) {
   return found;
 }
 
-const isStream = (category) => !["products", "attention", "computed again", "other kernels"].includes(category);
+const isStream = (category) => !["matrix products", "fused attention", "computed again", "elementwise and other"].includes(category);
 
 // The place of the first of the sorted `values` that is above `value`.
 function above(values, value) {
