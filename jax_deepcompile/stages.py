@@ -107,7 +107,7 @@ class TracedStep(Summarized):
         planned = self.compilation.planned
         shown = ways(planned) or {AFTER: simulate(self.lower().compile(), mesh, planned.profile)}
         runs = {**(beside or {}), **shown, AFTER: shown[AFTER]}
-        return page_of(planned, self.sharded, runs, self.utilisation, mesh.devices.flat[0].device_kind)
+        return page_of(planned, self.program, self.sharded, runs, self.utilisation, mesh.devices.flat[0].device_kind)
 
     def dump(self, folder: str | os.PathLike) -> None:
         """Writes the program before and after every stage and every kind of decision into ``folder``, to read.

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.streams import REMATERIALIZED, Part, Queue, Stream, Timing
+from jax_deepcompile.hlo.reader import Module
 from jax_deepcompile.summary import Summarized, Summary, size_text
 
 
@@ -218,6 +219,7 @@ class Simulation(Summarized):
         loop take together: such a phase of the step has no other compute to hide its collectives under.
       waits: what of the timeline's communication and copies is exposed; bodies of loops once.
       played: what ran when, as ``timeline``, but with all trips of loops.
+      module: whose schedule was played; None if none was.
     """
 
     step_s: float
@@ -229,6 +231,7 @@ class Simulation(Summarized):
     is_scheduled: bool = True
     waits: tuple[Wait, ...] = ()
     played: tuple[Event | Repeated, ...] = ()
+    module: Module | None = field(default=None, compare=False)
 
     def unrolled(self) -> Iterator[Event]:
         """Every operation of the step as often as it runs, in the order of issue; each event is of one trip."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,21 @@ REST = "first trips of loops, and what ends after the last kernel"
 NO_LINE = "no line of yours"
 
 
+@dataclass(frozen=True)
+class Examples:
+    """What a step learns from.
+
+    Attributes:
+      batch: which of its inputs hold it.
+      words: how many words there are, of each vocabulary.
+      tokens: of a device's part of it; 0 where it has none.
+    """
+
+    batch: Collection[int] = ()
+    words: frozenset[int] = frozenset()
+    tokens: float = 0
+
+
 @dataclass
 class Words:
     """Texts, each once, by number."""
@@ -31,19 +46,19 @@ class Words:
         return self.numbers.setdefault(text, len(self.numbers))
 
 
-def run_data(name: str, simulation: Simulation, achieves: Utilisation | None, tokens: float) -> dict[str, Any]:
+def run_data(name: str, simulation: Simulation, achieves: Utilisation | None, examples: Examples) -> dict[str, Any]:
     """A run called ``name``; seconds are nanoseconds in columns, and loops are their numbers, -1 outside of all.
 
     Args:
       achieves: what its model FLOPs and examples are, if they are known.
-      tokens: of a device's part of the batch; 0 where it has none.
+      examples: what it learns from.
     """
     words, number = Words(), {loop.name: place for place, loop in enumerate(simulation.loops)}
     by_name = {event.name: place for place, event in enumerate(simulation.timeline)}
     return {
         "name": name,
         "scheduled": simulation.is_scheduled,
-        "figures": _figures(simulation, achieves, tokens),
+        "figures": _figures(simulation, achieves, examples.tokens),
         "loops": [_loop(loop, number) for loop in simulation.loops],
         "events": [_event(event, number, words) for event in simulation.timeline],
         "waits": [
@@ -56,7 +71,9 @@ def run_data(name: str, simulation: Simulation, achieves: Utilisation | None, to
             "arguments": simulation.memory.argument_bytes,
             "outputs": simulation.memory.output_bytes,
             "live": [[_ns(at_s), number.get(loop, -1), size] for at_s, loop, size in live_bytes(simulation)],
-            "blocks": [_block(block, number, by_name, words) for block in blocks(simulation)],
+            "blocks": [
+                _block(block, number, by_name, words) for block in blocks(simulation, examples.batch, examples.words)
+            ],
         },
         "words": list(words.numbers),
     }
@@ -113,7 +130,7 @@ def _event(event: Event, number: Mapping[str, int], words: Words) -> list[Any]:
 
 
 def _block(block: Block, number: Mapping[str, int], events: Mapping[str, int], words: Words) -> list[Any]:
-    where = _ns(block.begin_s), _ns(block.end_s), number.get(block.loop, -1), block.held.address, block.held.bytes
+    where = _ns(block.begin_s), _ns(block.end_s), number.get(block.loop, -1), block.address, block.bytes
     return [*where, events.get(block.made_by, -1), words(block.role)]
 
 
