@@ -61,6 +61,7 @@ def blocks(simulation: Simulation, batch: Collection[int], words: frozenset[int]
         return
     times = position_times(simulation)
     ends = {event.name: event.end_s for event in simulation.timeline if event.stream is Stream.COMPUTE}
+    ends |= {loop.name: _ended_s(loop) for loop in simulation.loops}
     loops, last = {loop.name: loop for loop in simulation.loops}, len(times) - 1
     drawn = [each for each in memory.held if each.bytes >= _LEAST * memory.peak_bytes]
     for content, role in _alike(contents(module, drawn, batch), words):
