@@ -109,7 +109,7 @@ class TracedStep(Summarized):
         shown = ways(planned) or {AFTER: simulate(self.lower().compile(), mesh, planned.profile)}
         runs = {**(beside or {}), **shown, AFTER: shown[AFTER]}
         kind = mesh.devices.flat[0].device_kind
-        return page_of(planned, self.sharded, runs, self.utilisation, kind, device_word(mesh))
+        return page_of(planned, self.program, self.sharded, runs, self.utilisation, kind, device_word(mesh))
 
     def dump(self, folder: str | os.PathLike) -> None:
         """Writes the program before and after every stage and every kind of decision into ``folder``, to read.

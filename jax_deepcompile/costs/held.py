@@ -1,4 +1,4 @@
-"""What a compiled program's temporaries are, as far as its instructions show, where most memory is needed.
+"""What a compiled program's temporaries are, as far as its instructions show.
 
 Nothing is guessed from names: a gradient is what a reduction between devices reads or makes, what is kept for the
 backward pass is made before and read after it begins, of examples is what depends on the batch.
@@ -6,6 +6,7 @@ backward pass is made before and read after it begins, of examples is what depen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,7 +14,7 @@ from functools import cached_property
 
 from jax_deepcompile.costs.buffers import Buffer, Value, buffers_of
 from jax_deepcompile.costs.dataflow import Flow, Place
-from jax_deepcompile.costs.memory import MemoryUse
+from jax_deepcompile.costs.memory import Held, MemoryUse
 from jax_deepcompile.costs.schedule import Schedule, schedule_of
 from jax_deepcompile.hlo import opcodes
 from jax_deepcompile.hlo.reader import Instruction, Module, leaves
@@ -32,10 +33,12 @@ class Holds(StrEnum):
 
 @dataclass(frozen=True)
 class Content:
-    """What lies in a block of memory that is needed at the peak.
+    """What lies in a block of memory for some time.
 
     Attributes:
       bytes: of the block.
+      address: from the beginning of the memory for temporaries.
+      begin, end: positions among ``MemoryUse.names`` from which and until when it lies there.
       holds: what it is.
       name: the instruction that makes what is in it.
       op_name: the path of modules and primitives that it came from.
@@ -44,6 +47,9 @@ class Content:
     """
 
     bytes: int
+    address: int
+    begin: int
+    end: int
     holds: Holds
     name: str
     op_name: str
@@ -52,15 +58,26 @@ class Content:
 
 
 def held_at_peak(module: Module, memory: MemoryUse, batch: Collection[int]) -> tuple[Content, ...]:
-    """The temporaries in the device's memory where most is needed, largest first.
+    """The temporaries in the device's memory where most is needed, largest first; see ``contents``."""
+    peak = memory.live_bytes.index(max(memory.live_bytes))
+    needed = [each for each in memory.held if each.begin <= peak <= each.end]
+    return tuple(sorted(contents(module, needed, batch, peak), key=lambda each: -each.bytes))
+
+
+def contents(module: Module, held: Iterable[Held], batch: Collection[int], at: int | None = None) -> Iterator[Content]:
+    """What lies in memory, one after another in each block.
 
     Args:
-      module: scheduled, whose arguments are called ``inputs[0]`` and so on.
-      memory: that it takes.
-      batch: which of those hold examples.
+      module: scheduled.
+      held: its temporaries, or some of them.
+      batch: which of its arguments hold examples: their places, or the numbers of those called ``inputs[0]`` and so on.
+      at: the position at which to look; by default all.
     """
-    blocks = _Blocks(module, schedule_of(module), Flow.of(module), frozenset(f"inputs[{number}]" for number in batch))
-    return tuple(sorted((blocks.content(*each) for each in blocks.at_peak(memory)), key=lambda each: -each.bytes))
+    blocks = _Blocks(module, schedule_of(module), Flow.of(module), frozenset(batch))
+    for each in held:
+        for begin, end, number in blocks.stretches(each):
+            if at is None or begin <= at <= end:
+                yield blocks.content(each, begin, end, number)
 
 
 _FORWARDED = opcodes.FREE | opcodes.CONTROL
@@ -71,6 +88,7 @@ _MOVES = frozenset({"bitcast", "broadcast", "constant", "convert", "copy", "dyna
 )
 _ADDS = _MOVES | {"add"}
 _REDUCTIONS = ("reduce-scatter", "all-reduce")
+_NUMBERED = re.compile(r"inputs\[(\d+)\]")
 
 
 @dataclass
@@ -80,7 +98,7 @@ class _Blocks:
     module: Module
     schedule: Schedule
     flow: Flow
-    batch: frozenset[str]
+    batch: frozenset[int]
 
     @cached_property
     def buffers(self) -> list[Buffer]:
@@ -91,14 +109,18 @@ class _Blocks:
     def block_at(self) -> Mapping[Place, int]:
         return {value.place: number for number, each in enumerate(self.buffers) for value in each.values}
 
-    def at_peak(self, memory: MemoryUse) -> Iterator[tuple[int, int]]:
-        """The bytes of each block that is needed then, and the buffer that lies in it at that time."""
-        peak = memory.live_bytes.index(max(memory.live_bytes))
-        lies_at = {value.place: value.begin <= peak <= value.end for each in self.buffers for value in each.values}
-        for held in memory.held:
-            there = next(filter(lies_at.get, held.places), None) if held.begin <= peak <= held.end else None
-            if there is not None:
-                yield held.bytes, self.block_at[there]
+    @cached_property
+    def ends(self) -> Mapping[Place, int]:
+        return {value.place: value.end for each in self.buffers for value in each.values}
+
+    def stretches(self, held: Held) -> Iterator[tuple[int, int, int]]:
+        """From when until when which buffer lies in a block."""
+        begin = held.begin
+        for place in held.places:
+            end = min(self.ends[place], held.end)
+            if end >= begin:
+                yield begin, end, self.block_at[place]
+                begin = end + 1
 
     @cached_property
     def backward_from(self) -> int:
@@ -157,7 +179,8 @@ class _Blocks:
     @cached_property
     def of_examples(self) -> frozenset[int]:
         """The blocks whose values depend on the batch."""
-        given = {(each.name, ()) for each in self.module.entry.parameters if each.op_name in self.batch}
+        arguments = enumerate(self.module.entry.parameters)
+        given = {(each.name, ()) for place, each in arguments if _number(each, place) in self.batch}
         found: set[int] = set()
         while True:
             before = len(found)
@@ -168,10 +191,11 @@ class _Blocks:
             if len(found) == before:
                 return frozenset(found)
 
-    def content(self, size_bytes: int, number: int) -> Content:
-        maker = self._maker(number)
+    def content(self, held: Held, begin: int, end: int, number: int) -> Content:
+        maker, holds = self._maker(number), self.holds(number)
         dims = self.buffers[number].values[0].array.dims
-        return Content(size_bytes, self.holds(number), maker.name, maker.op_name, self.module.source(maker), dims)
+        made = maker.name, maker.op_name, self.module.source(maker)
+        return Content(held.bytes, held.address, begin, end, holds, *made, dims)
 
     def holds(self, number: int) -> Holds:
         if any(map(self._is_workspace, self.buffers[number].values)):
@@ -238,3 +262,8 @@ class _Blocks:
         largest = max(made_of, key=lambda place: self.flow.arrays[place].bytes, default=None)
         part = order[position[largest[0]]] if largest else maker
         return part if part.op_name and part.opcode not in ("parameter", "while") else maker
+
+
+def _number(argument: Instruction, place: int) -> int:
+    named = _NUMBERED.fullmatch(argument.op_name)
+    return int(named[1]) if named else place

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.streams import REMATERIALIZED, Part, Queue, Stream, Timing
+from jax_deepcompile.hlo.reader import Module
 from jax_deepcompile.summary import Summarized, Summary, size_text
 
 T = TypeVar("T")
@@ -225,6 +226,7 @@ class Simulation(Summarized):
         loop take together: such a phase of the step has no other compute to hide its collectives under.
       waits: what of the timeline's communication and copies is exposed; bodies of loops once.
       played: what ran when, as ``timeline``, but with all trips of loops.
+      module: whose schedule was played; None if none was.
     """
 
     step_s: float
@@ -236,6 +238,7 @@ class Simulation(Summarized):
     is_scheduled: bool = True
     waits: tuple[Wait, ...] = ()
     played: tuple[Event | Repeated, ...] = ()
+    module: Module | None = field(default=None, compare=False)
 
     compute_s = _total(lambda totals: totals.compute_s)
     communication_s = _total(lambda totals: totals.communication_s)

@@ -37,7 +37,7 @@ def simulate(module: Module, costs: CostModel) -> Simulation:
     alone_s = run.totals.compute_s - run.totals.slowed_s
     in_order_s = max((needed_s + alone_s - done_s for needed_s, done_s in schedule.loop_ends), default=0.0)
     loops, events, memory = tuple(run.loops), tuple(run.events), memory_of(module)
-    record = {"waits": tuple(run.waits), "played": tuple(run.played)}
+    record = {"waits": tuple(run.waits), "played": tuple(run.played), "module": module}
     return Simulation(run.ended_s, run.totals, loops, events, memory, in_order_s, **record)
 
 

@@ -21,6 +21,7 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs.simulation import Event
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.report import timeline
+from jax_deepcompile.report.words import line_text, operation_text, users_line
 
 Json: TypeAlias = dict[str, Any]
 
@@ -183,7 +184,7 @@ def _lanes(events: Sequence[Event]) -> list[tuple[int, int]]:
 
 def _waited(event: Event) -> str:
     """As short as a row has room for."""
-    return f"a copy {event.stream}" if event.stream.is_copy else " ".join([event.stream, *_scope(event)])
+    return f"a copy {event.stream}" if event.stream.is_copy else f"{event.stream} {_operation(event)}"
 
 
 def _name(event: Event) -> str:
@@ -191,21 +192,21 @@ def _name(event: Event) -> str:
     if event.stream.is_copy:
         return _COPIES[event.stream]
     if event.stream is not Stream.COMPUTE:
-        return " ".join([f"ncclDevKernel_{_KERNELS[event.stream]}", *_scope(event)])
-    name = timeline.title(event)
+        return f"ncclDevKernel_{_KERNELS[event.stream]} {_operation(event)}"
+    name = _operation(event)
     for part in _TAKEN_FOR_OTHERS:
         name = name.replace(part, part.lower())
     return f"_{name}" if name.startswith(("nccl", "dma")) else name
 
 
-def _scope(event: Event) -> tuple[str, ...]:
-    """The user's modules, where they are known."""
-    return tuple(filter(None, timeline.scope(event.op_name)[:1]))
+def _operation(event: Event) -> str:
+    """In the user's words; the instruction's name where nobody knows."""
+    return operation_text(event.op_name) or event.name
 
 
 def _origin(event: Event) -> Json:
     sent = {"sent bytes": event.sent_bytes} if event.sent_bytes else {}
-    return {"op": event.name, "path": event.op_name, "line": timeline.line(event)} | sent
+    return {"op": event.name, "path": event.op_name, "line": line_text(users_line(event.source))} | sent
 
 
 def _memory(seconds: Sequence[float], sizes: Sequence[int]) -> Iterator[Json]:

@@ -135,22 +135,26 @@ def _temporaries(planned: Planned, program: Program, expected: Prediction, given
     if evaluation is None:
         yield Block("", "", _TEMPORARIES, expected.peak_bytes - given_bytes, 1)
         return
-    batch = [place for place, port in enumerate(planned.program.inputs) if port.role is Role.BATCH]
     known, left_bytes = vocabularies(program), expected.peak_bytes - given_bytes
     memory = evaluation.simulation.memory
-    for each in held_at_peak(evaluation.module, memory, batch):
+    for each in held_at_peak(evaluation.module, memory, batch_of(planned.program)):
         left_bytes -= each.bytes
         what, line = operation_text(each.op_name) or each.name, users_line(each.source)
-        yield Block(what, line, _role(each, known), each.bytes, 1)
+        yield Block(what, line, role_of(each, known), each.bytes, 1)
     results_bytes = memory.output_bytes
     yield Block("", "", _RESULTS, results_bytes, 1)
     yield Block("", "", _GAPS, left_bytes - results_bytes, 1)
 
 
-def _role(held: Content, words: frozenset[int]) -> str:
-    """Logits depend on the examples, and have a number for every word."""
+def role_of(held: Content, words: frozenset[int]) -> str:
+    """What ``held`` is for: logits depend on the examples, and have a number for every word of ``vocabularies``."""
     is_logits = held.holds in (Holds.KEPT, Holds.WORKING) and held.dims[-1:] and held.dims[-1] in words
     return _LOGITS if is_logits else str(held.holds)
+
+
+def batch_of(program: Program) -> list[int]:
+    """Which of its inputs hold examples."""
+    return [place for place, port in enumerate(program.inputs) if port.role is Role.BATCH]
 
 
 def vocabularies(program: Program) -> frozenset[int]:

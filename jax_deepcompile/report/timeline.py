@@ -1,9 +1,7 @@
-"""What traces and plots read off a step's operations: where each comes from, what waits for it, bytes over time."""
+"""What traces and plots read off a step's operations: what compute waits for, and bytes over time."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,10 +11,6 @@ from jax_deepcompile.costs.simulation import Event, Simulation
 from jax_deepcompile.costs.streams import Stream
 
 _NS_PER_S = 1e9
-_TRANSFORMED = re.compile(r"\w+\(([^()]*)\)")
-_COMBINED = re.compile(r"(?P<outside>.*?/)?\((?P<first>[^:]*):.*\)")
-_NOT_SCOPES = {"", "shard_map", "while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"}
-_JITTED = re.compile(r"(jit|pjit)\([^()]*\)/?")
 
 
 @dataclass(frozen=True)
@@ -63,37 +57,6 @@ def live_bytes(simulation: Simulation) -> tuple[list[float], list[int]]:
     places = [positions[kernel.name] for kernel in kernels]
     stretches = [slice(here, max(here + 1, after)) for here, after in pairwise([*places, 0])]
     return [kernel.start_s for kernel in kernels], [max(memory.live_bytes[stretch]) for stretch in stretches]
-
-
-def scope(op_name: str) -> tuple[str, str]:
-    """The user's modules and the primitive in a path such as ``jit(step)/jvp(Llama)/layers/mlp/dot_general``.
-
-    Of something made of several, that of the first.
-
-    >>> scope("jit(step)/shard_map/transpose(jvp(Llama))/while/body/closed_call/layers/mlp/up/dot_general")
-    ('Llama/layers/mlp/up', 'dot_general')
-    >>> scope("jit(step)/(jvp()/embed/all_gather:rematted_computation/mlp/all_gather)")
-    ('embed', 'all_gather')
-    """
-    path = op_name.partition(";")[0]
-    if combined := _COMBINED.fullmatch(path):
-        path = (combined["outside"] or "") + combined["first"]
-    path = _JITTED.sub("", path)
-    while path != (path := _TRANSFORMED.sub(r"\1", path)):
-        pass
-    *scopes, primitive = path.split("/")
-    return "/".join(each for each in scopes if each not in _NOT_SCOPES), primitive
-
-
-def title(event: Event) -> str:
-    """Where ``event`` comes from, in the user's words; the instruction's name where nobody knows."""
-    return " ".join(filter(None, scope(event.op_name))) or event.name
-
-
-def line(event: Event) -> str:
-    """The user's line, its file as seen from here if that is shorter; empty where nobody knows."""
-    path, colon, number = event.source.rpartition(":")
-    return min(path, os.path.relpath(path), key=len) + colon + number if path else event.source
 
 
 def _ns(seconds: float) -> int:

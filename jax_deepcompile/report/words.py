@@ -88,7 +88,7 @@ def operation_text(op_name: str) -> str:
     >>> operation_text("jit(step)/shard_map/transpose(jvp(Net))/(a/all_gather:b/all_gather:c/all_gather)")
     'Net/a @backward and 2 more all_gather'
     """
-    stack = _OUTSIDE.sub("", op_name)
+    stack = _OUTSIDE.sub("", op_name.partition(";")[0])
     joined = _SEVERAL.match(stack)
     each = [f"{joined[1]}{part}" for part in joined[2].split(":")] if joined else [stack]
     scope, _, primitive = max(each, key=lambda path: "/" in path).rpartition("/")

@@ -17,7 +17,7 @@ from jax_deepcompile.costs.simulator import simulate
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.report import chrome_trace
 from jax_deepcompile.report.simulated import SimulatedStep
-from jax_deepcompile.report.timeline import merged, scope, waits
+from jax_deepcompile.report.timeline import merged, waits
 from tests.costs.snippets import BODY, COSTS, WHILE, leaving_a_gather_for_the_next_trip, module
 
 pytestmark = pytest.mark.pure
@@ -124,19 +124,3 @@ def test_an_empty_step_is_a_trace():
     trace = chrome_trace.chrome_trace("simulated", ())
     assert kernels(trace) == []
     assert json.loads(json.dumps(trace))["traceEvents"]
-
-
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
-        ("", ("", "")),
-        ("dot", ("", "dot")),
-        ("jit(f)/jit(g)/rematted_computation/layers/vmap()/mul", ("layers", "mul")),
-        ("jit(f)/shard_map/(transpose(jvp(A))/b/all_gather:c/all_gather)", ("A/b", "all_gather")),
-        ("jit(f)/vmap(layers)/(norm/reduce_scatter:mlp/reduce_scatter)", ("layers/norm", "reduce_scatter")),
-        ("jit(f)/a/dot;jit(f)/b/add", ("a", "dot")),
-        ("((((/)", ("((((", ")")),
-    ],
-)
-def test_scopes_of_the_users_in_xlas_paths(path: str, found: tuple[str, str]):
-    assert scope(path) == found

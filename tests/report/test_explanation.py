@@ -94,6 +94,7 @@ def test_words_are_those_that_the_batch_looks_up():
         ("jit(f)/shard_map/jvp(Net)/(a/all_gather:b/all_gather)", "Net/a and 1 more all_gather"),
         ("jit(f)/(all_gather:a/b/all_gather)", "a/b and 1 more all_gather"),
         ("jit(f)/(all_gather:all_gather)", "2 all_gather"),
+        ("jit(f)/a/dot;jit(f)/b/add", "a dot"),
         ("", ""),
     ],
 )

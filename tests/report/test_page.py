@@ -6,22 +6,27 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
+from jax_deepcompile.costs.held import Holds, held_at_peak
 from jax_deepcompile.costs.simulation import Event, Simulation
 from jax_deepcompile.costs.simulator import simulate
-from jax_deepcompile.costs.streams import Stream
+from jax_deepcompile.costs.streams import Part, Stream
 from jax_deepcompile.planner.plan import Plan, Prediction, Record
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.page.memory import blocks, live_bytes, position_times
 from jax_deepcompile.report.page.page import Page, page_of, ways
 from jax_deepcompile.report.page.placements import leaves
-from jax_deepcompile.report.page.runs import NO_LINE, REST, category, line_seconds, run_data
+from jax_deepcompile.report.page.runs import NO_LINE, REST, Examples, category, line_seconds, run_data
+from jax_deepcompile.report.peak import batch_of, role_of, vocabularies
 from tests.costs.snippets import COSTS, module
 from tests.costs.test_simulator import BODY, START, WHILE
 from tests.report.pages import SHAPES, data_of, step, traced
@@ -48,7 +53,7 @@ def page(run) -> Page:
     named = replace(run, timeline=(replace(first, op_name=HOSTILE, source=f"{HOSTILE}:1"), *others))
     plan = Plan("", prediction=prediction, records=(record,))
     planned = Planned(replace(found.sharded, name=HOSTILE), plan, 10**6, HOSTILE, way=(("", run), ("prefetch", named)))
-    return page_of(planned, found.sharded, ways(planned), None, HOSTILE, "device")
+    return page_of(planned, found.program, found.sharded, ways(planned), None, HOSTILE, "device")
 
 
 def test_lines_add_up_to_the_step(run):
@@ -65,11 +70,7 @@ def test_what_no_line_has_is_said(run):
 @pytest.mark.parametrize(
     ("event", "expected"),
     [
-        (Event(Stream.COMPUTE, "fusion", 0, 1, op_name="layers/dot_general"), "products"),
-        (Event(Stream.COMPUTE, "custom-call.1", 0, 1, kind="custom-call"), "products"),
-        (Event(Stream.COMPUTE, "dot_product_attention_fwd.1", 0, 1, kind="custom-call"), "attention"),
-        (Event(Stream.COMPUTE, "fusion", 0, 1, op_name="rematted_computation/dot_general"), "computed again"),
-        (Event(Stream.COMPUTE, "fusion", 0, 1, op_name="dot_general/mul"), "other kernels"),
+        (Event(Stream.COMPUTE, "fusion.remat", 0, 1, op_name="layers/dot_general", part=Part.AGAIN), "computed again"),
         (Event(Stream.ALL_GATHER, "gather", 0, 1, op_name="dot_general"), "all-gather"),
         (Event(Stream.ALL_GATHER, "gather", 0, 1, is_within_node=True), "all-gather in a node"),
         (Event(Stream.TO_HOST, "copy", 0, 1), "to host"),
@@ -80,7 +81,7 @@ def test_categories(event, expected):
 
 
 def test_a_loop_is_in_the_data_once_with_its_trips(run):
-    data = run_data("planned", run, None, 0)
+    data = run_data("planned", run, None, Examples())
     assert data["loops"] == [["loop", -1, 10, 0, 0, 750_000_000]]
     assert [event[:4] for event in data["events"]] == [[0, 750_000_000, 0, 10], [0, 500_000_000, 0, 10]]
     assert data["waits"] == [[500_000_000, 750_000_000, 0, 0, "all-gather"]]
@@ -92,15 +93,42 @@ def test_memory_is_where_the_schedule_is(run):
     times = dict(zip(run.memory.names, position_times(run), strict=True))
     assert (times["copy"], times["done"], times["init"]) == (0.0, 0.75, 0.0)
     assert max(size for _, _, size in live_bytes(run)) == run.memory.live_peak_bytes
-    found = list(blocks(run))
+    found = list(blocks(run, (), frozenset()))
     assert {each.loop for each in found} <= {"", "loop"}
     assert all(0 <= each.begin_s < each.end_s <= run.step_s for each in found)
-    assert any(each.made_by == "start" and each.role == "gathered" and each.loop == "loop" for each in found)
+    assert any(each.made_by == "start" and each.role == Holds.GATHERED and each.loop == "loop" for each in found)
+
+
+@pytest.mark.cpu_mesh
+def test_blocks_are_for_what_explain_says_at_the_peak_of_unrolled_layers():
+    def step(params, tokens):
+        def loss(params):
+            x = params["embed"][tokens]
+            for w in params["layers"]:
+                x = x + jnp.tanh(x @ w)
+            return jnp.mean(jax.nn.logsumexp(x @ params["embed"].T, -1))
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = {"embed": jax.ShapeDtypeStruct((512, 64), jnp.float32)}
+    params["layers"] = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 6
+    tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
+    found = deepcompile.shard(step, {"fsdp": 8}, state_argnums=0).trace(params, tokens)
+    run = deepcompile.simulate(found.lower().compile(), found.compilation.context.use.mesh)
+    batch, words = batch_of(found.program), vocabularies(found.program)
+    peak = position_times(run)[run.memory.live_bytes.index(run.memory.live_peak_bytes)]
+    said, drawn = Counter(), Counter()
+    for each in held_at_peak(run.module, run.memory, batch):
+        said[role_of(each, words)] += each.bytes * (each.bytes > 100)
+    for block in blocks(run, batch, words):
+        drawn[block.role] += block.bytes * (block.begin_s <= peak < block.end_s)
+    assert +drawn == +said
+    assert {"logits", "kept for the backward pass", "gathered from other devices"} <= (+drawn).keys()
 
 
 def test_a_program_that_is_not_compiled_has_no_blocks(run):
-    played = replace(run, memory=replace(run.memory, loops=(), held=()))
-    assert (list(blocks(played)), list(live_bytes(played))) == ([], [])
+    played = replace(run, memory=replace(run.memory, loops=(), held=()), module=None)
+    assert (list(blocks(played, (), frozenset())), list(live_bytes(played))) == ([], [])
 
 
 def test_leaves_say_where_they_are_and_what_gathers_them():
@@ -211,11 +239,11 @@ def test_it_draws_in_headless_chromium(page, tmp_path):
     assert "<script>alert(1)" not in dom
     (said,) = re.findall(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)
     compute, exposed, next_exposed, _, _, _, *walked, argument, shown = said.split("\n")
-    assert compute.startswith("planned: other kernels: copy")
+    assert compute.startswith("planned: elementwise and other: copy")
     assert exposed == next_exposed == "planned: compute waits for all-gather in a node start"
     assert [each.rpartition(": ")[0] for each in walked] == [
-        *4 * ["planned: gathered, 97.7 KiB, by start"],
-        "planned: results, 24 B",
+        *4 * ["planned: gathered from other devices, 97.7 KiB, by start"],
+        "planned: results with memory of their own, 24 B",
     ]
     assert [each.rpartition(" from ")[2] for each in walked] == ["3.75 s", "4.5 s", "3.75 s", "3.75 s", "0 s"]
     assert argument.startswith("planned: ")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from jax_deepcompile.costs.memory import Held
+from jax_deepcompile.costs.held import Content, contents
 from jax_deepcompile.costs.simulation import Loop, Simulation
 from jax_deepcompile.costs.streams import Stream
+from jax_deepcompile.report.peak import role_of
 
 _LEAST = 2e-4
 """The share of the peak that a block takes at least, to be drawn."""
@@ -34,48 +35,53 @@ class Block:
     Attributes:
       begin_s, end_s: when memory is needed; in a loop, in the trip that is shown.
       loop: the innermost while it is in; empty outside of loops.
-      held: the memory.
-      made_by: the operation whose result is in it, the first of them; empty where that is not known.
-      role: what it is for.
+      address, bytes: where it is, from the beginning of the memory for temporaries, and how much.
+      made_by: the operation whose result is in it, the first of them.
+      role: what it is for, as ``explain`` says.
     """
 
     begin_s: float
     end_s: float
     loop: str
-    held: Held
+    address: int
+    bytes: int
     made_by: str
     role: str
 
 
-def blocks(simulation: Simulation) -> Iterator[Block]:
-    """Each that is worth drawing. What goes into a loop, or comes out of one, is in parts: outside, and in a trip."""
-    memory = simulation.memory
-    if not memory.loops:
+def blocks(simulation: Simulation, batch: Collection[int], words: frozenset[int]) -> Iterator[Block]:
+    """Each that is worth drawing. What goes into a loop, or comes out of one, is in parts: outside, and in a trip.
+
+    Args:
+      batch: which of the step's inputs hold examples.
+      words: how many words there are, of each vocabulary.
+    """
+    memory, module = simulation.memory, simulation.module
+    if module is None:
         return
     times = position_times(simulation)
     ends = {event.name: event.end_s for event in simulation.timeline if event.stream is Stream.COMPUTE}
-    streams = {event.name: event.stream for event in simulation.timeline}
+    ends |= {loop.name: _ended_s(loop) for loop in simulation.loops}
     loops, last = {loop.name: loop for loop in simulation.loops}, len(times) - 1
-    for held in memory.held:
-        if held.bytes < _LEAST * memory.peak_bytes:
-            continue
-        at = min(held.end, last)
-        end_s = simulation.step_s if held.end > last else max(times[at], ends.get(memory.names[at], 0.0))
-        made_by = next((name for name in held.names if name in streams), "")
-        around = memory.loops[held.begin], memory.loops[at]
-        for begin_s, until_s, loop in _parts(times[held.begin], end_s, *around, loops):
-            inner = [each for each in simulation.loops if each.parent == loop]
-            is_kept = any(begin_s < each.began_s and _ended_s(each) < until_s for each in inner)
+    drawn = [each for each in memory.held if each.bytes >= _LEAST * memory.peak_bytes]
+    for content, role in _alike(contents(module, drawn, batch), words):
+        begin, end = content.begin, min(content.end, last)
+        end_s = simulation.step_s if content.end > last else max(times[end], ends.get(memory.names[end], 0.0))
+        for begin_s, until_s, loop in _parts(times[begin], end_s, memory.loops[begin], memory.loops[end], loops):
             if until_s > begin_s:
-                yield Block(begin_s, until_s, loop, held, made_by, _role(streams.get(made_by), is_kept))
+                yield Block(begin_s, until_s, loop, content.address, content.bytes, content.name, role)
 
 
-def _role(stream: Stream | None, is_kept: bool) -> str:
-    if stream is Stream.ALL_GATHER:
-        return "gathered"
-    if is_kept:
-        return "kept over a loop"
-    return "computed" if stream in (None, Stream.COMPUTE) else "from the host" if stream.is_copy else "reduced or moved"
+def _alike(held: Iterable[Content], words: frozenset[int]) -> list[tuple[Content, str]]:
+    """What it is for; what lies in one place for the same, one after another, as one."""
+    joined: list[tuple[Content, str]] = []
+    for each in held:
+        role, (before, of) = role_of(each, words), joined[-1] if joined else (each, "")
+        if of == role and (before.address, before.bytes, before.end + 1) == (each.address, each.bytes, each.begin):
+            joined[-1] = replace(before, end=each.end), role
+        else:
+            joined.append((each, role))
+    return joined
 
 
 def position_times(simulation: Simulation) -> list[float]:

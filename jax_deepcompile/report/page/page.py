@@ -18,7 +18,8 @@ from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.planner.plan import Prediction, Record
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.page.placements import leaves
-from jax_deepcompile.report.page.runs import run_data
+from jax_deepcompile.report.page.runs import Examples, run_data
+from jax_deepcompile.report.peak import batch_of, vocabularies
 from jax_deepcompile.report.planning import Decisions, decisions_of
 from jax_deepcompile.summary import Summarized, Summary, size_text
 
@@ -61,6 +62,7 @@ class Page(Summarized):
 
 def page_of(
     planned: Planned,
+    whole: Program,
     divided: Program,
     runs: Mapping[str, Simulation],
     achieves: Utilisation | None,
@@ -70,7 +72,8 @@ def page_of(
     """The page about a planned step.
 
     Args:
-      divided: its program before any change.
+      whole: its program in the global view.
+      divided: in the local view, before any change.
       runs: the step simulated, by what to call it; the last is ``planned``, as it will run, and at first stands beside
         the first.
       achieves: what the step's model FLOPs and examples are, if they are known.
@@ -78,13 +81,13 @@ def page_of(
       device: what one of them is called.
     """
     program, plan = planned.program, planned.plan
-    tokens = _tokens(program) / program.mesh.devices.size
+    examples = Examples(batch_of(whole), vocabularies(whole), _tokens(program) / program.mesh.devices.size)
     data = {
         "device": device,
         "devices": f"{program.mesh.devices.size} x {devices}",
         "origin": planned.origin,
         "limit_bytes": planned.limit_bytes,
-        "runs": [run_data(name, run, achieves, tokens) for name, run in runs.items()],
+        "runs": [run_data(name, run, achieves, examples) for name, run in runs.items()],
         "shown": [len(runs) - 1, 0],
         "decisions": list(_decisions(decisions_of(planned))),
         "records": [_record(record) for record in plan.records],

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.report.page.memory import Block, blocks, live_bytes
-
-_PACKAGE = str(Path(__file__).parents[2])
-
-_ATTENTION = ("dot_product_attention", "fmha")
-
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")
+from jax_deepcompile.report.words import line_text, users_line
 
 WITHIN = " in a node"
 
@@ -26,6 +19,21 @@ REST = "first trips of loops, and what ends after the last kernel"
 """The seconds of a step that no line has."""
 
 NO_LINE = "no line of yours"
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What a step learns from.
+
+    Attributes:
+      batch: which of its inputs hold it.
+      words: how many words there are, of each vocabulary.
+      tokens: of a device's part of it; 0 where it has none.
+    """
+
+    batch: Collection[int] = ()
+    words: frozenset[int] = frozenset()
+    tokens: float = 0
 
 
 @dataclass
@@ -38,19 +46,19 @@ class Words:
         return self.numbers.setdefault(text, len(self.numbers))
 
 
-def run_data(name: str, simulation: Simulation, achieves: Utilisation | None, tokens: float) -> dict[str, Any]:
+def run_data(name: str, simulation: Simulation, achieves: Utilisation | None, examples: Examples) -> dict[str, Any]:
     """A run called ``name``; seconds are nanoseconds in columns, and loops are their numbers, -1 outside of all.
 
     Args:
       achieves: what its model FLOPs and examples are, if they are known.
-      tokens: of a device's part of the batch; 0 where it has none.
+      examples: what it learns from.
     """
     words, number = Words(), {loop.name: place for place, loop in enumerate(simulation.loops)}
     by_name = {event.name: place for place, event in enumerate(simulation.timeline)}
     return {
         "name": name,
         "scheduled": simulation.is_scheduled,
-        "figures": _figures(simulation, achieves, tokens),
+        "figures": _figures(simulation, achieves, examples.tokens),
         "loops": [_loop(loop, number) for loop in simulation.loops],
         "events": [_event(event, number, words) for event in simulation.timeline],
         "waits": [
@@ -63,7 +71,9 @@ def run_data(name: str, simulation: Simulation, achieves: Utilisation | None, to
             "arguments": simulation.memory.argument_bytes,
             "outputs": simulation.memory.output_bytes,
             "live": [[_ns(at_s), number.get(loop, -1), size] for at_s, loop, size in live_bytes(simulation)],
-            "blocks": [_block(block, number, by_name, words) for block in blocks(simulation)],
+            "blocks": [
+                _block(block, number, by_name, words) for block in blocks(simulation, examples.batch, examples.words)
+            ],
         },
         "words": list(words.numbers),
     }
@@ -75,7 +85,7 @@ def line_seconds(simulation: Simulation) -> dict[str, list[float]]:
     All of them together are the step.
     """
     seconds: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    sources = {event.name: _line(event.source) or NO_LINE for event in simulation.timeline}
+    sources = {event.name: line_text(users_line(event.source)) or NO_LINE for event in simulation.timeline}
     for event in simulation.timeline:
         if event.stream is Stream.COMPUTE:
             seconds[sources[event.name]][0] += event.trips * (event.end_s - event.start_s)
@@ -86,15 +96,8 @@ def line_seconds(simulation: Simulation) -> dict[str, list[float]]:
 
 
 def category(event: Event) -> str:
-    """What the page colours an operation by."""
-    if event.stream is not Stream.COMPUTE:
-        return event.stream.value + WITHIN * event.is_within_node
-    if "rematted_computation" in event.op_name:
-        return "computed again"
-    if any(each in event.op_name or each in event.name for each in _ATTENTION):
-        return "attention"
-    library = event.kind == "custom-call" or any(each in event.name for each in ("gemm", "matmul", "conv_"))
-    return "products" if library or event.op_name.endswith(_PRODUCTS) else "other kernels"
+    """What the page colours an operation by: kernels by what ``explain`` counts them to."""
+    return str(event.part) if event.stream is Stream.COMPUTE else event.stream + WITHIN * event.is_within_node
 
 
 def _figures(run: Simulation, achieves: Utilisation | None, tokens: float) -> dict[str, float]:
@@ -122,12 +125,12 @@ def _loop(loop: Loop, number: Mapping[str, int]) -> list[Any]:
 
 
 def _event(event: Event, number: Mapping[str, int], words: Words) -> list[Any]:
-    said = words(event.name), words(event.op_name), words(_line(event.source)), words(category(event))
+    said = words(event.name), words(event.op_name), words(line_text(users_line(event.source))), words(category(event))
     return [_ns(event.start_s), _ns(event.end_s), number.get(event.loop, -1), event.trips, event.sent_bytes, *said]
 
 
 def _block(block: Block, number: Mapping[str, int], events: Mapping[str, int], words: Words) -> list[Any]:
-    where = _ns(block.begin_s), _ns(block.end_s), number.get(block.loop, -1), block.held.address, block.held.bytes
+    where = _ns(block.begin_s), _ns(block.end_s), number.get(block.loop, -1), block.address, block.bytes
     return [*where, events.get(block.made_by, -1), words(block.role)]
 
 
@@ -145,14 +148,6 @@ def _collectives(simulation: Simulation) -> list[list[Any]]:
         kind = kinds.get(wait.name, wait.stream.value)
         rows.setdefault(kind, [kind, 0, 0.0, 0.0, 0])[3] += wait.trips * (wait.end_s - wait.start_s)
     return sorted(rows.values(), key=lambda row: -row[2])
-
-
-def _line(source: str) -> str:
-    """``file:line`` as seen from here, if that is shorter; empty for lines of this package."""
-    path, colon, line = source.rpartition(":")
-    if not colon or path.startswith(_PACKAGE):
-        return ""
-    return min(path, os.path.relpath(path), key=len) + colon + line
 
 
 def _ns(seconds: float) -> int:

@@ -1,17 +1,19 @@
 // Two charts that show the same time: streams, and memory. uPlot draws; this says where things are.
 
 const COLOURS = {
-  products: "--products", attention: "--attention", "computed again": "--again", "other kernels": "--other", exposed: "--exposed",
+  "matrix products": "--products", "fused attention": "--attention", "computed again": "--again", "elementwise and other": "--other", exposed: "--exposed",
   "all-gather": "--gather", "reduce-scatter": "--reduce", "to host": "--to-host", "from host": "--from-host",
-  gathered: "--gather", "kept over a loop": "--kept", computed: "--computed", "reduced or moved": "--reduce",
+  "gathered from other devices": "--gather", "kept for the backward pass": "--kept", "being computed": "--computed", gradients: "--reduce",
+  logits: "--attention", "workspace of libraries": "--moved", other: "--from-host",
 };
+const RESULTS = "results with memory of their own";
 const view = { from: 0, to: 1, step: 1, gutter: 70, charts: [], selected: null };
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 let palette = {};
 function colourOf(category) {
   return (palette[category] ??= style(COLOURS[category.replace(" in a node", "")] ?? (isArgument(category) ? "--arguments" : "--moved")));
 }
-const isArgument = (category) => ["parameters", "optimizer's state", "batch and other arguments", "arguments", "results"].includes(category);
+const isArgument = (category) => ["parameters", "optimizer state", "batch", "other arguments", "arguments", RESULTS].includes(category);
 
 function secondsText(ns) {
   if (!ns) return "0 s";

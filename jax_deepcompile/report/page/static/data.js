@@ -60,18 +60,18 @@ function blocksOf(run) {
     start, end, loop, low: base + address, high: base + address + bytes, bytes, category: run.words[role], made: run.events[event],
   }));
   const of = (role) => page.leaves.filter((leaf) => leaf.role === role && leaf.memory === "device").reduce((sum, leaf) => sum + leaf.bytes, 0);
-  const parts = [["parameters", of("param")], ["optimizer's state", of("optimizer")]];
-  const rest = run.memory.arguments - parts[0][1] - parts[1][1];
-  const arguments_ = rest < 0 ? [["arguments", run.memory.arguments]] : [...parts, ["batch and other arguments", rest]];
+  const parts = [["parameters", of("param")], ["optimizer state", of("optimizer")], ["batch", of("batch")]];
+  const rest = run.memory.arguments - parts.reduce((sum, [, bytes]) => sum + bytes, 0);
+  const arguments_ = rest < 0 ? [["arguments", run.memory.arguments]] : [...parts, ["other arguments", rest]];
   let low = 0;
-  for (const [category, bytes] of [...arguments_, ["results", run.memory.outputs]]) {
+  for (const [category, bytes] of [...arguments_, [RESULTS, run.memory.outputs]]) {
     if (bytes) found.push({ start: 0, end: run.step, loop: -1, low, high: low + bytes, bytes, category });
     low += bytes;
   }
   return found;
 }
 
-const isStream = (category) => !["products", "attention", "computed again", "other kernels"].includes(category);
+const isStream = (category) => !["matrix products", "fused attention", "computed again", "elementwise and other"].includes(category);
 
 // The place of the first of the sorted `values` that is above `value`.
 function above(values, value) {

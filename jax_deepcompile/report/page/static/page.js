@@ -120,7 +120,7 @@ function leafLine(leaf, depth) {
 }
 
 function state() {
-  const titles = { param: "parameters", optimizer: "optimizer's state", batch: "batch", other: "other" };
+  const titles = { param: "parameters", optimizer: "optimizer state", batch: "batch", other: "other" };
   for (const [role, title] of Object.entries(titles)) {
     const found = page.leaves.filter((leaf) => leaf.role === role);
     if (found.length) document.getElementById("state").append(branch(title, found, 0));
@@ -144,7 +144,7 @@ function legends(runs) {
   const roles = [...new Set(runs[0].blocks.items.map((item) => (isArgument(item.category) ? "arguments and results" : item.category)))];
   const curves = runs.map((run, place) => [`needed, ${"AB"[place]} ${run.name}`, style("--ink"), place ? "stroke dashed" : "stroke"]);
   const limit = page.limit_bytes ? [[`memory limit ${bytesText(page.limit_bytes)}${isLimitDrawn(runs) ? "" : ", higher than is drawn"}`, style("--limit"), "stroke dashed"]] : [];
-  legend("memory-legend", [...roles.map((each) => [each, colourOf(each === "arguments and results" ? "results" : each)]), ...curves, ...limit]);
+  legend("memory-legend", [...roles.map((each) => [each, colourOf(each === "arguments and results" ? RESULTS : each)]), ...curves, ...limit]);
 }
 
 function loopsText(runs) {
