@@ -19,7 +19,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_function
 from jax_deepcompile.analysis.dataflow import variables
-from jax_deepcompile.analysis.gathers import Gather, derived, is_gather_loop
+from jax_deepcompile.analysis.gathers import Gather, derived
 from jax_deepcompile.analysis.loops import Loop, Path, computing_scans, loops_in, reduces_gradients
 from jax_deepcompile.ir.paths import parts_of
 from jax_deepcompile.ir.primitives import DEVICE_SUMS, NONLOCAL, Cond, Scan
@@ -117,20 +117,6 @@ def gradient_names(program: Program, path: Path) -> dict[Any, str]:
         known = known if eqn is None else dict(_pairs(jaxpr.outvars, eqn.outvars, known))
         _spread(jaxpr, known)
     return known
-
-
-def gathered_in(program: Program) -> dict[int, list[str]]:
-    """For inputs of ``program`` the loops in which they are gathered, in words, by the positions of the inputs."""
-    found: dict[str, dict[str, None]] = {}
-    for path in [(), *(path for path, _ in loops_in(program.jaxpr))]:
-        *_, (_, body) = _way_to(program, path)
-        known = _inputs_at(program, path)
-        for eqn in body.eqns:
-            if eqn.primitive.name == "all_gather" or is_gather_loop(eqn):
-                where = program.loop_names.get(path, "a loop") if path else f"outside of loops{phase(eqn)}"
-                for atom in variables(eqn.invars):
-                    found.setdefault(known.get(atom, ""), {})[where] = None
-    return {index: list(found[name]) for index, name in enumerate(parameter_names(program)) if name and name in found}
 
 
 def value_names(jaxpr: Any, phased: bool = False) -> dict[Any, str]:

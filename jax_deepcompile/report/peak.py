@@ -14,7 +14,8 @@ from jax_deepcompile.costs.held import Content, Holds, held_at_peak
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.planner.session import Planned
-from jax_deepcompile.report.words import bytes_text, line_text, operation_text, seconds_text, table, users_line
+from jax_deepcompile.report.origins import Origins
+from jax_deepcompile.report.words import bytes_text, line_text, seconds_text, table
 
 _MOST = 6
 """Blocks that are named."""
@@ -136,10 +137,10 @@ def _temporaries(planned: Planned, program: Program, expected: Prediction, given
         yield Block("", "", _TEMPORARIES, expected.peak_bytes - given_bytes, 1)
         return
     known, left_bytes = vocabularies(program), expected.peak_bytes - given_bytes
-    memory = evaluation.simulation.memory
+    memory, origins = evaluation.simulation.memory, Origins.of(evaluation.module, planned.program)
     for each in held_at_peak(evaluation.module, memory, batch_of(planned.program)):
         left_bytes -= each.bytes
-        what, line = operation_text(each.op_name) or each.name, users_line(each.source)
+        what, line = origins.said(each.name, each.op_name, each.source)
         yield Block(what, line, role_of(each, known), each.bytes, 1)
     results_bytes = memory.output_bytes
     yield Block("", "", _RESULTS, results_bytes, 1)

@@ -11,7 +11,8 @@ from jax_deepcompile.costs.streams import Part, Stream
 from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.planner.session import Planned
-from jax_deepcompile.report.words import line_text, operation_text, percent_text, seconds_text, table, users_line
+from jax_deepcompile.report.origins import Origins
+from jax_deepcompile.report.words import line_text, percent_text, seconds_text, table
 
 _MOST = 5
 """Kernels, and waits, that are named."""
@@ -122,7 +123,7 @@ def seconds_of(planned: Planned | None, achieves: Utilisation | None) -> Seconds
     expected = planned.plan.prediction
     if planned.evaluation is None:
         return _foretold(expected)
-    run = planned.evaluation.simulation
+    run, origins = planned.evaluation.simulation, Origins.of(planned.evaluation.module, planned.program)
     parts = [Share(str(part), seconds) for part, seconds in sorted(run.totals.kernels_s.items()) if seconds]
     parts.sort(key=lambda part: -part.seconds)
     waits = sorted(run.totals.exposed_s.items(), key=lambda item: -item[1])
@@ -140,8 +141,8 @@ def seconds_of(planned: Planned | None, achieves: Utilisation | None) -> Seconds
         run.exposed_copy_s,
         run.bound_s,
         _ceilings(hidden_s, again_s, achieves),
-        _kernels(run),
-        _waits(run),
+        _kernels(run, origins),
+        _waits(run, origins),
     )
 
 
@@ -177,19 +178,17 @@ def _kind(stream: Stream) -> str:
     return f"copies {stream}" if stream.is_copy else str(stream)
 
 
-def _kernels(run: Simulation) -> tuple[Costly, ...]:
+def _kernels(run: Simulation, origins: Origins) -> tuple[Costly, ...]:
     return _costliest(
-        (operation_text(event.op_name) or event.name, event.source, event.end_s - event.start_s, event.trips)
+        (*origins.said(event.name, event.op_name, event.source), event.end_s - event.start_s, event.trips)
         for event in run.timeline
         if event.stream is Stream.COMPUTE
     )
 
 
-def _waits(run: Simulation) -> tuple[Costly, ...]:
-    return _costliest(
-        (f"{_kind(wait.stream)}: {operation_text(wait.op_name) or wait.name}", wait.source, wait.seconds, wait.trips)
-        for wait in run.waits
-    )
+def _waits(run: Simulation, origins: Origins) -> tuple[Costly, ...]:
+    said = ((wait, *origins.said(wait.name, wait.op_name, wait.source)) for wait in run.waits)
+    return _costliest((f"{_kind(wait.stream)}: {what}", line, wait.seconds, wait.trips) for wait, what, line in said)
 
 
 def _costliest(each: Iterable[tuple[str, str, float, int]]) -> tuple[Costly, ...]:
@@ -197,7 +196,7 @@ def _costliest(each: Iterable[tuple[str, str, float, int]]) -> tuple[Costly, ...
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     times: dict[tuple[str, str], int] = defaultdict(int)
     for what, line, one_s, trips in each:
-        key = what, users_line(line)
+        key = what, line
         seconds[key] += trips * one_s
         times[key] += trips
     worst = sorted(seconds, key=lambda key: -seconds[key])[:_MOST]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_deepcompile.analysis.names import gathered_in
+from jax_deepcompile.analysis.gathered import gathered_in
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.division import arguments
@@ -26,7 +26,7 @@ def summary_of_trace(program: Program, sharded: Program, planned: Planned | None
     rows = (("mesh", program.mesh_text), ("arguments", arguments(program)), *sharded.state_rows())
     planning = (("plan", "not planned yet"),) if planned is None else planned.rows()
     placed = sharded if planned is None else planned.program
-    return Summary(f"TracedStep {program.name}", (*rows, *planning), (placed.state_tree(gathered_in(sharded)),))
+    return Summary(f"TracedStep {program.name}", (*rows, *planning), (placed.state_tree(gathered_in(placed, sharded)),))
 
 
 def summary_of_stage(kind: str, planned: Planned) -> Summary:

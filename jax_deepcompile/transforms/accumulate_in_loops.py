@@ -47,7 +47,7 @@ class _Sum:
 
 @dataclass(frozen=True)
 class AccumulateInLoops(
-    Decision, kind="accumulate_in_loops", says="sums over microbatches are added up in the loops that make them"
+    Decision, kind="accumulate_in_loops", says="sums that results of loops go into are added up in those loops"
 ):
     """Sums over microbatches are added up in the loops that make their terms."""
 

@@ -299,7 +299,7 @@ def test_a_plan_reads_in_words():
         "outside of loops: keeps head dot_general @forward until they are used again",
         "layers @forward: copies layers input to the host for layers @backward",
         "outside of loops: copies head add @forward to the host for backward",
-        "sums over microbatches are added up in the loops that make them",
+        "sums that results of loops go into are added up in those loops",
         "gradients of layers stay in the type they were reduced in",
         "in the host's memory, copied a layer ahead of its use: layers/up/kernel",
         "layers @forward: gathers a layer ahead, runs its last 3 layers apart",

@@ -16,8 +16,14 @@ from jax.sharding import AbstractMesh
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.ir.paths import Leaf, tree_of
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.report.page.placements import leaves
 from jax_deepcompile.report.words import line_text
 from jax_deepcompile.summary import Summary, Text, size_text
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
 from models import llama
 
@@ -365,3 +371,28 @@ def test_texts_and_sizes():
 )
 def test_lines_are_told_by_the_shorter_path(line: str, shown: str):
     assert line_text(line.format(here=Path.cwd())) == shown
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_planned_the_tree_and_the_page_say_where_what_runs_gathers(microbatches):
+    """Of loops that gather ahead, run iterations apart, and lose their names among microbatches."""
+    scale = ("layers/attention_norm/scale",)
+    decisions = [StackCollectives(f"layers @{phase}", scale) for phase in ("forward", "backward")]
+    decisions += [LoopSchedule(f"layers @{phase}", last_layers=1) for phase in ("forward", "backward")]
+    if microbatches > 1:
+        decisions += [
+            KeptGathers("microbatches", ("lm_head/kernel @forward", *scale, f"{scale[0]} @backward")),
+            MicrobatchLoop("microbatches"),
+        ]
+    step = deepcompile.shard(train_step, {"fsdp": 8}, microbatches=microbatches, plan=Plan("", tuple(decisions)))
+    stage = step.trace(jax.eval_shape(create, jax.random.key(0)), TOKENS)
+    stage.plan()
+    told = {leaf["name"]: leaf["gathered"] for leaf in leaves(stage.planned, stage.sharded)}
+    once, in_layers = told["layers/attention_norm/scale"], told["layers/mlp_norm/scale"]
+    assert {where.partition(" @")[0] for where in once} == {"outside of loops"}
+    assert in_layers == ["layers @forward", "layers @backward"]
+    assert told["lm_head/kernel"] == ["outside of loops @forward"]
+    rows = tree_rows(stage._repr_html_())
+    for name, where in (("attention_norm", once), ("mlp_norm", in_layers)):
+        assert any(name in row and row.endswith(f"gathered: {', '.join(where)}") for row in rows)
