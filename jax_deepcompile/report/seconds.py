@@ -12,7 +12,7 @@ from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.origins import Origins
-from jax_deepcompile.report.words import line_text, percent_text, seconds_text, table
+from jax_deepcompile.report.words import line_text, operation_text, percent_text, seconds_text, table, users_line
 
 _MOST = 5
 """Kernels, and waits, that are named."""
@@ -141,7 +141,7 @@ def seconds_of(planned: Planned | None, achieves: Utilisation | None) -> Seconds
         run.exposed_copy_s,
         run.bound_s,
         _ceilings(hidden_s, again_s, achieves),
-        _kernels(run, origins),
+        _kernels(run),
         _waits(run, origins),
     )
 
@@ -178,12 +178,10 @@ def _kind(stream: Stream) -> str:
     return f"copies {stream}" if stream.is_copy else str(stream)
 
 
-def _kernels(run: Simulation, origins: Origins) -> tuple[Costly, ...]:
-    return _costliest(
-        (*origins.said(event.name, event.op_name, event.source), event.end_s - event.start_s, event.trips)
-        for event in run.timeline
-        if event.stream is Stream.COMPUTE
-    )
+def _kernels(run: Simulation) -> tuple[Costly, ...]:
+    kernels = [event for event in run.timeline if event.stream is Stream.COMPUTE]
+    said = ((event, operation_text(event.op_name) or event.name, users_line(event.source)) for event in kernels)
+    return _costliest((what, line, event.end_s - event.start_s, event.trips) for event, what, line in said)
 
 
 def _waits(run: Simulation, origins: Origins) -> tuple[Costly, ...]:
