@@ -72,7 +72,7 @@ def test_first_steps(monkeypatch):
 @pytest.mark.h100_aot
 def test_seventy_billion_on_a_laptop(monkeypatch):
     """With two layers on 8 GPUs; the whole model is what is committed."""
-    for name, value in {"LAYERS": "2", "NODES": "1", "LIMITS_GIB": "72", "SEQUENCES": "256"}.items():
+    for name, value in {"LAYERS": "2", "NODES": "1", "MORE_NODES": "2", "LIMITS_GIB": "72", "SEQUENCES": "256"}.items():
         monkeypatch.setenv(name, value)
     shown = run("seventy_billion.ipynb")
     assert "ShardedStep" not in shown
