@@ -461,4 +461,4 @@ def test_gradients_that_go_through_the_weights_statistics(microbatches, layers):
     batch = {"x": np.float32(random.normal(size=(32, 32))), "y": np.ones((32, 8), np.float32)}
     sharded = deepcompile.shard(step, {"fsdp": 8}, microbatches=microbatches, passes=())
     expected = jax.jit(step)(params, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), sharded(params, batch), expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), sharded(params, batch), expected)
