@@ -211,7 +211,10 @@ def run(program: Program, mesh, seed: int = 0) -> list[np.ndarray]:
         jax.device_put(random.normal(size=port.shape).astype(port.dtype) * 0.3, sharding_of(port, program, mesh))
         for port in program.inputs
     ]
-    options = {"xla_disable_hlo_passes": "fusion,cpu-instruction-fusion", "xla_allow_excess_precision": False}
+    options = {
+        "xla_disable_hlo_passes": "fusion,cpu-instruction-fusion,dot-library-rewriter",
+        "xla_allow_excess_precision": False,
+    }
     unfused = jax.jit(emit(program, mesh), compiler_options=options)
     return [np.asarray(value) for value in unfused(*inputs)]
 
@@ -246,10 +249,18 @@ def assert_same_work(planned: Program, program: Program, mesh) -> None:
 
 
 def assert_same_values(planned: Program, program: Program, mesh) -> None:
-    """That ``planned`` is valid, and computes the same bits."""
+    """That ``planned`` is valid, and computes the same bits but for what a product of another layout rounds otherwise.
+
+    Which products those are, if any, depends on the CPU: every value may differ by 16 roundings of the largest.
+    """
     verify(planned)
     for got, expected in zip(run(planned, mesh), run(program, mesh), strict=True):
-        np.testing.assert_array_equal(got, expected)
+        assert got.dtype == expected.dtype
+        if jnp.issubdtype(got.dtype, jnp.inexact):
+            allowed = 16 * jnp.finfo(got.dtype).eps * float(np.abs(expected).max(initial=0))
+            np.testing.assert_allclose(got, expected, rtol=0, atol=float(allowed))
+        else:
+            np.testing.assert_array_equal(got, expected)
 
 
 OPERATIONS: dict[str, Callable] = {
