@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_deepcompile._jax_compat import bind
 from jax_deepcompile.ir.primitives import PRODUCTS
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.rewrite import Walk, with_renamed_operands
 from jax_deepcompile.ir.traversal import equations
 from jax_deepcompile.summary import Summarized, Summary
 
@@ -34,7 +38,8 @@ class LeafDifference:
       path: where the user finds it.
       difference: of the sharded result from that of the step as written, in the 2-norm, in units of what the step
         changes of the leaf, or of what it returns where nothing goes in; of whole numbers the share that differs.
-      rounding: the same of the step as written, on values that differ by as much as its products are rounded.
+      rounding: the same of the step as written, on values that differ by as much as its products are rounded, or with
+        its sums in single precision.
     """
 
     path: str
@@ -90,15 +95,16 @@ def agreement(
     given = [jax.device_put(leaf, _place(program)) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
     whole, coarsest = jax.jit(lambda *values: as_written(*values)), _coarsest(program)
     rounded = [_rounded(index, leaf, coarsest) for index, leaf in enumerate(given)]
-    expected, nearly = whole(*given), whole(*rounded)
+    expected, nearly, exactly = whole(*given), whole(*rounded), _summed_exactly(as_written, given)
     found = sharded(*(jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves))
     before = {result: (given[place], rounded[place]) for place, result in program.state_outputs}
     compared = []
-    for place, (port, left, right, other) in enumerate(zip(program.outputs, found, expected, nearly, strict=True)):
+    for place, (port, left, right) in enumerate(zip(program.outputs, found, expected, strict=True)):
         start, near_it = before.get(place, (None, None))
-        compared.append(
-            LeafDifference(port.path, _apart(left, start, right, start), _apart(other, near_it, right, start))
-        )
+        rounding = _apart(nearly[place], near_it, right, start)
+        if exactly is not None:
+            rounding = max(rounding, _apart(exactly[place], start, right, start))
+        compared.append(LeafDifference(port.path, _apart(left, start, right, start), rounding))
     compared.sort(key=lambda each: (-np.nan_to_num(each.difference, nan=np.inf), each.path))
     return Agreement(program.name, program.mesh_text, tolerance, tuple(compared))
 
@@ -137,6 +143,34 @@ def _coarsest(program: Program) -> float:
     return max(
         (float(jnp.finfo(each.dtype).eps) for each in made if jnp.issubdtype(each.dtype, jnp.inexact)), default=0
     )
+
+
+def _summed_exactly(as_written: Callable, values: Sequence[Any]) -> Sequence[Any] | None:
+    """What ``as_written`` makes of ``values`` if none of its sums is in half precision; None if none is as written.
+
+    Such a sum of many values stops growing on a CPU, which rounds after each of them: less is lost by several devices.
+    """
+    traced = jax.make_jaxpr(lambda *values: as_written(*values))(*values)
+    exact = _with_exact_sums(traced)
+    return None if exact is traced else jax.jit(jex.jaxpr_as_fun(exact))(*jax.tree.leaves(list(values)))
+
+
+def _with_exact_sums(closed: Any) -> Any:
+    walk = Walk(closed, _with_exact_sums)
+    for eqn in walk:
+        if eqn.primitive.name != "reduce_sum" or eqn.outvars[0].aval.dtype not in (jnp.bfloat16, jnp.float16):
+            walk.eqns.append(eqn)
+            continue
+        exact = jax.make_jaxpr(partial(_exact_sum, eqn))(eqn.invars[0].aval).jaxpr
+        names = {exact.invars[0]: eqn.invars[0]}
+        walk.eqns += [with_renamed_operands(inner, names) for inner in exact.eqns]
+        walk.names[eqn.outvars[0]] = exact.outvars[0]
+    return walk.result()
+
+
+def _exact_sum(eqn: Any, values: jax.Array) -> jax.Array:
+    (total,) = bind(eqn, [values.astype(jnp.float32)])
+    return total.astype(values.dtype)
 
 
 def _rounded(place: int, leaf: Any, share: float) -> Any:
