@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,20 @@ def _from_file(spec: str, file: Path) -> Any:
 
 
 def from_file(path: Path) -> Any:
-    """Runs a file as a module of its stem's name, whatever else has that name."""
+    """Runs a file as a module of its stem's name, whatever else has that name.
+
+    Raises:
+      SyntaxError: it is no Python, or no text at all.
+    """
     found = importlib.util.spec_from_file_location(path.stem, path)
     assert found is not None
-    assert found.loader is not None
+    assert isinstance(found.loader, SourceFileLoader)
+    try:
+        found.loader.get_code(path.stem)
+    except (ValueError, SyntaxError) as error:
+        if isinstance(error, SyntaxError) and error.filename:
+            raise
+        raise SyntaxError(str(error), (str(path), 1, 0, "")) from None
     module = importlib.util.module_from_spec(found)
     sys.modules[path.stem] = module
     found.loader.exec_module(module)

@@ -169,6 +169,16 @@ def test_a_file_that_is_no_python_is_told_in_pythons_words(file, capsys, line):
 
 
 @pytest.mark.pure
+@pytest.mark.parametrize("content", [b"\xff\xd8\xff\xe0", b"make = 1\0"], ids=["a picture", "zeros"])
+def test_a_file_that_is_no_text_is_told_in_pythons_words(file, capsys, content):
+    file.write_bytes(content)
+    assert cli.main(["explain", f"{file}:make"]) == 2
+    head, where, *_, last = capsys.readouterr().err.splitlines()
+    assert (head, where) == ("deepcompile: an error in your code:", f'  File "{file.resolve()}", line 1')
+    assert last.startswith("SyntaxError: ")
+
+
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
