@@ -6,7 +6,6 @@ backward pass is made before and read after it begins, of examples is what depen
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -88,7 +87,6 @@ _MOVES = frozenset({"bitcast", "broadcast", "constant", "convert", "copy", "dyna
 )
 _ADDS = _MOVES | {"add"}
 _REDUCTIONS = ("reduce-scatter", "all-reduce")
-_NUMBERED = re.compile(r"inputs\[(\d+)\]")
 
 
 @dataclass
@@ -180,7 +178,8 @@ class _Blocks:
     def of_examples(self) -> frozenset[int]:
         """The blocks whose values depend on the batch."""
         arguments = enumerate(self.module.entry.parameters)
-        given = {(each.name, ()) for place, each in arguments if _number(each, place) in self.batch}
+        numbered = ((each, place if each.input_number is None else each.input_number) for place, each in arguments)
+        given = {(each.name, ()) for each, number in numbered if number in self.batch}
         found: set[int] = set()
         while True:
             before = len(found)
@@ -262,8 +261,3 @@ class _Blocks:
         largest = max(made_of, key=lambda place: self.flow.arrays[place].bytes, default=None)
         part = order[position[largest[0]]] if largest else maker
         return part if part.op_name and part.opcode not in ("parameter", "while") else maker
-
-
-def _number(argument: Instruction, place: int) -> int:
-    named = _NUMBERED.fullmatch(argument.op_name)
-    return int(named[1]) if named else place

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +13,6 @@ from jax_deepcompile.hlo.reader import Instruction, Module, leaves
 
 _FAR = 4
 """How many instructions away a name is still looked for."""
-
-_INPUT = re.compile(r"inputs\[(\d+)\]")
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Neighbours:
     def _gathered(self, gather: Instruction) -> Iterator[int]:
         """The arguments that it gathers."""
         for operand in self._operands(gather):
-            numbers = [number for each in self._from(operand) if (number := _number(each)) is not None]
+            numbers = [number for each in self._from(operand) if (number := each.input_number) is not None]
             yield from numbers[:1]
 
     def _updated(self, reduction: Instruction, trained: Collection[int]) -> Iterator[int]:
@@ -65,7 +62,7 @@ class Neighbours:
         sizes = {math.prod(array.dims) for _, array in leaves(reduction.shape)} - {1}
         for reader in self._levels(reduction, self._users):
             for each in self._operands(reader):
-                number = _number(each)
+                number = each.input_number
                 if (
                     number is not None
                     and number in trained
@@ -100,9 +97,3 @@ class Neighbours:
     def _operands(self, instruction: Instruction) -> list[Instruction]:
         home = self._schedule.home[instruction.name]
         return [home.by_name[name] for name in instruction.operands if name in home.by_name]
-
-
-def _number(instruction: Instruction) -> int | None:
-    """Which of the arguments it is; None for all else."""
-    found = _INPUT.fullmatch(instruction.op_name) if instruction.opcode == "parameter" else None
-    return int(found[1]) if found else None

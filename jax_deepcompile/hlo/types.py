@@ -32,6 +32,7 @@ HOST_MEMORY_SPACE = 5
 """The memory space of host memory in a layout, ``S(5)`` (``xla::Layout::kHostMemorySpace``)."""
 
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_INPUT = re.compile(r"inputs\[(\d+)\]")
 _CALLED_LIST = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _NAME = re.compile(r"%([\w.\-]+)")
 
@@ -157,6 +158,12 @@ class Instruction:
         """The path of JAX transformations, modules and primitives that it came from; empty if unknown."""
         found = re.search(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found.group(1) if found else ""
+
+    @property
+    def input_number(self) -> int | None:
+        """Which input of an emitted program it is: 3 for the parameter called ``inputs[3]``; None for all else."""
+        found = _INPUT.fullmatch(self.op_name) if self.opcode == "parameter" else None
+        return int(found[1]) if found else None
 
     @cached_property
     def aliased_operands(self) -> Mapping[Index, tuple[int, Index]]:

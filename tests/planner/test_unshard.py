@@ -18,6 +18,7 @@ from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.layers import gathered_bytes as bytes_of_a_trip
 from jax_deepcompile.planner.layers import layer_stacks
 from jax_deepcompile.planner.plan import Plan, Prediction
+from jax_deepcompile.planner.strategies import unshard
 from jax_deepcompile.planner.strategies.unshard import Unshard, kept_layers
 from jax_deepcompile.planner.strategy import Proposal
 from jax_deepcompile.transforms.decision import Decision
@@ -84,8 +85,14 @@ def trip(communication_s: float, compute_s: float = 1.0) -> Totals:
 
 
 def test_all_that_fits_and_just_enough_are_both_tried():
-    few, most = sorted(handed(each) for each in proposals(trip(1.1)))
+    few, most = sorted(handed(each) for each in proposals(trip(1.1)) if handed(each))
     assert few < most == 3
+
+
+def test_few_layers_may_run_apart_although_what_they_gather_can_be_saved(monkeypatch):
+    assert max(layers_kept(each) for each in proposals(trip(4.0))) == LAYERS - 1
+    monkeypatch.setattr(unshard, "_FEW_LAYERS", LAYERS - 1)
+    assert not any(layers_kept(each) for each in proposals(trip(4.0)))
 
 
 def test_a_loop_that_waits_for_everything_gets_everything():

@@ -31,6 +31,10 @@ from jax_deepcompile.transforms.rematerialize import Rematerialized
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 
+_FEW_LAYERS = 12
+"""So many may run apart from their loops although what they gather could be saved: XLA compiles each, and schedules
+collectives of one beside kernels of another."""
+
 
 @dataclass(frozen=True)
 class Unshard:
@@ -96,7 +100,7 @@ def _moments(base: Program, environment: Environment) -> dict[str, HostLeaf]:
 def _from_forward_to_backward(
     base: Program, best: Candidate, environment: Environment, pairs: list[tuple[Loop, Loop]], free_bytes: int
 ) -> Iterator[Proposal]:
-    """Some parameters of every layer saved from forward to backward; where none are left, whole layers."""
+    """Parameters of every layer saved from forward to backward; where none are left, or few layers, whole layers."""
     waiting_bytes = _waiting_bytes(loop for loop in _layer_loops(best) if loop.trip.reduced_bytes)
     if not waiting_bytes:
         return
@@ -108,7 +112,7 @@ def _from_forward_to_backward(
     saved = _most_and_enough(stacks, free_bytes, waiting_bytes)
     for chosen in saved:
         yield from _or_less(keeping, stacks, chosen)
-    if best.plan.of(LoopSchedule) and not saved:
+    if best.plan.of(LoopSchedule) and (not saved or max(forward.length for forward, _ in pairs) <= _FEW_LAYERS):
         yield from _whole_layers(base, best, environment, pairs, free_bytes)
 
 
