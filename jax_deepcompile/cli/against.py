@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from jax_deepcompile.cli.files import simulated
 from jax_deepcompile.cli.options import Cluster, plan_in
 from jax_deepcompile.cli.steps import StepRequest, sharded_step
 from jax_deepcompile.costs.simulation import Simulation
-from jax_deepcompile.report.words import LINES, seconds_text, table
+from jax_deepcompile.report.words import LINES, bytes_text, seconds_text, table
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.step import ShardedStep
 
@@ -29,11 +29,19 @@ def other_run(
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds a step of one of the user's lines, kernels and what they wait for, of both."""
+    """One of the user's lines, of both.
+
+    Attributes:
+      line: ``file:line``, or what is no line of theirs.
+      seconds, other_seconds: of a step, kernels and what they wait for.
+      bytes, other_bytes: of a device's memory at the peak.
+    """
 
     line: str
     seconds: float
     other_seconds: float
+    bytes: int
+    other_bytes: int
 
 
 @dataclass(frozen=True)
@@ -43,12 +51,15 @@ class Difference:
     Attributes:
       name: of the other.
       step_s, other_step_s: simulated.
-      by_line: all lines, those that differ most first; they add up to the steps.
+      peak_bytes, other_peak_bytes: of a device's memory.
+      by_line: all lines, those whose seconds differ most first; they add up to the steps, and to the peaks.
     """
 
     name: str
     step_s: float
     other_step_s: float
+    peak_bytes: int
+    other_peak_bytes: int
     by_line: tuple[Line, ...]
 
     @classmethod
@@ -56,19 +67,34 @@ class Difference:
         """Of the last of a page's runs and the first."""
         other, run = runs[0], runs[-1]
         both = [
-            Line(line, sum(run["lines"].get(line, ())), sum(other["lines"].get(line, ())))
-            for line in dict.fromkeys([*run["lines"], *other["lines"]])
+            Line(
+                line,
+                *(sum(each["lines"].get(line, ())) for each in (run, other)),
+                *(each["line_bytes"].get(line, 0) for each in (run, other)),
+            )
+            for line in dict.fromkeys(line for each in (run, other) for line in (*each["lines"], *each["line_bytes"]))
         ]
         both.sort(key=lambda each: -abs(each.seconds - each.other_seconds))
-        return cls(other["name"], run["figures"]["step_s"], other["figures"]["step_s"], tuple(both))
+        steps = run["figures"]["step_s"], other["figures"]["step_s"]
+        return cls(other["name"], *steps, run["figures"]["peak_bytes"], other["figures"]["peak_bytes"], tuple(both))
 
     def lines(self) -> list[str]:
-        head = f"against {self.name}, {seconds_text(self.step_s)} and {seconds_text(self.other_step_s)}, by your lines:"
-        shown = [each for each in self.by_line[:LINES] if each.seconds or each.other_seconds]
-        rows = [(_more(each), each.seconds, each.other_seconds, each.line) for each in shown]
-        return [head, *table([(more, seconds_text(one), seconds_text(other), line) for more, one, other, line in rows])]
+        steps = f"{seconds_text(self.step_s)} and {seconds_text(self.other_step_s)}"
+        peaks = f"{bytes_text(self.peak_bytes)} and {bytes_text(self.other_peak_bytes)}"
+        times = [(each.seconds, each.other_seconds, each.line) for each in self.by_line]
+        sizes = [(each.bytes, each.other_bytes, each.line) for each in self.by_line]
+        lines = [f"against {self.name}, {steps}, by your lines:", *_rows(times, seconds_text)]
+        if self.peak_bytes and self.other_peak_bytes:
+            lines += [f"memory at the peak, {peaks}, by your lines:", *_rows(sizes, bytes_text)]
+        return lines
 
 
-def _more(each: Line) -> str:
-    more_s = each.seconds - each.other_seconds
-    return "+" * (more_s > 0) + seconds_text(more_s)
+def _rows(both: Iterable[tuple[float, float, str]], text: Callable[[float], str]) -> list[str]:
+    """What differs most first, of those that have something."""
+    most = sorted(both, key=lambda each: -abs(each[0] - each[1]))[:LINES]
+    shown = [(one, other, line) for one, other, line in most if one or other]
+    return table([(_signed(one - other, text), text(one), text(other), line) for one, other, line in shown])
+
+
+def _signed(more: float, text: Callable[[float], str]) -> str:
+    return "+" * (more > 0) + "-" * (more < 0) + text(abs(more))

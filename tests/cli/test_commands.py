@@ -132,17 +132,27 @@ def test_an_experiment_is_called_as_training_calls_it(tmp_path):
 
 @pytest.mark.pure
 def test_differences_are_told_by_line_most_first():
-    def run(name: str, step_s: float, **lines: float) -> dict:
-        return {"name": name, "figures": {"step_s": step_s}, "lines": {line: [s, 0] for line, s in lines.items()}}
+    def run(name: str, step_s: float, sizes: dict[str, int], **lines: float) -> dict:
+        figures = {"step_s": step_s, "peak_bytes": sum(sizes.values())}
+        return {"name": name, "figures": figures, "lines": {line: [s, 0] for line, s in lines.items()}} | {
+            "line_bytes": sizes
+        }
 
-    runs = [run("theirs.json", 3.0, a=1.0, b=2.0), run("before", 9.0, a=9.0), run("planned", 1.75, a=1.25, c=0.5)]
-    head, *lines = Difference.of(runs).lines()
-    assert head == "against theirs.json, 1.75 s and 3 s, by your lines:"
-    assert [line.split() for line in lines] == [
+    theirs, ours = (
+        run("theirs.json", 3.0, {"a": 5 << 30}, a=1.0, b=2.0),
+        run("planned", 1.75, {"d": 1 << 30}, a=1.25, c=0.5),
+    )
+    runs = [theirs, run("before", 9.0, {}, a=9.0), ours]
+    assert [line.split() for line in Difference.of(runs).lines()] == [
+        ["against", "theirs.json,", "1.75", "s", "and", "3", "s,", "by", "your", "lines:"],
         ["-2", "s", "0", "s", "2", "s", "b"],
         ["+500", "ms", "500", "ms", "0", "s", "c"],
         ["+250", "ms", "1.25", "s", "1", "s", "a"],
+        ["memory", "at", "the", "peak,", "1.00", "GiB", "and", "5.00", "GiB,", "by", "your", "lines:"],
+        ["-5.00", "GiB", "0", "B", "5.00", "GiB", "a"],
+        ["+1.00", "GiB", "1.00", "GiB", "0", "B", "d"],
     ]
+    assert not any("memory" in line for line in Difference.of([runs[1], ours]).lines())
 
 
 @pytest.mark.pure

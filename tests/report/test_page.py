@@ -25,7 +25,7 @@ from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.page.memory import blocks, live_bytes, position_times
 from jax_deepcompile.report.page.page import Page, page_of, ways
 from jax_deepcompile.report.page.placements import leaves
-from jax_deepcompile.report.page.runs import NO_LINE, REST, Examples, category, line_seconds, run_data
+from jax_deepcompile.report.page.runs import ARGUMENTS, NO_LINE, REST, Examples, category, line_seconds, run_data
 from jax_deepcompile.report.peak import batch_of, role_of, vocabularies
 from tests.costs.snippets import COSTS, module
 from tests.costs.test_simulator import BODY, START, WHILE
@@ -183,7 +183,13 @@ def test_a_page_is_written_and_has_a_short_repr(page, tmp_path):
 def test_a_plan_that_was_not_made_here_is_compiled_for_its_page(run):
     found = traced(plan=Plan("")).page({"jit": run})
     assert [each["name"] for each in found.data["runs"]] == ["jit", "planned"]
-    assert found.data["runs"][1]["figures"]["step_s"] > 0
+    planned = found.data["runs"][1]
+    assert planned["figures"]["step_s"] > 0
+    assert (
+        sum(planned["line_bytes"].values()) == planned["figures"]["peak_bytes"] > planned["line_bytes"][ARGUMENTS] > 0
+    )
+    assert min(planned["line_bytes"].values()) >= 0
+    assert any("tests/report/pages.py:" in line for line in planned["line_bytes"])
     alone = traced(plan=Plan("")).page().data
     assert ([each["name"] for each in alone["runs"]], alone["shown"]) == (["planned"], [0, 0])
     assert alone["device"] == "device"
@@ -195,6 +201,7 @@ def test_what_is_not_compiled_may_stand_beside_it():
     before = deepcompile.simulate(found, found.compilation.context.use.mesh)
     (first, _) = found.page({"before compilation": before}).data["runs"]
     assert (first["scheduled"], first["memory"]["live"], first["memory"]["blocks"]) == (False, [], [])
+    assert first["line_bytes"] == {}
     assert sum(map(sum, first["lines"].values())) == pytest.approx(first["figures"]["step_s"], abs=1e-8)
 
 
@@ -249,3 +256,4 @@ def test_it_draws_in_headless_chromium(page, tmp_path):
     assert argument.startswith("planned: ")
     assert shown == "0 7500000000 7500000000"
     assert '<td class="line">step</td>' in dom
+    assert '<td class="line">peak</td>' in dom

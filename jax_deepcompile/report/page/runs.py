@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax_deepcompile.costs.held import held_at_peak
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.costs.utilisation import Utilisation
@@ -19,6 +20,11 @@ REST = "first trips of loops, and what ends after the last kernel"
 """The seconds of a step that no line has."""
 
 NO_LINE = "no line of yours"
+
+ARGUMENTS = "state, batch and other arguments"
+
+GAPS = "results with memory of their own, and gaps between blocks"
+"""The bytes of a peak that no line has, nor an argument."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ def run_data(name: str, simulation: Simulation, achieves: Utilisation | None, ex
         ],
         "collectives": _collectives(simulation),
         "lines": line_seconds(simulation),
+        "line_bytes": line_bytes(simulation, examples.batch),
         "memory": {
             "arguments": simulation.memory.argument_bytes,
             "outputs": simulation.memory.output_bytes,
@@ -93,6 +100,21 @@ def line_seconds(simulation: Simulation) -> dict[str, list[float]]:
         seconds[sources.get(wait.name, NO_LINE)][1] += wait.trips * (wait.end_s - wait.start_s)
     seconds[REST][1] = simulation.step_s - sum(map(sum, seconds.values()))
     return {line: [round(each, 9) for each in both] for line, both in seconds.items()}
+
+
+def line_bytes(simulation: Simulation, batch: Collection[int] = ()) -> dict[str, int]:
+    """What each of the user's lines made of what is in a device's memory where most of it is needed.
+
+    All of them together are the peak; nothing is known of what is not compiled.
+    """
+    memory, module = simulation.memory, simulation.module
+    if module is None or not memory.live_bytes:
+        return {}
+    sizes = defaultdict(int, {ARGUMENTS: memory.argument_bytes})
+    for each in held_at_peak(module, memory, batch):
+        sizes[line_text(users_line(each.source)) or NO_LINE] += each.bytes
+    sizes[GAPS] = simulation.peak_bytes - sum(sizes.values())
+    return dict(sizes)
 
 
 def category(event: Event) -> str:

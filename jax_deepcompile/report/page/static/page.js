@@ -21,7 +21,7 @@ function table(columns, rows, caption) {
 
 const NUMBER = "number", LONG = "long";
 const seconds = (value) => secondsText(1e9 * value);
-const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "±") + secondsText(1e9 * Math.abs(value));
+const signed = (value, text = seconds) => (value > 0 ? "+" : value < 0 ? "−" : "±") + text(Math.abs(value));
 const percent = (value) => `${value >= 0.01 ? (100 * value).toFixed(1) : Number((100 * value).toPrecision(2))} %`;
 const count = (value) => value.toLocaleString("en", { maximumSignificantDigits: 4 });
 
@@ -69,6 +69,18 @@ function lines(runs) {
   const total = runs[1] ? ["step", ...runs.map((run) => seconds(run.figures.step_s)), signed(runs[0].figures.step_s - runs[1].figures.step_s), ""]
     : ["step", seconds(runs[0].figures.step_s), "", ""];
   document.getElementById("lines").replaceChildren(table(runs[1] ? two : one, [total, ...some.map(cells)]));
+}
+
+function lineBytes(runs) {
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.line_bytes)))];
+  document.getElementById("line-bytes-title").parentElement.hidden = !names.length;
+  const of = (run, name) => run.line_bytes[name] ?? 0;
+  const weight = (name) => (runs.length > 1 ? Math.abs(of(runs[0], name) - of(runs[1], name)) : of(runs[0], name));
+  const some = names.filter((name) => runs.some((run) => of(run, name))).sort((one, other) => weight(other) - weight(one));
+  const columns = runs[1] ? [["line", "line"], ["A", NUMBER], ["B", NUMBER], ["A − B", NUMBER]] : [["line", "line"], ["memory", NUMBER]];
+  const cells = (name, [a, b]) => [name, bytesText(a), ...(b === undefined ? [] : [bytesText(b), signed(a - b, bytesText)])];
+  const rows = some.map((name) => cells(name, runs.map((run) => of(run, name))));
+  document.getElementById("line-bytes").replaceChildren(table(columns, [cells("peak", runs.map((run) => run.figures.peak_bytes)), ...rows]));
 }
 
 function collectives(runs) {
@@ -165,7 +177,7 @@ function draw() {
   view.charts.forEach((each) => each.destroy());
   view.charts = [timelineChart(runs), memoryChart(runs)];
   view.charts.forEach(followPointers);
-  [headlines, figures, lines, collectives, legends, loopsText].forEach((fill) => fill(runs));
+  [headlines, figures, lines, lineBytes, collectives, legends, loopsText].forEach((fill) => fill(runs));
 }
 
 function start() {
