@@ -1,17 +1,33 @@
 """Eight virtual CPU devices for every test, and quick compilation: set before JAX starts."""
 
 import os
+from importlib.metadata import version
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-for _flag, _value in (("--xla_force_host_platform_device_count", 8), ("--xla_backend_optimization_level", 0)):
+_FLAGS = {
+    "--xla_force_host_platform_device_count": 8,
+    "--xla_backend_optimization_level": 0,
+    "--xla_cpu_parallel_codegen_split_count": 1,
+}
+if version("jaxlib").startswith("0.10."):  # later ones have no other emitters, and know no such flag
+    _FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
+for _flag, _value in _FLAGS.items():
     if _flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}={_value}".strip()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also what is marked slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Of properties the same examples every time, half as many but for what says how many itself."""
+    if not config.getoption("--all"):
+        settings.register_profile("quick", max_examples=settings.default.max_examples // 2, derandomize=True)
+        settings.load_profile("quick")
 
 
 @pytest.hookimpl(tryfirst=True)

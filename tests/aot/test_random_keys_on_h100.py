@@ -25,7 +25,7 @@ def explained(step, *args) -> str:
     return str(traced.explain())
 
 
-@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("implementation", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.slow), "unsafe_rbg"])
 def test_dropout_in_a_loop_over_layers(implementation: str):
     def step(state, batch):
         def loss_of(params):

@@ -103,7 +103,7 @@ def test_so_it_does_with_every_activation_kept(create, microbatches):
     assert_trains_alike(step, state, plan.having(KeptActivations, every), microbatches)
 
 
-@pytest.mark.parametrize("create", [scanned, Layers, CheckpointedLayers])
+@pytest.mark.parametrize("create", [scanned, Layers, pytest.param(CheckpointedLayers, marks=pytest.mark.slow)])
 def test_so_it_does_with_every_sum_reduced_in_the_next_microbatch(create):
     step, state = training(create())
     h100s = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))

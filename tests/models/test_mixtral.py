@@ -65,6 +65,7 @@ def test_logits_and_balance_are_float32_whatever_the_compute_dtype(dtype):
     assert (logits.dtype, balance.dtype) == (jnp.float32, jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_mesh
 def test_a_gradient_step_lowers_the_loss(model):
     graphdef, params = nnx.split(model)

@@ -36,6 +36,7 @@ def model():
     return nnx.jit(lambda: vit.ViT(replace(TINY, dropout_rate=0.1), rngs=nnx.Rngs(0)))()
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_mesh
 def test_a_gradient_step_lowers_the_loss(model):
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)

@@ -22,6 +22,7 @@ from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from models import llama
+from tests.partition.steps import shapes, training_step
 from tests.schedules import loop_bodies, work_while_under_way
 
 pytestmark = pytest.mark.h100_aot
@@ -51,6 +52,23 @@ def trace(memory_limit=LIMIT_BYTES, **options):
     return deepcompile.shard(step, mesh, memory_limit=memory_limit, **options).trace(state, tokens)
 
 
+def small(**options):
+    """Eight layers of one matrix, planned for eight H100s in seconds."""
+    params = shapes({"up": (8, 4096, 4096)})
+
+    @jax.checkpoint
+    def layer(x, up):
+        return x + jnp.tanh(x @ up), None
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(layer, x, params["up"])[0] ** 2)
+
+    mesh, optimizer = deepcompile.targets.h100(nodes=1).make_mesh((8,), ("fsdp",)), optax.adam(1e-3)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    batch = shapes((8 * LENGTH, 4096))
+    return deepcompile.shard(training_step(loss, optimizer), mesh, **options).trace(state, batch)
+
+
 def expected(plan):
     assert plan.prediction is not None
     return plan.prediction
@@ -66,6 +84,11 @@ def planned(cache):
     traced = trace(cache_dir=cache)
     traced.plan()
     return traced
+
+
+@pytest.fixture(scope="module")
+def planned_small():
+    return small()
 
 
 @pytest.fixture
@@ -159,8 +182,9 @@ def test_the_next_run_keeps_the_plan(planned, cache):
     assert "plan: kept from an earlier run" in again.explain()
 
 
-def test_a_plan_of_another_run_is_explained_and_shown_as_if_it_were_made_here(planned):
-    given, made = trace(plan=planned.plan()), planned.explain()
+def test_a_plan_of_another_run_is_explained_and_shown_as_if_it_were_made_here(planned_small):
+    planned = planned_small
+    given, made = small(plan=planned.plan()), planned.explain()
     told = given.explain()
     assert (told.headline, told.seconds, told.memory) == (made.headline, made.seconds, made.memory)
     assert dataclasses.replace(told.decisions, origin=made.decisions.origin) == made.decisions
@@ -181,10 +205,11 @@ def test_a_corrupt_entry_is_reported_and_planned_anew(planned, tmp_path):
         trace(cache_dir=tmp_path).plan()
 
 
-def test_an_edited_plan_is_carried_out_as_it_is(planned):
+def test_an_edited_plan_is_carried_out_as_it_is(planned_small):
     """Nothing is pipelined, nothing kept."""
+    planned = planned_small
     edited = not_pipelined(planned.plan()).without(StackCollectives, SavedGathers, KeptGathers).replace(latencies=())
-    traced = trace(plan=edited)
+    traced = small(plan=edited)
     assert traced.plan().replace(prediction=None) == edited
     assert expected(traced.plan()).step_s > expected(planned.plan()).step_s
     assert "plan: given" in traced.explain()
@@ -196,16 +221,16 @@ def test_a_plan_of_another_run_is_carried_out_at_once(planned):
     assert trace(plan=planned.plan()).plan() == planned.plan()
 
 
-def test_a_given_plan_that_takes_too_much_is_an_error(planned):
+def test_a_given_plan_that_takes_too_much_is_an_error(planned_small):
     with pytest.raises(
-        deepcompile.errors.MemoryExceededError, match=r"more than the limit of 8\.00 GiB.*llama\.py:\d+"
+        deepcompile.errors.MemoryExceededError, match=r"more than the limit of 256\.00 MiB.*test_planner\.py:\d+"
     ):
-        trace(plan=planned.plan(), memory_limit="8GiB").plan()
+        small(plan=planned_small.plan(), memory_limit="0.25GiB").plan()
 
 
-def test_the_limit_holds_in_what_is_compiled_at_last(planned, monkeypatch):
+def test_the_limit_holds_in_what_is_compiled_at_last(planned_small, monkeypatch):
     """Whatever the plan says it takes."""
-    traced = trace(plan=planned.plan())
+    traced = small(plan=planned_small.plan(), memory_limit=LIMIT_BYTES)
     monkeypatch.setattr(limits, "peak_bytes", lambda memory: LIMIT_BYTES + (1 << 30))
     with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"1\.00 GiB more than the limit of 24\.00 GiB"):
         traced.lower().compile()

@@ -128,7 +128,9 @@ def test_few_microbatches(microbatches):
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize(("first", "last"), [(1, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize(
+    ("first", "last"), [*(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 0), (0, 1))), (1, 1)]
+)
 def test_peeled_iterations(first, last):
     program, mesh = in_microbatches(with_head, HEAD)
     assert_same(program, mesh, pipelining(program, first, last))
