@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -215,6 +216,8 @@ def run(program: Program, mesh, seed: int = 0) -> list[np.ndarray]:
         "xla_disable_hlo_passes": "fusion,cpu-instruction-fusion,dot-library-rewriter",
         "xla_allow_excess_precision": False,
     }
+    if "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]:
+        options["xla_cpu_use_fusion_emitters"] = True  # where nothing is fused the others are wrong
     unfused = jax.jit(emit(program, mesh), compiler_options=options)
     return [np.asarray(value) for value in unfused(*inputs)]
 
