@@ -29,6 +29,7 @@ from jax_deepcompile.report.explanation import Explanation, explain
 from jax_deepcompile.report.headline import device_word
 from jax_deepcompile.report.memory_curve import LimitedStep, monotone
 from jax_deepcompile.report.page.page import AFTER, Page, page_of, ways
+from jax_deepcompile.report.page.runs import Run
 from jax_deepcompile.report.summary import summary_of_stage, summary_of_trace
 from jax_deepcompile.summary import Summarized, Summary
 
@@ -88,28 +89,42 @@ class TracedStep(Summarized):
         made = self.compilation
         return division_of(made.program, made.partitioned, made.sharded, made.traced.reasons)
 
-    def page(self, beside: Mapping[str, Simulation] | None = None) -> Page:
+    def page(self, beside: Mapping[str, Simulation | TracedStep] | None = None) -> Page:
         """What runs when, where memory goes and what was decided, as one HTML file: ``page().write("step.html")``.
 
         It shows the step before any change, after each that was accepted, and as planned; of a plan that was not made
         in this process after each kind of decision, which are compiled for it.
 
         Args:
-          beside: other steps to compare it with, by what to call them, such as ``{"jit": deepcompile.simulate(...)}``.
+          beside: what to compare it with, by what to call it: this step as it runs elsewhere, such as ``{"jit":
+            deepcompile.simulate(...)}``, or others, traced.
 
         Raises:
           ArgumentError: the mesh is abstract: there are no devices to simulate a step on.
           MemoryExceededError: it does not fit.
         """
-        mesh = self.compilation.context.use.mesh
-        if not isinstance(mesh, Mesh):
-            raise errors.ArgumentError("page", "mesh", mesh, "a jax.sharding.Mesh of the devices that the step is for")
+        kind = self._devices().devices.flat[0].device_kind
         self.compilation.examine(in_steps=True)
         planned = self.compilation.planned
-        shown = ways(planned) or {AFTER: simulate(self.lower().compile(), mesh, planned.profile)}
+        shown = ways(planned) or {AFTER: self._simulation()}
         runs = {**(beside or {}), **shown, AFTER: shown[AFTER]}
-        kind = mesh.devices.flat[0].device_kind
-        return page_of(planned, self.program, self.sharded, runs, self.utilisation, kind, device_word(mesh))
+        drawn = {
+            name: run._run(run._simulation()) if isinstance(run, TracedStep) else self._run(run)
+            for name, run in runs.items()
+        }
+        return page_of(planned, self.sharded, drawn, kind, device_word(self.mesh))
+
+    def _run(self, simulation: Simulation) -> Run:
+        return Run.of(simulation, self.program, self.compilation.planned.program, self.utilisation)
+
+    def _simulation(self) -> Simulation:
+        return simulate(self.lower().compile(), self._devices(), self.compilation.planned.profile)
+
+    def _devices(self) -> Mesh:
+        if not isinstance(self.mesh, Mesh):
+            expected = "a jax.sharding.Mesh of the devices that the step is for"
+            raise errors.ArgumentError("page", "mesh", self.mesh, expected)
+        return self.mesh
 
     def dump(self, folder: str | os.PathLike) -> None:
         """Writes the program before and after every stage and every kind of decision into ``folder``, to read.

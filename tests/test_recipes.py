@@ -1,4 +1,4 @@
-"""``docs/recipes.md`` as it stands, recipe by recipe."""
+"""README's recipes as they stand."""
 
 from __future__ import annotations
 
@@ -16,17 +16,40 @@ import pytest
 from flax import nnx
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGE = (ROOT / "README.md").read_text()
+
+YOURS = """
+import jax, optax, numpy as np
+import jax_deepcompile as deepcompile
+from flax import nnx
+from flax.training.train_state import TrainState
+
+x = np.random.default_rng(0).standard_normal((16, 64), np.float32)
 
 
-BEGINNING = re.search(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]  # pyright: ignore
-RECIPES = dict(re.findall(r"^## ([^\n]+)$[^#]*?^```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+def create_state(key):
+    return TrainState.create(apply_fn=None, params={"w": jax.random.normal(key, (64, 64))}, tx=optax.adamw(1e-2))
+
+
+def loss_of(model, x):
+    return ((model(x) - 2 * x) ** 2).mean()
+
+
+def train_step(state, x):
+    loss, grads = jax.value_and_grad(lambda params: loss_of(lambda x: x @ params["w"], x))(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+"""
+"""What recipes leave to the reader."""
+
+RECIPES = dict(re.findall(r"^### ([^\n]+)$[^#]*?^```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
 
 def run(title: str, **given: Any) -> dict[str, Any]:
     """What a recipe's names are at its end."""
     names = dict(given)
-    exec(compile(BEGINNING + RECIPES[title], title, "exec"), names)
+    exec(compile(YOURS + RECIPES[title], title, "exec"), names)
     return names
 
 
@@ -68,7 +91,7 @@ def test_several_processes(tmp_path: Path):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     script = tmp_path / "two.py"
-    script.write_text(BEGINNING + RECIPES["Several processes"].replace("9876", str(port)))
+    script.write_text(YOURS + RECIPES["Several processes"].replace("9876", str(port)))
     environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script)]
     with (

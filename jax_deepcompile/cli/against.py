@@ -7,24 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jax_deepcompile.cli.files import simulated
 from jax_deepcompile.cli.options import Cluster, plan_in
 from jax_deepcompile.cli.steps import StepRequest, sharded_step
-from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.report.words import LINES, bytes_text, seconds_text, table
 from jax_deepcompile.runtime.progress import Progress
+from jax_deepcompile.stages import TracedStep
 from jax_deepcompile.step import ShardedStep
 
 
-def other_run(
+def other_step(
     against: str, step: ShardedStep, args: tuple, request: StepRequest, cluster: Cluster, progress: Progress
-) -> Simulation:
-    """What ``step`` takes by the plan in the file ``against``, or the step of that name as planned, simulated."""
+) -> TracedStep:
+    """``step`` by the plan in the file ``against``, or the step of that name."""
     progress.say(f"compiling {against}")
     if against.endswith(".json"):
-        return simulated(step.reshard(plan=plan_in(Path(against))).trace(*args))
+        return step.reshard(plan=plan_in(Path(against))).trace(*args)
     other, others = sharded_step(request.about(against), cluster, progress)
-    return simulated(other.trace(*others))
+    return other.trace(*others)
 
 
 @dataclass(frozen=True)

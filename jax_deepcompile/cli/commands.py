@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
-from jax_deepcompile.cli.against import Difference, other_run
+from jax_deepcompile.cli.against import Difference, other_step
 from jax_deepcompile.cli.files import NO_FILES, Files, explained, simulated, told
 from jax_deepcompile.cli.options import HERE, Cluster
 from jax_deepcompile.cli.steps import StepRequest, sharded_step
@@ -64,7 +64,7 @@ def explain(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
     with Progress(f"explain {request.step}") as progress:
         step, args = sharded_step(request, cluster, progress)
         traced = step.trace(*args)
-        beside = {} if against is None else {against: other_run(against, step, args, request, cluster, progress)}
+        beside = {} if against is None else {against: other_step(against, step, args, request, cluster, progress)}
         page = traced.page(beside) if beside or files.html is not None else None
         written, said = files.write(traced, progress, page), str(traced.explain())
     difference = Difference.of(page.data["runs"]) if page is not None and beside else None

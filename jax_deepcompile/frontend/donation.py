@@ -5,6 +5,8 @@ is its successor beyond doubt only if the user said so, if an optimizer's state 
 that no gradient has: integers, or moments and averages kept by hand.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +29,9 @@ class Donation:
 
 
 def donations(
-    call: PureCall, signature: Signature, ports: Sequence[Port], pairs: Mapping[int, int], lineage: Lineage
+    call: PureCall, signature: Signature, ports: Sequence[Port], pairs: Mapping[int, int], lineage: Lineage, kept: Kept
 ) -> dict[int, Donation]:
     """By position, of all arguments that are returned anew; ``pairs`` are leaves, and results that are new values."""
-    evidence = updated_leaves(ports, pairs, lineage)
     found, start = {}, 0
     for position, arg in enumerate(call.args):
         leaves = range(start, start + len(jax.tree.leaves(arg)))
@@ -41,7 +42,9 @@ def donations(
             found[position] = Donation(True, "returned anew")
         elif all(lineage.is_input(pairs[leaf]) for leaf in leaves):
             found[position] = Donation(False, "returned as it is")
-        elif reason := next(filter(None, (_no_gradient(ports[leaf]) or evidence.get(leaf) for leaf in leaves)), None):
+        elif reason := next(
+            filter(None, (_no_gradient(ports[leaf]) or kept.updated.get(leaf) for leaf in leaves)), None
+        ):
             found[position] = Donation(True, f"returned anew: {reason}")
         else:
             argnum = call.step.arguments[position].position
@@ -55,32 +58,47 @@ def _no_gradient(port: Port) -> str | None:
     return f"{port.path} is {port.dtype}, as no gradient is" if is_other else None
 
 
-def updated_leaves(ports: Sequence[Port], pairs: Mapping[int, int], lineage: Lineage) -> dict[int, str]:
-    """Leaves whose new values are not their gradients, and what tells.
+@dataclass(frozen=True)
+class Kept:
+    """What a step keeps by hand beside its parameters, and how that shows.
 
     Elementwise arithmetic alone touches a moment or an average, where a parameter goes into products and sums on its
     way to the loss. Its new value carries it on. And a parameter of its shape goes with it: one whose new value carries
     the moment, or one that the average carries. That the former is updated too is sure where the moment carries no
     parameter; gradients of a penalty for being far from an average carry the average, which carries the parameters.
+
+    Attributes:
+      moments: positions of leaves that are moments or averages.
+      updated: those and the parameters that they update, whose new values are not their gradients, and what tells.
     """
-    carried = {leaf: lineage.carried[result] for leaf, result in pairs.items()}
-    alike: dict[tuple[int, ...], int] = defaultdict(int)
-    elementwise = 0
-    for leaf, result in pairs.items():
-        if ports[leaf].shape and "float" in ports[leaf].dtype:
-            alike[ports[leaf].shape] |= 1 << leaf
-            is_kept = carried[leaf] >> leaf & 1 and not lineage.is_input(result) and not lineage.mixed >> leaf & 1
-            elementwise |= is_kept << leaf
-    found: dict[int, str] = {}
-    for leaf, bits in carried.items():
-        others = bits & alike[ports[leaf].shape] & ~(1 << leaf)
-        moments = [other for other in _positions(others) if elementwise >> other & 1]
-        if others and elementwise >> leaf & 1:
-            moments.append(leaf)
-        found |= {moment: f"elementwise arithmetic alone touches {ports[moment].path}" for moment in moments}
-        if any(moment != leaf and not carried[moment] >> leaf & 1 for moment in moments):
-            found.setdefault(leaf, f"{ports[moments[0]].path}, which elementwise arithmetic alone touches, updates it")
-    return found
+
+    moments: frozenset[int]
+    updated: Mapping[int, str]
+
+    @classmethod
+    def of(cls, ports: Sequence[Port], pairs: Mapping[int, int], lineage: Lineage) -> Kept:
+        """``pairs`` are leaves, and results that are new values of them."""
+        carried = {leaf: lineage.carried[result] for leaf, result in pairs.items()}
+        alike: dict[tuple[int, ...], int] = defaultdict(int)
+        elementwise = 0
+        for leaf, result in pairs.items():
+            if ports[leaf].shape and "float" in ports[leaf].dtype:
+                alike[ports[leaf].shape] |= 1 << leaf
+                is_kept = carried[leaf] >> leaf & 1 and not lineage.is_input(result) and not lineage.mixed >> leaf & 1
+                elementwise |= is_kept << leaf
+        kept: set[int] = set()
+        updated: dict[int, str] = {}
+        for leaf, bits in carried.items():
+            others = bits & alike[ports[leaf].shape] & ~(1 << leaf)
+            moments = [other for other in _positions(others) if elementwise >> other & 1]
+            if others and elementwise >> leaf & 1:
+                moments.append(leaf)
+            kept.update(moments)
+            updated |= {moment: f"elementwise arithmetic alone touches {ports[moment].path}" for moment in moments}
+            if any(moment != leaf and not carried[moment] >> leaf & 1 for moment in moments):
+                told = f"{ports[moments[0]].path}, which elementwise arithmetic alone touches, updates it"
+                updated.setdefault(leaf, told)
+        return cls(frozenset(kept), updated)
 
 
 def _positions(bits: int) -> Iterator[int]:

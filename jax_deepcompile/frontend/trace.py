@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat, errors
 from jax_deepcompile.frontend.call import PureCall, abstract, argument_names, function_name
-from jax_deepcompile.frontend.donation import donations
+from jax_deepcompile.frontend.donation import Kept, donations
 from jax_deepcompile.frontend.signature import Signature, input_ports, optimizer_leaves, port_of, state_role
 from jax_deepcompile.frontend.state_matching import Returned, outputs_like_state, state_outputs
 from jax_deepcompile.ir.lineage import lineage
@@ -78,6 +78,10 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
     ports, in_tree = input_ports(call.args, call.kwargs, signature)
     out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(returned.shape)
     pairs = state_outputs(call.args, returned, signature)
+    kept = Kept.of(ports, dict(pairs), returned.lineage)
+    ports = tuple(
+        replace(port, role=Role.OPTIMIZER) if leaf in kept.moments else port for leaf, port in enumerate(ports)
+    )
     like_state = outputs_like_state(call.args, returned, signature)
     by_output = {out: ports[inp] for inp, out in (*like_state, *pairs)}
     outputs = tuple(
@@ -86,7 +90,7 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
     )
     program = Program(signature.function, function.closed, ports, outputs, out_tree, pairs, mesh)
     reasons, donated = dict(reversed(signature.reasons)), []
-    for position, donation in donations(call, signature, ports, dict(pairs), returned.lineage).items():
+    for position, donation in donations(call, signature, ports, dict(pairs), returned.lineage, kept).items():
         name, reason = signature.name_of(position), donation.reason if donate else "donate=False"
         reasons[name] = f"{reasons[name]}; {reason}" if name in reasons else reason
         donated += [position] * (donation.is_donated and donate)

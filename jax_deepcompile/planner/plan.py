@@ -245,7 +245,7 @@ class Plan(Summarized):
         """The decisions, and what XLA is told, one a line."""
         lines = [each.describe() for each in self.decisions]
         lines += [f"option {name} = {value}" for name, value in self.options]
-        return lines + [f"schedule by {len(self.latencies)} latencies of the cost model"] * bool(self.latencies)
+        return lines + ["scheduled by latencies of the cost model"] * bool(self.latencies)
 
     def __str__(self) -> str:
         return "\n".join(self.lines()) or "fully sharded, nothing more"

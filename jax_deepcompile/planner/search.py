@@ -410,7 +410,8 @@ class _Search:
         slower = seconds(candidate) > (1 - _LEAST_GAIN) * seconds(best)
         grounds = "no faster" if slower else f"for {peak / 2**30:.1f} GiB hardly faster"
         against = f"{seconds(candidate):.4g} s against {seconds(best):.4g} s"
-        return f"{grounds}: {against}{_once_scheduled(seconds, candidate, best)}"
+        is_promised = seconds(candidate) != _step_s(candidate) or seconds(best) != _step_s(best)
+        return f"{grounds}: {against}{' once scheduled' * is_promised}"
 
 
 def _that_led_to(prediction: Prediction, records: Iterable[Record]) -> list[Record]:
@@ -437,12 +438,10 @@ def _brought(plan: Plan, before: Plan) -> tuple[str, ...]:
 
 
 def _change(seconds: Callable[[Candidate], float], before: Candidate, after: Candidate) -> str:
-    return f"{seconds(before):.4g} s to {seconds(after):.4g} s{_once_scheduled(seconds, before, after)}"
-
-
-def _once_scheduled(seconds: Callable[[Candidate], float], *candidates: Candidate) -> str:
-    """What to say of ``seconds`` where they are not those of the ``candidates`` as they were compiled."""
-    return "" if all(seconds(candidate) == _step_s(candidate) for candidate in candidates) else " once scheduled"
+    """Steps as compiled, which follow from one another, and what they were compared by, if that is something else."""
+    compared = f"{seconds(before):.4g} s to {seconds(after):.4g} s"
+    compiled = f"{_step_s(before):.4g} s to {_step_s(after):.4g} s"
+    return compiled if compared == compiled else f"{compiled} ({compared} once scheduled)"
 
 
 def _first_line(failure: Exception | None) -> str:

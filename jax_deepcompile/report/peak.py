@@ -11,6 +11,7 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import reached_from, variables
 from jax_deepcompile.analysis.gathers import derived, size_bytes
 from jax_deepcompile.costs.held import Content, Holds, held_at_peak
+from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.planner.session import Planned
@@ -137,14 +138,28 @@ def _temporaries(planned: Planned, program: Program, expected: Prediction, given
         yield Block("", "", _TEMPORARIES, expected.peak_bytes - given_bytes, 1)
         return
     known, left_bytes = vocabularies(program), expected.peak_bytes - given_bytes
-    memory, origins = evaluation.simulation.memory, Origins.of(evaluation.module, planned.program)
-    for each in held_at_peak(evaluation.module, memory, batch_of(planned.program)):
-        left_bytes -= each.bytes
-        what, line = origins.said(each.name, each.op_name, each.source)
-        yield Block(what, line, role_of(each, known), each.bytes, 1)
-    results_bytes = memory.output_bytes
+    for block in held_blocks(evaluation.simulation, planned.program, known):
+        left_bytes -= block.bytes
+        yield block
+    results_bytes = evaluation.simulation.memory.output_bytes
     yield Block("", "", _RESULTS, results_bytes, 1)
     yield Block("", "", _GAPS, left_bytes - results_bytes, 1)
+
+
+def held_blocks(simulation: Simulation, local: Program, words: frozenset[int]) -> Iterator[Block]:
+    """The temporaries where most memory is needed, each by itself; none of what is not compiled.
+
+    Args:
+      local: the program that was compiled, in the local view.
+      words: its ``vocabularies``.
+    """
+    module, memory = simulation.module, simulation.memory
+    if module is None or not memory.live_bytes:
+        return
+    origins = Origins.of(module, local)
+    for each in held_at_peak(module, memory, batch_of(local)):
+        what, line = origins.said(each.name, each.op_name, each.source)
+        yield Block(what, line, role_of(each, words), each.bytes, 1)
 
 
 def role_of(held: Content, words: frozenset[int]) -> str:

@@ -28,7 +28,7 @@ class Change:
       strategy: that proposed it.
       decision: in words.
       before_s, after_s: seconds a step.
-      grounds: what it was compared by, where that is something else, such as a better schedule.
+      grounds: in brackets what it was compared by, where that is something else, such as a better schedule.
       decisions: of the plan, that are there since.
     """
 
@@ -51,7 +51,7 @@ class Change:
         'unshard [accepted]: keeps it: 2 s to 1.5 s, saves 500 ms'
         """
         change = f"{self.before_s:.4g} s to {self.after_s:.4g} s, {self.gain}"
-        return f"{self.strategy} [accepted]: {self.decision}: {change}" + f" ({self.grounds})" * bool(self.grounds)
+        return f"{self.strategy} [accepted]: {self.decision}: {change}" + f" {self.grounds}" * bool(self.grounds)
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,7 @@ def _change(record: Record, decisions: tuple[str, ...]) -> Change:
     before_s = record.before.step_s
     after_s = before_s if record.after is None else record.after.step_s
     grounds = record.reason.removeprefix(f"{before_s:.4g} s to {after_s:.4g} s").lstrip(", ")
+    grounds = grounds if not grounds or grounds.startswith("(") else f"({grounds})"
     return Change(record.strategy, record.decision, before_s, after_s, grounds, decisions)
 
 

@@ -151,7 +151,10 @@ def test_a_state_with_moments_kept_by_hand_is_donated(name: str):
         assert_close(found, expected, 2e-2 if name == "half precision" else 1e-4, name)
         mine, theirs = (out[1] if name in ("named tuple", "dataclass") else out[0] for out in (found, expected))
         assert is_donated(before)
-    line = sharded.explain().division.arguments[0].line()
+    told = sharded.explain()
+    parameters = given["p"] if isinstance(given, dict) else given[0] if isinstance(given, tuple) else given.p
+    assert told.headline.parameters == sum(leaf.size for leaf in jax.tree.leaves(parameters))
+    line = told.division.arguments[0].line()
     assert line.startswith("  state: state, donated: the first argument that may be state; returned anew: ")
     assert "elementwise arithmetic alone touches" in line
 

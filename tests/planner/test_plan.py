@@ -317,7 +317,7 @@ def test_a_plan_reads_in_words():
         "values of up to 16 KiB that are reduced to be gathered are computed whole",
         "gathers of up to 32 KiB go together, and reductions of up to 64 KiB",
         "in the host's memory between steps: optimizer/mu/up, optimizer/nu/up",
-        "schedule by 1 latencies of the cost model",
+        "scheduled by latencies of the cost model",
     ]
 
 

@@ -25,7 +25,7 @@ from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.page.memory import blocks, live_bytes, position_times
 from jax_deepcompile.report.page.page import Page, page_of, ways
 from jax_deepcompile.report.page.placements import leaves
-from jax_deepcompile.report.page.runs import ARGUMENTS, NO_LINE, REST, Examples, category, line_seconds, run_data
+from jax_deepcompile.report.page.runs import ARGUMENTS, NO_LINE, REST, Run, category, line_seconds, run_data
 from jax_deepcompile.report.peak import batch_of, role_of, vocabularies
 from tests.costs.snippets import COSTS, module
 from tests.costs.test_simulator import BODY, START, WHILE
@@ -53,7 +53,8 @@ def page(run) -> Page:
     named = replace(run, timeline=(replace(first, op_name=HOSTILE, source=f"{HOSTILE}:1"), *others))
     plan = Plan("", prediction=prediction, records=(record,))
     planned = Planned(replace(found.sharded, name=HOSTILE), plan, 10**6, HOSTILE, way=(("", run), ("prefetch", named)))
-    return page_of(planned, found.program, found.sharded, ways(planned), None, HOSTILE, "device")
+    runs = {name: Run(step, found.sharded) for name, step in ways(planned).items()}
+    return page_of(planned, found.sharded, runs, HOSTILE, "device")
 
 
 def test_lines_add_up_to_the_step(run):
@@ -81,7 +82,7 @@ def test_categories(event, expected):
 
 
 def test_a_loop_is_in_the_data_once_with_its_trips(run):
-    data = run_data("planned", run, None, Examples())
+    data = run_data("planned", Run(run, traced(plan=Plan("")).sharded))
     assert data["loops"] == [["loop", -1, 10, 0, 0, 750_000_000]]
     assert [event[:4] for event in data["events"]] == [[0, 750_000_000, 0, 10], [0, 500_000_000, 0, 10]]
     assert data["waits"] == [[500_000_000, 750_000_000, 0, 0, "all-gather"]]
@@ -203,6 +204,17 @@ def test_what_is_not_compiled_may_stand_beside_it():
     assert (first["scheduled"], first["memory"]["live"], first["memory"]["blocks"]) == (False, [], [])
     assert first["line_bytes"] == {}
     assert sum(map(sum, first["lines"].values())) == pytest.approx(first["figures"]["step_s"], abs=1e-8)
+
+
+@pytest.mark.cpu_mesh
+def test_another_step_beside_it_has_figures_of_its_own():
+    """Twice the batch, as long a step: twice the examples."""
+    found, (params, batch) = traced(plan=Plan("")), SHAPES
+    twice = jax.ShapeDtypeStruct((2 * batch.shape[0], *batch.shape[1:]), batch.dtype)
+    larger = deepcompile.shard(step, {"fsdp": 8}, state_argnums=0, plan=Plan("")).trace(params, twice)
+    other, own = found.page({"larger": larger}).data["runs"]
+    examples = [each["figures"]["examples_per_s"] * each["figures"]["step_s"] for each in (other, own)]
+    assert examples[0] == pytest.approx(2 * examples[1])
 
 
 def test_without_devices_there_is_nothing_to_simulate():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from jax_deepcompile.costs.simulation import Simulation
-from jax_deepcompile.costs.utilisation import Utilisation
-from jax_deepcompile.ir.program import Program, Role
+from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.plan import Prediction, Record
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.page.placements import leaves
-from jax_deepcompile.report.page.runs import Examples, run_data
-from jax_deepcompile.report.peak import batch_of, vocabularies
+from jax_deepcompile.report.page.runs import Run, run_data
 from jax_deepcompile.report.planning import Decisions, decisions_of
 from jax_deepcompile.summary import Summarized, Summary, size_text
 
@@ -62,32 +59,27 @@ class Page(Summarized):
 
 def page_of(
     planned: Planned,
-    whole: Program,
     divided: Program,
-    runs: Mapping[str, Simulation],
-    achieves: Utilisation | None,
+    runs: Mapping[str, Run],
     devices: str,
     device: str,
 ) -> Page:
     """The page about a planned step.
 
     Args:
-      whole: its program in the global view.
-      divided: in the local view, before any change.
-      runs: the step simulated, by what to call it; the last is ``planned``, as it will run, and at first stands beside
+      divided: its program in the local view, before any change.
+      runs: steps simulated, by what to call them; the last is ``planned``, as it will run, and at first stands beside
         the first.
-      achieves: what the step's model FLOPs and examples are, if they are known.
       devices: what kind they are.
       device: what one of them is called.
     """
     program, plan = planned.program, planned.plan
-    examples = Examples(batch_of(whole), vocabularies(whole), _tokens(program) / program.mesh.devices.size)
     data = {
         "device": device,
         "devices": f"{program.mesh.devices.size} x {devices}",
         "origin": planned.origin,
         "limit_bytes": planned.limit_bytes,
-        "runs": [run_data(name, run, achieves, examples) for name, run in runs.items()],
+        "runs": [run_data(name, run) for name, run in runs.items()],
         "shown": [len(runs) - 1, 0],
         "decisions": list(_decisions(decisions_of(planned))),
         "records": [_record(record) for record in plan.records],
@@ -100,12 +92,6 @@ def ways(planned: Planned) -> dict[str, Simulation]:
     """The step before any change, after each, and after all, by names; empty where nobody simulated it."""
     names = [BEFORE, *(f"after {place}. {name}" for place, (name, _) in enumerate(planned.way[1:], 1))]
     return dict(zip([*names[:-1], AFTER], (step for _, step in planned.way), strict=True)) if planned.way else {}
-
-
-def _tokens(program: Program) -> int:
-    """Of the whole batch: its numbers, where it is a matrix of integers."""
-    batch = [port for port in program.inputs if port.role is Role.BATCH and "int" in port.dtype]
-    return max((math.prod(port.shape) for port in batch if len(port.shape) == 2), default=0)
 
 
 def _decisions(made: Decisions) -> Iterator[tuple[str, tuple[str, ...]]]:

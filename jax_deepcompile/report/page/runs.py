@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax_deepcompile.costs.held import held_at_peak
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.costs.utilisation import Utilisation
+from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.report.page.memory import Block, blocks, live_bytes
+from jax_deepcompile.report.peak import batch_of, held_blocks, vocabularies
 from jax_deepcompile.report.words import line_text, users_line
 
 WITHIN = " in a node"
@@ -28,18 +30,28 @@ GAPS = "results with memory of their own, and gaps between blocks"
 
 
 @dataclass(frozen=True)
-class Examples:
-    """What a step learns from.
+class Run:
+    """A step simulated, and what is known of it beside its schedule.
 
     Attributes:
-      batch: which of its inputs hold it.
-      words: how many words there are, of each vocabulary.
-      tokens: of a device's part of it; 0 where it has none.
+      program: in the local view.
+      words: how many there are, of each vocabulary.
+      tokens: that a device learns from; 0 where it has none.
+      achieves: what its model FLOPs and examples are, if they are known.
     """
 
-    batch: Collection[int] = ()
+    simulation: Simulation
+    program: Program
     words: frozenset[int] = frozenset()
     tokens: float = 0
+    achieves: Utilisation | None = None
+
+    @classmethod
+    def of(cls, simulation: Simulation, whole: Program, local: Program, achieves: Utilisation | None) -> Run:
+        """Of a step that is ``whole`` in the global view."""
+        batch = [port.shape for port in local.inputs if port.role is Role.BATCH and "int" in port.dtype]
+        tokens = max((math.prod(shape) for shape in batch if len(shape) == 2), default=0)
+        return cls(simulation, local, vocabularies(whole), tokens / local.mesh.devices.size, achieves)
 
 
 @dataclass
@@ -52,19 +64,15 @@ class Words:
         return self.numbers.setdefault(text, len(self.numbers))
 
 
-def run_data(name: str, simulation: Simulation, achieves: Utilisation | None, examples: Examples) -> dict[str, Any]:
-    """A run called ``name``; seconds are nanoseconds in columns, and loops are their numbers, -1 outside of all.
-
-    Args:
-      achieves: what its model FLOPs and examples are, if they are known.
-      examples: what it learns from.
-    """
+def run_data(name: str, run: Run) -> dict[str, Any]:
+    """A run called ``name``; seconds are nanoseconds in columns, and loops are their numbers, -1 outside of all."""
+    simulation, batch = run.simulation, batch_of(run.program)
     words, number = Words(), {loop.name: place for place, loop in enumerate(simulation.loops)}
     by_name = {event.name: place for place, event in enumerate(simulation.timeline)}
     return {
         "name": name,
         "scheduled": simulation.is_scheduled,
-        "figures": _figures(simulation, achieves, examples.tokens),
+        "figures": _figures(run),
         "loops": [_loop(loop, number) for loop in simulation.loops],
         "events": [_event(event, number, words) for event in simulation.timeline],
         "waits": [
@@ -73,14 +81,12 @@ def run_data(name: str, simulation: Simulation, achieves: Utilisation | None, ex
         ],
         "collectives": _collectives(simulation),
         "lines": line_seconds(simulation),
-        "line_bytes": line_bytes(simulation, examples.batch),
+        "line_bytes": line_bytes(run),
         "memory": {
             "arguments": simulation.memory.argument_bytes,
             "outputs": simulation.memory.output_bytes,
             "live": [[_ns(at_s), number.get(loop, -1), size] for at_s, loop, size in live_bytes(simulation)],
-            "blocks": [
-                _block(block, number, by_name, words) for block in blocks(simulation, examples.batch, examples.words)
-            ],
+            "blocks": [_block(block, number, by_name, words) for block in blocks(simulation, batch, run.words)],
         },
         "words": list(words.numbers),
     }
@@ -102,17 +108,17 @@ def line_seconds(simulation: Simulation) -> dict[str, list[float]]:
     return {line: [round(each, 9) for each in both] for line, both in seconds.items()}
 
 
-def line_bytes(simulation: Simulation, batch: Collection[int] = ()) -> dict[str, int]:
+def line_bytes(run: Run) -> dict[str, int]:
     """What each of the user's lines made of what is in a device's memory where most of it is needed.
 
     All of them together are the peak; nothing is known of what is not compiled.
     """
-    memory, module = simulation.memory, simulation.module
-    if module is None or not memory.live_bytes:
+    simulation = run.simulation
+    if simulation.module is None:
         return {}
-    sizes = defaultdict(int, {ARGUMENTS: memory.argument_bytes})
-    for each in held_at_peak(module, memory, batch):
-        sizes[line_text(users_line(each.source)) or NO_LINE] += each.bytes
+    sizes = defaultdict(int, {ARGUMENTS: simulation.memory.argument_bytes})
+    for each in held_blocks(simulation, run.program, run.words):
+        sizes[line_text(each.line) or NO_LINE] += each.bytes
     sizes[GAPS] = simulation.peak_bytes - sum(sizes.values())
     return dict(sizes)
 
@@ -122,7 +128,8 @@ def category(event: Event) -> str:
     return str(event.part) if event.stream is Stream.COMPUTE else event.stream + WITHIN * event.is_within_node
 
 
-def _figures(run: Simulation, achieves: Utilisation | None, tokens: float) -> dict[str, float]:
+def _figures(of: Run) -> dict[str, float]:
+    run, achieves = of.simulation, of.achieves
     figures = {
         "step_s": run.step_s,
         "bound_s": run.bound_s,
@@ -137,7 +144,7 @@ def _figures(run: Simulation, achieves: Utilisation | None, tokens: float) -> di
     }
     if achieves is not None and run.step_s:
         figures |= {"mfu": achieves.mfu(run.step_s), "examples_per_s": achieves.examples / run.step_s}
-        figures |= {"tokens_per_s": tokens / run.step_s}
+        figures |= {"tokens_per_s": of.tokens / run.step_s}
     return figures
 
 
