@@ -136,7 +136,8 @@ class TracedStep(Summarized):
     def memory_curve(self, limits: Sequence[MemoryLimit | LimitedStep]) -> tuple[LimitedStep, ...]:
         """What a step takes, simulated, under memory limits, the largest first: no longer than under a smaller one.
 
-        Plans once for each, but for those that the plan of a larger one keeps, and those below one that nothing fits.
+        Plans once for each, but for the step's own, those that the plan of a larger one keeps, and those below one that
+        nothing fits.
 
         Args:
           limits: as ``shard(memory_limit=...)`` takes them; or what is known already, as this returns it.
@@ -196,7 +197,8 @@ def limited(made: Compilation, limit: MemoryLimit) -> LimitedStep:
     """
     options = replace(made.context.options, memory_limit=limit, plan=None, measure=False)
     try:
-        planned = plan(made.sharded, replace(made.context, options=options))
+        as_it_is = options == made.context.options
+        planned = made.planned if as_it_is else plan(made.sharded, replace(made.context, options=options))
     except errors.MemoryExceededError as error:
         return LimitedStep(error.limit_bytes, None, error.needed_bytes)
     expected = planned.plan.prediction

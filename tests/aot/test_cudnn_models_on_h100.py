@@ -16,7 +16,7 @@ from jax_deepcompile.hlo.reader import read
 from models import llama, mixtral
 from tests.schedules import instructions
 
-pytestmark = pytest.mark.h100_aot
+pytestmark = [pytest.mark.h100_aot, pytest.mark.slow]
 
 LAYERS, GPUS, TOKENS = 2, 32, 2048
 OPTIMIZER = optax.adamw(3e-4)
@@ -77,10 +77,7 @@ def simulated(make, attention, mesh, *passes):
 
 @pytest.mark.parametrize(
     ("make", "heads"),
-    [
-        pytest.param(llama_step, 64, id="Llama-3-70B"),
-        pytest.param(mixtral_step, 32, id="Mixtral-8x7B", marks=pytest.mark.slow),
-    ],
+    [pytest.param(llama_step, 64, id="Llama-3-70B"), pytest.param(mixtral_step, 32, id="Mixtral-8x7B")],
 )
 def test_cudnn_attention_is_of_one_sequence_a_gpu_and_saves_time(mesh, make, heads):
     compiled, found = simulated(make, "cudnn", mesh, deepcompile.PrefetchGathers())
