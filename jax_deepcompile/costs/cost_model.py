@@ -37,12 +37,14 @@ class CostModel:
       network: what connects the GPUs.
       rates: what products and attention attain by shape; without, the hardware's flat fraction of its peak.
       overlap: what operations take from each other.
+      collectives_take: of what is known of them, to see what a program is worth on another network.
     """
 
     hardware: Hardware = H100_SXM
     network: Network = DGX_NETWORK
     rates: Rates = NO_RATES
     overlap: Overlap = NOTHING_TAKEN
+    collectives_take: float = 1.0
 
     def matmul(self, products: Iterable[Product | Attention], size_bytes: float) -> Kernel:
         """A kernel that multiplies matrices, and reads and writes ``size_bytes`` of device memory."""

@@ -46,7 +46,7 @@ def _collective(
     if kind == "all-gather":
         size_bytes *= groups.size
     ranks = groups.ranks_per_node(costs.network.gpus_per_node)
-    seconds = costs.collective_s(kind, size_bytes, groups.size, ranks)
+    seconds = costs.collectives_take * costs.collective_s(kind, size_bytes, groups.size, ranks)
     settings = issued.config.get("collective_backend_config") or runs.config.get("collective_backend_config") or {}
     is_sync = bool(settings.get("is_sync", False))
     sent = sent_bytes(kind, size_bytes, groups.size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,10 @@ _RIVALS = 2
 _LESS = 0.95
 """Of what collectives take: what the scheduler is told where all of it finds no room."""
 
+
+_LONGER, _NETWORKS, _LOST = 1.5, (0.8, 1.25), 0.005
+"""Of what collectives take: what the scheduler is told at last; networks on which that is judged, by what it takes
+there; and the share of the step that it may cost on this one."""
 
 _ANY_BYTES = 1 << 62
 """More than any host has."""
@@ -170,6 +175,7 @@ class _Search:
         best = self._scheduled()
         for strategy in closing:
             best = self._closed(strategy, best)
+        best = self._steadied(best)
         records = _that_led_to(best.prediction, self.records)
         found = _fitting(best, self.environment, records, partial(self._with_more_on_host, main, best))
         return dataclasses.replace(found, rivals=self._rivals(best), way=tuple(self._way(records)))
@@ -317,6 +323,32 @@ class _Search:
         )
         return self._best(closing.name, now, evaluated, _step_s, is_last=True)
 
+    def _steadied(self, best: Candidate) -> Candidate:
+        """``best``, or the same scheduled as if collectives took longer, if that is worth more on other networks.
+
+        Where communication takes longer than compute there is none to spare for that.
+        """
+        is_bound = best.prediction.communication_s >= best.prediction.compute_s
+        if not best.plan.latencies or not self.environment.fits(best) or is_bound:
+            return best
+        at_a_time = 2 if two_collectives().items() <= dict(best.plan.options).items() else 1
+        longer = scheduler_latencies(best.simulation, at_a_time, _LONGER)
+        decision = f"as if collectives took {_LONGER:g} times as long"
+        evaluated = self._scheduled_by(best.plan.replace(latencies=longer), decision, best)
+
+        candidate = evaluated.candidate
+        if candidate is None or _step_s(candidate) > (1 + _LOST) * _step_s(best):
+            return self._best("schedule", best, [evaluated], _step_s, is_last=True)
+        means = {each.plan: self._on_networks_s(each) for each in (best, candidate)}
+        said = "on average of slower and faster networks"
+        return self._best("schedule", best, [evaluated], lambda each: means[each.plan], is_last=True, said=said)
+
+    def _on_networks_s(self, candidate: Candidate) -> float:
+        """The step on average of the network as it is and of slower and faster ones."""
+        costs = self.environment.costs
+        others = [dataclasses.replace(costs, collectives_take=times) for times in _NETWORKS]
+        return statistics.mean([_step_s(candidate), *(_step_s(candidate.simulated_by(each)) for each in others)])
+
     def _evaluate_scheduled(self, plan: Plan) -> Candidate:
         """``plan`` carried out, and scheduled by what that takes."""
         candidate = evaluate(self.base, plan.replace(latencies=()), self.environment)
@@ -359,17 +391,19 @@ class _Search:
         seconds: Callable[[Candidate], float],
         is_last: bool = False,
         of: Candidate | None = None,
+        said: str = "once scheduled",
     ) -> Candidate:
         """The best of ``now`` and what was ``evaluated`` by ``seconds``; keeps what became of each.
 
         Memory is spent for time, unless this ``is_last`` and nobody else has a use for it. What was evaluated changes
-        ``now``, unless it says ``of`` what.
+        ``now``, unless it says ``of`` what. Where ``seconds`` are not those of a candidate as it was compiled it is
+        ``said`` what they are.
         """
         best, of = now, of or now
 
         def objection_to(candidate: Candidate) -> str:
             spent = 0.0 if is_last else self._spent(candidate, best)
-            return self._objection(candidate, best, seconds, max(_LEAST_GAIN, spent * WORTH_TRYING))
+            return self._objection(candidate, best, seconds, max(_LEAST_GAIN, spent * WORTH_TRYING), said)
 
         for each in evaluated:
             if each.candidate is not None and not objection_to(each.candidate):
@@ -381,7 +415,7 @@ class _Search:
                 reason = f"could not be compiled: {_first_line(each.failure)}"
             else:
                 reason = "" if accepted else objection_to(each.candidate)
-                reason = reason or _change(seconds, of, each.candidate)
+                reason = reason or _change(seconds, of, each.candidate, said)
             brought = () if each.candidate is None else _brought(each.candidate.plan, of.plan)
             self._record(Record(name, each.decision, of.prediction, after, accepted, reason, each.wall_s, brought))
         return best
@@ -399,7 +433,7 @@ class _Search:
         return min(max((candidate.prediction.peak_bytes - best.prediction.peak_bytes) / left_bytes, 0.0), 1.0)
 
     def _objection(
-        self, candidate: Candidate, best: Candidate, seconds: Callable[[Candidate], float], least: float
+        self, candidate: Candidate, best: Candidate, seconds: Callable[[Candidate], float], least: float, said: str
     ) -> str:
         """Why ``candidate`` does not replace ``best``, of whose time it must save the share ``least``; or empty."""
         peak, limit, fits = candidate.prediction.peak_bytes, self.environment.limit_bytes, self.environment.fits
@@ -411,7 +445,7 @@ class _Search:
         grounds = "no faster" if slower else f"for {peak / 2**30:.1f} GiB hardly faster"
         against = f"{seconds(candidate):.4g} s against {seconds(best):.4g} s"
         is_promised = seconds(candidate) != _step_s(candidate) or seconds(best) != _step_s(best)
-        return f"{grounds}: {against}{' once scheduled' * is_promised}"
+        return f"{grounds}: {against}{f' {said}' * is_promised}"
 
 
 def _that_led_to(prediction: Prediction, records: Iterable[Record]) -> list[Record]:
@@ -437,11 +471,13 @@ def _brought(plan: Plan, before: Plan) -> tuple[str, ...]:
     return tuple(line for line in plan.lines() if line not in known)
 
 
-def _change(seconds: Callable[[Candidate], float], before: Candidate, after: Candidate) -> str:
+def _change(
+    seconds: Callable[[Candidate], float], before: Candidate, after: Candidate, said: str = "once scheduled"
+) -> str:
     """Steps as compiled, which follow from one another, and what they were compared by, if that is something else."""
     compared = f"{seconds(before):.4g} s to {seconds(after):.4g} s"
     compiled = f"{_step_s(before):.4g} s to {_step_s(after):.4g} s"
-    return compiled if compared == compiled else f"{compiled} ({compared} once scheduled)"
+    return compiled if compared == compiled else f"{compiled} ({compared} {said})"
 
 
 def _first_line(failure: Exception | None) -> str:

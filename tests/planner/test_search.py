@@ -357,6 +357,38 @@ def test_the_best_rejected_is_scheduled_where_what_was_accepted_misses(monkeypat
         assert best.plan.records[1].reason.endswith("but it came out faster")
 
 
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("steps", "compute_s", "tried", "kept"),
+    [
+        ({0.8: 1.49, 1.0: 1.505, 1.25: 1.51}, 1.4, True, True),
+        ({0.8: 1.49, 1.0: 1.51, 1.25: 1.51}, 1.4, True, False),
+        ({0.8: 1.48, 1.0: 1.5, 1.25: 1.8}, 1.4, True, False),
+        ({0.8: 1.4, 1.0: 1.4, 1.25: 1.4}, 0.9, False, False),
+    ],
+    ids=["steadier", "slower here", "no steadier", "bound by communication"],
+)
+def test_a_schedule_that_keeps_its_speed_on_slower_networks_is_rather_taken(monkeypatch, steps, compute_s, tried, kept):
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
+    gather = SimpleNamespace(name="all-gather-start", start_s=0.0, end_s=1e-3, stream=Stream.ALL_GATHER, loop="")
+    takes = {1000: {0.8: 1.48, 1.0: 1.5, 1.25: 1.7}, 1500: steps}
+
+    def made_up(plan, times=1.0):
+        step_s = takes[plan.latencies[0].microseconds][times] if plan.latencies else 2.0
+        simulation = SimpleNamespace(attainable_s=1.5, timeline=(gather,), loops=())
+        return candidate(program, plan, Prediction(step_s, compute_s, 1.0, step_s - 1.0, 100), simulation)
+
+    monkeypatch.setattr(search_module, "evaluate", lambda base, plan, environment: made_up(plan))
+    monkeypatch.setattr(search_module, "compiled", lambda program, lowered, plan, environment: made_up(plan))
+    monkeypatch.setattr(Candidate, "simulated_by", lambda self, costs: made_up(self.plan, costs.collectives_take))
+    best = search(program, Environment(mesh, "cuda", CostModel(), None), (), START)
+    assert [each.microseconds for each in best.plan.latencies] == [1500 if kept else 1000]
+    assert (len(best.plan.records), len(accepted(best.plan))) == (1 + tried, 1 + kept)
+    if kept:
+        told = "1.5 s to 1.505 s (1.56 s to 1.502 s on average of slower and faster networks)"
+        assert best.plan.records[1].reason == told
+
+
 @pytest.fixture(scope="module")
 def compiled():
     """Four layers on 8 H100s, compiled for real."""
