@@ -241,6 +241,12 @@ class Plan(Summarized):
         """What the planned step is expected to take."""
         return (("expected step", "not simulated"),) if self.prediction is None else self.prediction.rows(limit_bytes)
 
+    @property
+    def undecided_s(self) -> float | None:
+        """What its records say that the step took before any change; None without records."""
+        began = [record for record in self.records if record.accepted] or self.records
+        return began[0].before.step_s if began else None
+
     def lines(self) -> list[str]:
         """The decisions, and what XLA is told, one a line."""
         lines = [each.describe() for each in self.decisions]

@@ -81,6 +81,8 @@ class Planned(Summarized):
       evaluation: what compiler and simulator made of it, if they did in this process; None of a plan from elsewhere.
       way: the step as simulated before any change, and after each, by what made it: the strategy whose proposal was
         accepted; the kind of decision, of a plan from elsewhere; empty where nobody asked.
+      is_foreign: whether the plan may be one that was made for another program, cluster or limit.
+      before_s: of a foreign plan the step before any change, once that is simulated.
     """
 
     program: Program
@@ -92,6 +94,8 @@ class Planned(Summarized):
     rivals: tuple[Plan, ...] = ()
     evaluation: Evaluation | None = None
     way: tuple[tuple[str, Simulation], ...] = ()
+    is_foreign: bool = False
+    before_s: float | None = None
 
     def rows(self) -> Rows:
         """What is expected or measured."""
@@ -195,12 +199,12 @@ def _given(task: _Task, plan: Plan) -> Planned:
     if any(each.on_host for each in plan.decisions) and isinstance(mesh, Mesh) and not has_host_memory(mesh):
         kind = mesh.devices.flat[0].device_kind
         raise errors.PlanError("the plan", f"it has values in the host's memory, and {kind} has none of {HOST_KIND}")
-    made_for_this = plan.fingerprint == task.fingerprint and plan.prediction is not None
-    if task.environment.limit_bytes is None or made_for_this:
-        return task.by(plan, "given")
+    is_foreign, limit = plan.fingerprint != task.fingerprint, task.environment.limit_bytes
+    if limit is None or not (is_foreign or plan.prediction is None):
+        return replace(task.by(plan, "given"), is_foreign=is_foreign)
     candidate = carried_out(task.program, plan, task.environment)
-    limit = task.environment.limit_bytes
-    return Planned(candidate.program, candidate.plan, limit, "given", evaluation=candidate.evaluation)
+    seen = {"evaluation": candidate.evaluation, "is_foreign": is_foreign}
+    return Planned(candidate.program, candidate.plan, limit, "given", **seen)
 
 
 def _without_search(
@@ -320,10 +324,13 @@ def make_plan(
     Raises:
       MemoryExceededError: the program does not fit, whatever the plan.
     """
-    return search(program, environment, strategies, Plan(fingerprint).replace(options=_options(program, environment)))
+    return search(
+        program, environment, strategies, Plan(fingerprint).replace(options=first_options(program, environment))
+    )
 
 
-def _options(program: Program, environment: Environment) -> Options:
+def first_options(program: Program, environment: Environment) -> Options:
+    """What XLA is told before anything is decided."""
     if environment.platform != "cuda":
         return {}
     if environment.limit_bytes is None:

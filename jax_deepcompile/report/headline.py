@@ -142,7 +142,7 @@ def headline_of(program: Program, mesh: AnyMesh, planned: Planned | None, achiev
         step_s=step_s,
         basis=basis,
         simulated_s=simulated_s,
-        before_s=records[0].before.step_s if records else None,
+        before_s=records[0].before.step_s if records else planned and planned.before_s,
         examples_per_s=examples / own_s if own_s and examples else None,
         tokens_per_s=tokens / own_s if own_s and tokens else None,
         mfu=achieves.mfu(step_s) if achieves is not None and step_s else None,

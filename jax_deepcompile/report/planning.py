@@ -135,12 +135,16 @@ def decisions_of(planned: Planned | None) -> Decisions:
 
     last = accepted[-1].after if accepted else plan.records[0].before if plan.records else None
     edited = last is not None and expected is not None and last != expected
+    first_s = plan.undecided_s if plan.records else planned.before_s
+    changes = [_change(record, said(place)) for place, record in enumerate(accepted)]
+    if not plan.records and first_s is not None and expected is not None:
+        changes = [Change("plan", "as it was given", first_s, expected.step_s, "", said(None))]
     return Decisions(
         planned.origin,
         _counted(plan, plan.lines()) or (str(plan),),
-        said(None),
-        (accepted or rejected)[0].before.step_s if plan.records else None,
-        tuple(_change(record, said(place)) for place, record in enumerate(accepted)),
+        said(None) if plan.records else (),
+        first_s,
+        tuple(changes),
         (last.step_s, expected.step_s) if edited and last and expected else None,
         tuple(Rejected(each.strategy, each.decision, each.reason) for each in rejected),
         len(compiled),

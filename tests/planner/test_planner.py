@@ -29,7 +29,7 @@ DEVICES, LENGTH = 32, 512
 LIMIT_BYTES = 5 << 29
 
 
-def trace(memory_limit=LIMIT_BYTES, **options):
+def trace(memory_limit=LIMIT_BYTES, length=LENGTH, **options):
     """Eight layers of two matrices between an embedding and logits."""
     params = shapes({"embedding": (32000, 4096), "up": (8, 4096, 8192), "down": (8, 8192, 4096)})
 
@@ -46,7 +46,7 @@ def trace(memory_limit=LIMIT_BYTES, **options):
 
     mesh, optimizer = deepcompile.targets.h100(nodes=4).make_mesh((DEVICES,), ("fsdp",)), optax.adamw(3e-4)
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-    tokens = jax.ShapeDtypeStruct((2 * DEVICES, LENGTH + 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((2 * DEVICES, length + 1), jnp.int32)
     return deepcompile.shard(training_step(loss, optimizer), mesh, memory_limit=memory_limit, **options).trace(
         state, tokens
     )
@@ -169,6 +169,15 @@ def test_a_plan_of_another_run_is_explained_and_shown_as_if_it_were_made_here(pl
     assert (first["name"], last["name"]) == ("as divided", "planned")
     assert {each["name"].partition(". ")[2] for each in others} >= {"keep_activations", "pipeline_loops"}
     assert last["figures"] == planned.page().data["runs"][-1]["figures"]
+
+
+def test_how_a_plan_came_about_for_another_step_is_not_told_of_this_one(planned):
+    shorter = trace(plan=planned.plan(), length=LENGTH // 2)
+    told, divided = shorter.explain(), trace(passes=(), length=LENGTH // 2).plan()
+    (change,) = told.decisions.changes
+    assert (told.decisions.first_s, told.headline.before_s) == (change.before_s, change.before_s)
+    assert change.before_s == pytest.approx(expected(divided).step_s, rel=0.01)
+    assert (change.strategy, change.after_s, told.decisions.rejected) == ("plan", told.headline.step_s, ())
 
 
 @pytest.mark.usefixtures("nothing_compiled")
