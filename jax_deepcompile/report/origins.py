@@ -33,17 +33,18 @@ class Origins:
     def said(self, name: str, op_name: str, source: str) -> tuple[str, str]:
         """What the instruction called ``name`` does, and the user's line."""
         text, line = operation_text(op_name), users_line(source)
+        near = [] if line and text else self.neighbours.near(name)
+        line = line or next(filter(None, (users_line(where) for _, where in near)), "")
         if _scope(op_name):
             return text, line
         kind, numbers = self.neighbours.moved(name, self.trained)
         if numbers:
             more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
             return f"{self.inputs[numbers[0]]}{more} {kind.replace('-', '_')}", line
-        near = [] if text else self.neighbours.near(name)
-        if not near:
+        if text or not near:
             return text or name, line
         chosen, where = next((each for each in near if _scope(each[0])), near[0])
-        return operation_text(chosen), users_line(where)
+        return operation_text(chosen), users_line(where) or line
 
 
 def _scope(op_name: str) -> str:

@@ -31,11 +31,11 @@ source_line=7}}
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("gather", ("up/kernel and 1 more all_gather", "")),
+        ("gather", ("up/kernel and 1 more all_gather", "/my/net.py:7")),
         ("up", ("Net/up dot_general", "/my/net.py:7")),
         ("kept", ("Net/up dot_general", "/my/net.py:7")),
-        ("sum", ("up/bias all_reduce", "")),
-        ("alone", ("add", "")),
+        ("sum", ("up/bias all_reduce", "/my/net.py:7")),
+        ("alone", ("add", "/my/net.py:7")),
         ("elsewhere", ("elsewhere", "")),
     ],
 )
