@@ -65,6 +65,10 @@ def not_a_number():
 def nothing():
     return None
 
+def nested():
+    step, *args = make()
+    return step, args
+
 def itself(state, batch):
     return state
 
@@ -112,6 +116,10 @@ def test_a_step_is_found_in_a_file_and_in_a_module(file, monkeypatch):
         ("{file}:other", "my_train_step has no other"),
         ("{file}:number", "it is int, not a function"),
         ("{file}:itself", "it takes state, batch. Name a function without arguments"),
+        (
+            "{file}:nested",
+            r"it returned \(step, list\), and step takes \(state, batch\): missing .*'batch'\. Return \(",
+        ),
         ("{file}:nothing", r"it returned NoneType, not \(step, state, batch\)"),
     ],
 )
