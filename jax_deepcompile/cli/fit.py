@@ -21,7 +21,6 @@ from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.stages import TracedStep, limited
 from jax_deepcompile.step import ShardedStep
 
-_GIB = 1 << 30
 _SHARES = (0.75, 0.5, 0.35, 0.25)
 """Of the memory that a step takes which may take what it likes."""
 _ANY_BYTES = 1 << 50
@@ -79,7 +78,7 @@ class Fit:
         for what, sizes in (("batch", self.batch), ("sequence", self.length)):
             lines += [f"{_tried(each, what)}, {self._size(each)}: {_takes(each.takes)}" for each in sizes]
         lines += [*self.notes, "", "memory limit, as given:"]
-        lines += [f"  {point.limit_bytes / _GIB:8.2f} GiB: {_takes(point)}" for point in self.curve]
+        lines += [f"  {errors.sized(point.limit_bytes):>12}: {_takes(point)}" for point in self.curve]
         return "\n".join(lines)
 
     def _size(self, size: Size) -> str:
@@ -94,9 +93,10 @@ def _tried(size: Size, what: str) -> str:
 def _takes(step: LimitedStep) -> str:
     fits = step.fits
     if fits is None:
-        return f"does not fit, takes {step.needed_bytes / _GIB:.2f} GiB"
-    host = f", {fits.host_bytes / _GIB:.2f} GiB of the host's" * bool(fits.host_bytes)
-    return f"{fits.step_s:.4g} s, {fits.peak_bytes / _GIB:.2f} GiB{host}"
+        excess = errors.sized(step.needed_bytes - step.limit_bytes)
+        return f"does not fit, takes {errors.sized(step.needed_bytes)}, {excess} more"
+    host = f", {errors.sized(fits.host_bytes)} of the host's" * bool(fits.host_bytes)
+    return f"{fits.step_s:.4g} s, {errors.sized(fits.peak_bytes)}{host}"
 
 
 def fit(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) -> str:
