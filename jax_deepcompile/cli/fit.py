@@ -16,6 +16,7 @@ from jax_deepcompile.cli.files import NO_FILES, Files, explained, told
 from jax_deepcompile.cli.options import HERE, Cluster
 from jax_deepcompile.cli.steps import StepRequest, sharded_step
 from jax_deepcompile.planner.state_on_host import argument_bytes
+from jax_deepcompile.report.headline import simulated_text
 from jax_deepcompile.report.memory_curve import LimitedStep
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.stages import TracedStep, limited
@@ -111,7 +112,8 @@ def fit(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) 
         found = what_fits(step, args, request.step)
         traced = step.trace(*args)
         written = files.write(traced, progress) if found.given.fits else {}
-        text = "\n".join([str(found), *told(written)])
+        said = simulated_text(step.mesh, traced.compilation.context.options.profile)
+        text = "\n".join([said, str(found), *told(written)])
         return request.answer(lambda: explained(traced, written, **dataclasses.asdict(found)), text)
 
 

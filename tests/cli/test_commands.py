@@ -362,7 +362,10 @@ def test_a_plan_that_is_none_or_sets_more_than_plans_do_is_refused(file, tmp_pat
 def test_compare_judges_jit_and_ours_side_by_side(file, capsys, tmp_path):
     html = tmp_path / "page.html"
     assert cli.main(["compare", f"{file}:make", "--gpu", "h100", "--nics-per-node", "1", "--html", str(html)]) == 0
-    head, *rows, written = capsys.readouterr().out.splitlines()
+    said, head, *rows, written = capsys.readouterr().out.splitlines()
+    assert said.startswith(
+        "all seconds are simulated of XLA's schedule, for 8 H100 SXM, described, not attached; costs: "
+    )
     assert written == f"page: {html}"
     assert head.split()[:2] == ["step", "s"]
     assert [row.split()[0] for row in rows] == ["jit", "fully", "planned"]
