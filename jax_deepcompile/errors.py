@@ -138,8 +138,8 @@ class NothingToMeasureOnError(DeepCompileError, ValueError):
 class NoRoomToMeasureError(DeepCompileError, MemoryError):
     def __init__(self, function: str, needed_bytes: int, copy_bytes: int, free_bytes: int) -> None:
         super().__init__(f"""measure=True runs {function} on a copy of its state, for which there is no room: it takes
-        {_size(needed_bytes)} more a device, {_size(copy_bytes)} of them the copy, and {_size(free_bytes)} are free,
-        {_size(needed_bytes - free_bytes)} too few. Leave measure=True out, or measure on more devices.""")
+        {sized(needed_bytes)} more a device, {sized(copy_bytes)} of them the copy, and {sized(free_bytes)} are free,
+        {sized(needed_bytes - free_bytes)} too few. Leave measure=True out, or measure on more devices.""")
 
 
 class StepSpecError(DeepCompileError, ValueError):
@@ -389,8 +389,9 @@ class MemoryExceededError(DeepCompileError, MemoryError):
     """The step does not fit, even with everything sharded and nothing kept.
 
     ``largest`` are the temporaries at the peak: bytes, and the line of the step that they stem from. Where
-    ``needed_bytes`` are ``argument_bytes`` nothing was compiled: state and batch alone are too much. It may take
-    ``host_limit_bytes`` of the host's memory for each device; with ``host_bytes``, if not 0, it would fit.
+    ``needed_bytes`` are ``argument_bytes`` nothing was compiled: state and batch alone are too much, even with
+    ``movable_bytes`` of them on the host. It may take ``host_limit_bytes`` of the host's memory for each device; with
+    ``host_bytes``, if not 0, it would fit.
     """
 
     def __init__(
@@ -402,25 +403,26 @@ class MemoryExceededError(DeepCompileError, MemoryError):
         largest: Sequence[tuple[int, str]] = (),
         host_bytes: int = 0,
         host_limit_bytes: int = 0,
+        movable_bytes: int = 0,
     ) -> None:
         self.needed_bytes, self.limit_bytes, self.host_bytes = needed_bytes, limit_bytes, host_bytes
-        excess = f"{_size(needed_bytes - limit_bytes)} more than the limit of {_size(limit_bytes)}"
+        excess = f"{sized(needed_bytes - limit_bytes)} more than the limit of {sized(limit_bytes)}"
         lines: Counter[str] = Counter()
         for size_bytes, line in largest:
             lines[line] += size_bytes
-        worst = ", ".join(f"{_size(size_bytes)} of {line}" for line, size_bytes in lines.most_common(3))
+        worst = ", ".join(f"{sized(size_bytes)} of {line}" for line, size_bytes in lines.most_common(3))
         raised = f"or raise memory_limit to {_limit(needed_bytes)}"
         if host_bytes:
-            more = f"{_size(host_bytes - host_limit_bytes)} more than it is"
+            more = f"{sized(host_bytes - host_limit_bytes)} more than it is"
             raised += f", or host_memory_limit to {_limit(host_bytes)} ({more}), for state and activations to be there"
         if needed_bytes == argument_bytes:
-            what = (
-                f"state and batch of {function} alone take {_size(needed_bytes)} a device, {excess}. Use more devices"
-            )
-            raised = raised.replace("memory_limit to", "memory_limit to more than", 1)
+            away = f", with {sized(movable_bytes)} of them on the host" * bool(movable_bytes)
+            what = f"""state and batch of {function} alone take {sized(needed_bytes)} a device{away}, {excess}. Use more
+            devices"""
+            raised = f"or raise memory_limit to at least {_limit(needed_bytes)} and what temporaries take besides"
         else:
-            what = f"""{function} takes {_size(needed_bytes)} a device, {excess}: {_size(argument_bytes)} are state and
-            batch, {_size(needed_bytes - argument_bytes)} temporaries{f" (most of all {worst})" * bool(worst)}. Use more
+            what = f"""{function} takes {sized(needed_bytes)} a device, {excess}: {sized(argument_bytes)} are state and
+            batch, {sized(needed_bytes - argument_bytes)} temporaries{f" (most of all {worst})" * bool(worst)}. Use more
             devices, microbatches=k (a smaller batch at a time), jax.checkpoint around the layers"""
         super().__init__(f"{what}, {raised}.")
 
@@ -428,8 +430,8 @@ class MemoryExceededError(DeepCompileError, MemoryError):
 class HostMemoryExceededError(DeepCompileError, MemoryError):
     def __init__(self, function: str, needed_bytes: int, limit_bytes: int) -> None:
         self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes
-        super().__init__(f"""{function} takes {_size(needed_bytes)} of the host's memory for each device as the plan has
-        it, {needed_bytes - limit_bytes:,} bytes more than the limit of {_size(limit_bytes)}. Raise host_memory_limit to
+        super().__init__(f"""{function} takes {sized(needed_bytes)} of the host's memory for each device as the plan has
+        it, {needed_bytes - limit_bytes:,} bytes more than the limit of {sized(limit_bytes)}. Raise host_memory_limit to
         {_limit(needed_bytes)}, or drop the plan, and the step is planned anew.""")
 
 
@@ -512,7 +514,8 @@ class UnknownXlaOptionWarning(UserWarning):
         )
 
 
-def _size(size_bytes: int) -> str:
+def sized(size_bytes: int) -> str:
+    """Bytes with the digits that tell what is needed from what there is."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.2f} {name}"

@@ -21,6 +21,7 @@ from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.lowering import cuda_compiler
 from jax_deepcompile.lowering.compile import compile_options, peak_bytes
+from jax_deepcompile.report.headline import simulated_text
 from jax_deepcompile.report.words import percent_text, seconds_text
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.training.config import AtLeastOne
@@ -141,7 +142,7 @@ def compare(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
         elif files:
             left.append("no files are written, as there is no planned step")
         own = {"systems": [dataclasses.asdict(row) for row in rows], "left_out": left}
-        text = "\n".join([_table(rows), *left, *told(written)])
+        text = "\n".join([simulated_text(mesh, costs), _table(rows), *left, *told(written)])
         return request.answer(lambda: _beside_jit(explained(traced, written, **own), rows), text)
 
 

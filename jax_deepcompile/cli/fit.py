@@ -16,12 +16,12 @@ from jax_deepcompile.cli.files import NO_FILES, Files, explained, told
 from jax_deepcompile.cli.options import HERE, Cluster
 from jax_deepcompile.cli.steps import StepRequest, sharded_step
 from jax_deepcompile.planner.state_on_host import argument_bytes
+from jax_deepcompile.report.headline import simulated_text
 from jax_deepcompile.report.memory_curve import LimitedStep
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.stages import TracedStep, limited
 from jax_deepcompile.step import ShardedStep
 
-_GIB = 1 << 30
 _SHARES = (0.75, 0.5, 0.35, 0.25)
 """Of the memory that a step takes which may take what it likes."""
 _ANY_BYTES = 1 << 50
@@ -79,7 +79,7 @@ class Fit:
         for what, sizes in (("batch", self.batch), ("sequence", self.length)):
             lines += [f"{_tried(each, what)}, {self._size(each)}: {_takes(each.takes)}" for each in sizes]
         lines += [*self.notes, "", "memory limit, as given:"]
-        lines += [f"  {point.limit_bytes / _GIB:8.2f} GiB: {_takes(point)}" for point in self.curve]
+        lines += [f"  {errors.sized(point.limit_bytes):>12}: {_takes(point)}" for point in self.curve]
         return "\n".join(lines)
 
     def _size(self, size: Size) -> str:
@@ -94,9 +94,10 @@ def _tried(size: Size, what: str) -> str:
 def _takes(step: LimitedStep) -> str:
     fits = step.fits
     if fits is None:
-        return f"does not fit, takes {step.needed_bytes / _GIB:.2f} GiB"
-    host = f", {fits.host_bytes / _GIB:.2f} GiB of the host's" * bool(fits.host_bytes)
-    return f"{fits.step_s:.4g} s, {fits.peak_bytes / _GIB:.2f} GiB{host}"
+        excess = errors.sized(step.needed_bytes - step.limit_bytes)
+        return f"does not fit, takes {errors.sized(step.needed_bytes)}, {excess} more"
+    host = f", {errors.sized(fits.host_bytes)} of the host's" * bool(fits.host_bytes)
+    return f"{fits.step_s:.4g} s, {errors.sized(fits.peak_bytes)}{host}"
 
 
 def fit(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) -> str:
@@ -111,7 +112,8 @@ def fit(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) 
         found = what_fits(step, args, request.step)
         traced = step.trace(*args)
         written = files.write(traced, progress) if found.given.fits else {}
-        text = "\n".join([str(found), *told(written)])
+        said = simulated_text(step.mesh, traced.compilation.context.options.profile)
+        text = "\n".join([said, str(found), *told(written)])
         return request.answer(lambda: explained(traced, written, **dataclasses.asdict(found)), text)
 
 

@@ -127,4 +127,21 @@ def load_step(spec: str, own: Path | None = None) -> tuple[Any, tuple]:
     made = named()
     if not isinstance(made, tuple) or len(made) < 2 or not callable(made[0]):
         raise errors.StepSpecError(spec, f"it returned {type(made).__name__}, not (step, state, batch)")
+    _require_arguments(spec, *made)
     return made[0], made[1:]
+
+
+def _require_arguments(spec: str, step: Callable, *args: Any) -> None:
+    """Makes sure that ``step`` can be called with ``args``, as far as its signature is known."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        name = getattr(step, "__name__", type(step).__name__)
+        returned = ", ".join([name, *(type(arg).__name__ for arg in args)])
+        takes = ", ".join(signature.parameters)
+        problem = f"it returned ({returned}), and {name} takes ({takes}): {error}. Return ({name}, {takes})"
+        raise errors.StepSpecError(spec, problem) from error

@@ -16,7 +16,7 @@ def validate(request: StepRequest, cluster: Cluster = HERE, tolerance: NotNegati
     """Runs a step as written, on one device, and sharded, from the same values, and says where the results differ.
 
     Values are those that the step comes with, and made up where it comes with shapes. --plan validates a plan, also one
-    for GPUs that are not here. The exit code is 1 where the results differ.
+    for GPUs that are not here. The exit code is 1 where results differ, or are NaN or infinite and tell nothing.
 
     Args:
       tolerance: what may differ, of what the step changes of a leaf, beside what rounding explains.
@@ -36,5 +36,5 @@ def validate(request: StepRequest, cluster: Cluster = HERE, tolerance: NotNegati
         except RuntimeError as error:  # JAX's, of a kernel that these devices do not have
             first = next(iter(str(error).splitlines()), type(error).__name__)
             raise errors.StepSpecError(request.step, f"it does not run on {jax.default_backend()}: {first}") from error
-    print(request.answer(lambda: dataclasses.asdict(found) | {"agrees": not found.differing}, str(found)))
-    return 1 if found.differing else 0
+    print(request.answer(lambda: dataclasses.asdict(found) | {"agrees": found.agrees}, str(found)))
+    return 0 if found.agrees else 1

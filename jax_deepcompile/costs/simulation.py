@@ -227,6 +227,8 @@ class Simulation(Summarized):
       waits: what of the timeline's communication and copies is exposed; bodies of loops once.
       played: what ran when, as ``timeline``, but with all trips of loops.
       module: whose schedule was played; None if none was.
+      is_measured: whether nothing was played and this is what a device ran; what it sent, and its memory, are as
+        simulated.
     """
 
     step_s: float
@@ -239,6 +241,7 @@ class Simulation(Summarized):
     waits: tuple[Wait, ...] = ()
     played: tuple[Event | Repeated, ...] = ()
     module: Module | None = field(default=None, compare=False)
+    is_measured: bool = False
 
     compute_s = _total(lambda totals: totals.compute_s)
     communication_s = _total(lambda totals: totals.communication_s)

@@ -74,14 +74,15 @@ def refuse_unknown(limit: MemoryLimit, option: str = "memory_limit") -> None:
         raise errors.MemoryLimitError(limit, option) from None
 
 
-def require_room(function: str, argument_bytes: int, limit_bytes: int | None) -> None:
-    """Makes sure, before anything is compiled, that what a step is given fits.
+def require_room(function: str, argument_bytes: int, movable_bytes: int, limit_bytes: int | None) -> None:
+    """Makes sure, before anything is compiled, that what a step is given fits, but for what may be on the host.
 
     Raises:
       MemoryExceededError: they take more by themselves.
     """
-    if limit_bytes is not None and argument_bytes > limit_bytes:
-        raise errors.MemoryExceededError(function, argument_bytes, limit_bytes, argument_bytes)
+    held_bytes = argument_bytes - movable_bytes
+    if limit_bytes is not None and held_bytes > limit_bytes:
+        raise errors.MemoryExceededError(function, held_bytes, limit_bytes, held_bytes, movable_bytes=movable_bytes)
 
 
 def require_fit(function: str, compiled: jax.stages.Compiled, limit_bytes: int | None) -> None:

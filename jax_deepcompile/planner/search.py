@@ -437,15 +437,22 @@ class _Search:
     ) -> str:
         """Why ``candidate`` does not replace ``best``, of whose time it must save the share ``least``; or empty."""
         peak, limit, fits = candidate.prediction.peak_bytes, self.environment.limit_bytes, self.environment.fits
+        on_host, host_limit = candidate.prediction.host_bytes, self.environment.host_bytes
         if not fits(candidate) and (fits(best) or peak >= best.prediction.peak_bytes):
-            return f"takes {peak / 2**30:.1f} GiB of {(limit or 0) / 2**30:.1f}"
+            if limit is not None and peak > limit:
+                return f"takes {_beyond(peak, limit)}"
+            return f"takes {_beyond(on_host, host_limit)} of the host's memory"
         if not fits(best) or seconds(candidate) <= (1 - least) * seconds(best):
             return ""
         slower = seconds(candidate) > (1 - _LEAST_GAIN) * seconds(best)
-        grounds = "no faster" if slower else f"for {peak / 2**30:.1f} GiB hardly faster"
+        grounds = "no faster" if slower else f"for {errors.sized(peak)} hardly faster"
         against = f"{seconds(candidate):.4g} s against {seconds(best):.4g} s"
         is_promised = seconds(candidate) != _step_s(candidate) or seconds(best) != _step_s(best)
         return f"{grounds}: {against}{f' {said}' * is_promised}"
+
+
+def _beyond(size_bytes: int, limit_bytes: int) -> str:
+    return f"{errors.sized(size_bytes)}, {errors.sized(size_bytes - limit_bytes)} more than the limit"
 
 
 def _that_led_to(prediction: Prediction, records: Iterable[Record]) -> list[Record]:

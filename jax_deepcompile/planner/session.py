@@ -180,7 +180,7 @@ def _planned(program: Program, mesh: Mesh, platform: str, options: PlanOptions) 
     environment = environment_of(mesh, platform, options).replace(disabled=selection.disabled)
     leaves = host_leaves(program, environment.disabled).values()
     movable_bytes = min(sum(leaf.freed_bytes for leaf in leaves), environment.host_bytes)
-    require_room(program.name, argument_bytes(program) - movable_bytes, environment.limit_bytes)
+    require_room(program.name, argument_bytes(program), movable_bytes, environment.limit_bytes)
     strategies = selection.among(_suitable(program, environment) if selection.strategies is None else ())
     cache = PlanCache(Path(options.cache_dir), selection.kinds) if options.cache_dir is not None else None
     if cache is not None:

@@ -37,14 +37,17 @@ class LeafDifference:
     Attributes:
       path: where the user finds it.
       difference: of the sharded result from that of the step as written, in the 2-norm, in units of what the step
-        changes of the leaf, or of what it returns where nothing goes in; of whole numbers the share that differs.
+        changes of the leaf, or of what it returns where nothing goes in; of whole numbers the share that differs. None
+        where a number is NaN or infinite in one run only, or all are in both.
       rounding: the same of the step as written, on values that differ by as much as its products are rounded, or with
         its sums in single precision.
+      unknown: what all numbers are in both runs, so that nothing is compared; empty where some are finite.
     """
 
     path: str
-    difference: float
+    difference: float | None
     rounding: float
+    unknown: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,19 +69,38 @@ class Agreement(Summarized):
     @property
     def differing(self) -> tuple[LeafDifference, ...]:
         """Leaves that differ by more than the tolerance, and by more than rounding explains."""
-        return tuple(each for each in self.leaves if not each.difference <= self._allowed(each))
+        compared = (each for each in self.leaves if not each.unknown)
+        return tuple(each for each in compared if each.difference is None or each.difference > self._allowed(each))
+
+    @property
+    def unknown(self) -> tuple[LeafDifference, ...]:
+        """Leaves without a finite number in either run: they neither differ nor agree."""
+        return tuple(each for each in self.leaves if each.unknown)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all leaves were compared and none differs."""
+        return not self.differing and not self.unknown
 
     def _allowed(self, each: LeafDifference) -> float:
         return max(self.tolerance, _ROUNDING * each.rounding)
 
     def _summary(self) -> Summary:
-        others, count = self.differing, len(self.leaves)
-        verdict = f"{len(others)} of {count} leaves differ" if others else f"all {count} leaves agree"
-        rows = [
-            (each.path, f"differs by {each.difference:.1e} of its change, rounding by {each.rounding:.1e}")
-            for each in (others or self.leaves)[:_SHOWN]
-        ]
-        return Summary(f"{self.name} as written and on {self.mesh}: {verdict}", tuple(rows))
+        others, unknown, count = self.differing, self.unknown, len(self.leaves)
+        rest = count - len(others) - len(unknown)
+        said = [f"{len(others)} of {count} leaves differ"] if others else []
+        said += [f"nothing is known of {len(unknown)} of {count} leaves, without a finite number"] if unknown else []
+        said += ["the rest agrees" if said else f"all {count} leaves agree"] if rest else []
+        rows = [(each.path, _said(each)) for each in ((*others, *unknown) or self.leaves)[:_SHOWN]]
+        return Summary(f"{self.name} as written and on {self.mesh}: {', '.join(said)}", tuple(rows))
+
+
+def _said(each: LeafDifference) -> str:
+    if each.unknown:
+        return f"{each.unknown} in both: nothing is known of it"
+    if each.difference is None:
+        return "differs: NaN or infinite in one of both only"
+    return f"differs by {each.difference:.1e} of its change, rounding by {each.rounding:.1e}"
 
 
 def agreement(
@@ -101,11 +123,13 @@ def agreement(
     compared = []
     for place, (port, left, right) in enumerate(zip(program.outputs, found, expected, strict=True)):
         start, near_it = before.get(place, (None, None))
-        rounding = _apart(nearly[place], near_it, right, start)
+        rounding = _apart(nearly[place], near_it, right, start) or 0.0
         if exactly is not None:
-            rounding = max(rounding, _apart(exactly[place], start, right, start))
-        compared.append(LeafDifference(port.path, _apart(left, start, right, start), rounding))
-    compared.sort(key=lambda each: (-np.nan_to_num(each.difference, nan=np.inf), each.path))
+            rounding = max(rounding, _apart(exactly[place], start, right, start) or 0.0)
+        difference = _apart(left, start, right, start)
+        unknown = _not_finite(right, start) if difference == 0 else ""
+        compared.append(LeafDifference(port.path, None if unknown else difference, rounding, unknown))
+    compared.sort(key=lambda each: (-np.inf if each.difference is None else -each.difference, each.path))
     return Agreement(program.name, program.mesh_text, tolerance, tuple(compared))
 
 
@@ -181,20 +205,33 @@ def _rounded(place: int, leaf: Any, share: float) -> Any:
     return jnp.where(up, leaf * (1 + max(share, float(jnp.finfo(leaf.dtype).eps))), leaf).astype(leaf.dtype)
 
 
-def _apart(found: Any, found_from: Any, expected: Any, before: Any) -> float:
+def _not_finite(values: Any, before: Any) -> str:
+    """What all of ``values`` are, if that is no number; empty also where they are infinite as they were ``before``."""
+    if not jnp.issubdtype(values.dtype, jnp.inexact) or jnp.isfinite(values).any() or not values.size:
+        return ""
+    if before is not None and (values == before).all():
+        return ""
+    is_nan = jnp.isnan(values)
+    return "NaN" if is_nan.all() else "NaN or infinite" if is_nan.any() else "infinite"
+
+
+def _apart(found: Any, found_from: Any, expected: Any, before: Any) -> float | None:
     """See ``LeafDifference``: ``found`` came of ``found_from``, ``expected`` of ``before``, both None if of nothing."""
     if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
         found, expected = jax.random.key_data(found), jax.random.key_data(expected)
     if not jnp.issubdtype(expected.dtype, jnp.inexact):
         return float(np.mean(np.asarray(found) != np.asarray(expected))) if expected.size else 0.0
     kind = np.complex128 if jnp.issubdtype(expected.dtype, jnp.complexfloating) else np.float64
+    left, right = np.asarray(found, kind).ravel(), np.asarray(expected, kind).ravel()
+    finite = np.isfinite(left) & np.isfinite(right)
+    if not np.array_equal(left[~finite], right[~finite], equal_nan=True):
+        return None
 
-    def change(after: Any, start: Any) -> np.ndarray:
-        return np.asarray(after, kind).ravel() - (0 if start is None else np.asarray(start, kind).ravel())
+    def change(after: np.ndarray, start: Any) -> np.ndarray:
+        return after[finite] - (0 if start is None else np.asarray(start, kind).ravel()[finite])
 
-    left, right = change(found, found_from), change(expected, before)
-    same = (left == right) | (np.isnan(left) & np.isnan(right))
-    if same.all():
+    one, other = change(left, found_from), change(right, before)
+    if (one == other).all():
         return 0.0
-    unit = np.linalg.norm(right) or np.linalg.norm(np.asarray(expected, kind)) or 1.0
-    return float(np.linalg.norm(np.where(same, 0, left - right)) / unit)
+    unit = np.linalg.norm(other) or np.linalg.norm(right[finite]) or 1.0
+    return float(np.linalg.norm(one - other) / unit)

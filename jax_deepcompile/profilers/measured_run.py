@@ -40,7 +40,7 @@ def measured_run(events: Sequence[Event], simulated: Simulation) -> Simulation:
     memory = MemoryUse(*sizes, simulated.memory.host_bytes, names=(), live_bytes=(), peak_values=())
     step_s = max((each.end_s for each in ran), default=0.0)
     totals = Totals(**seconds, exposed_s=exposed_s, kernels_s=kernels_s)
-    return Simulation(step_s, totals, (), tuple(ran), memory, waits=waits, played=tuple(ran))
+    return Simulation(step_s, totals, (), tuple(ran), memory, waits=waits, played=tuple(ran), is_measured=True)
 
 
 def _waits(events: Sequence[Event]) -> Iterator[Wait]:

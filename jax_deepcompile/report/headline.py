@@ -10,12 +10,15 @@ from jax.sharding import Mesh
 
 from jax_deepcompile.costs.devices import hardware_of, is_described, network_of
 from jax_deepcompile.costs.hardware import CPU_HOST, known_hardware
+from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.rates import NO_RATES, published_rates
 from jax_deepcompile.costs.utilisation import CONVENTION, Utilisation
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.words import bytes_text, count_text, percent_text, seconds_text
+
+_SIMULATED = "simulated of XLA's schedule"
 
 _WHOLE = 1000
 """From here on rates have no decimals."""
@@ -115,7 +118,7 @@ def headline_of(program: Program, mesh: AnyMesh, planned: Planned | None, achiev
     step_s = simulated_s if measured is None else measured.seconds
     basis = "unknown: nothing was compiled to plan it" if planned is not None else "unknown: not planned yet"
     if step_s is not None:
-        basis = "simulated of XLA's schedule" if measured is None else "measured"
+        basis = _SIMULATED if measured is None else "measured"
     shapes = [port.shape for port in program.inputs if port.role is Role.BATCH and port.shape]
     tokens_shape = max(
         (
@@ -138,7 +141,7 @@ def headline_of(program: Program, mesh: AnyMesh, planned: Planned | None, achiev
         tokens_shape=tokens_shape,
         cluster=_cluster(mesh),
         device=device_word(mesh),
-        costs=_costs(mesh, planned),
+        costs=_costs(mesh, planned and planned.profile),
         step_s=step_s,
         basis=basis,
         simulated_s=simulated_s,
@@ -150,6 +153,11 @@ def headline_of(program: Program, mesh: AnyMesh, planned: Planned | None, achiev
         peak_bytes=None if expected is None else expected.peak_bytes,
         limit_bytes=None if planned is None else planned.limit_bytes,
     )
+
+
+def simulated_text(mesh: AnyMesh, profile: Profile | None) -> str:
+    """What seconds are of which nothing was measured, for tables of them."""
+    return f"all seconds are {_SIMULATED}, for {_cluster(mesh)}; costs: {_costs(mesh, profile)}"
 
 
 def device_word(mesh: AnyMesh) -> str:
@@ -175,7 +183,7 @@ def _cluster(mesh: AnyMesh) -> str:
     return f"{each} {hardware.name if hardware else kind}{cards}" + ", described, not attached" * is_described(mesh)
 
 
-def _costs(mesh: AnyMesh, planned: Planned | None) -> str:
+def _costs(mesh: AnyMesh, taken: Profile | None) -> str:
     if not isinstance(mesh, Mesh):
         return "none"
     kind = mesh.devices.flat[0].device_kind
@@ -183,8 +191,7 @@ def _costs(mesh: AnyMesh, planned: Planned | None) -> str:
     said = f"{'published tables' if published_rates(name) != NO_RATES else 'data sheet'} of {name}"
     said += f" (none are known of {kind})" if known_hardware(kind) is None else ""
     said = "assumed figures of a CPU host" if known_hardware(kind) is CPU_HOST else said
-    if planned is None or planned.profile is None:
+    if taken is None:
         return said
-    taken = planned.profile
     counts = Counter(kernels=len(taken.ops), collectives=len(taken.collectives), copies=len(taken.copies))
     return f"measured here: {', '.join(f'{count} {what}' for what, count in counts.items() if count)}; else {said}"

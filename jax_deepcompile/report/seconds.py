@@ -69,7 +69,8 @@ class Seconds:
       communication_s, exposed_s: of collectives, and of it what kernels wait for.
       copy_s, exposed_copy_s: the same of copies between device and host.
       bound_s: what no schedule of the same operations beats.
-      ceilings: the step with all of that hidden, and with nothing computed again either.
+      ceilings: kernels that never wait, beside all of that, whether or not it fits beside them; and with nothing
+        computed again either.
       kernels, waits: those that cost most.
       unknown: what is not known, and why.
     """
@@ -105,7 +106,8 @@ class Seconds:
         lines[-1] += f"is {100 * (self.step_s / bound_s - 1):.1f} % above"
         for each in self.ceilings:
             mfu = "" if each.mfu is None else f", MFU {percent_text(each.mfu)}"
-            lines.append(f"  ceiling, {each.given}: {seconds_text(each.seconds)}{mfu}")
+            beaten = "; no schedule of the same operations is below the bound" * (each.seconds < self.bound_s)
+            lines.append(f"  ceiling, {each.given}: {seconds_text(each.seconds)}{mfu}{beaten}")
         for title, costly in (("kernels that cost most", self.kernels), ("waits that cost most", self.waits)):
             lines += [f"  {title}:"] if costly else []
             lines += table([(seconds_text(each.seconds), f"{each.times}x", _said(each)) for each in costly], "    ")
@@ -130,8 +132,6 @@ def seconds_of(planned: Planned | None, achieves: Utilisation | None) -> Seconds
     parts += [Share(f"waiting for {_kind(stream)}", seconds) for stream, seconds in waits if seconds]
     rest_s = run.step_s - sum(part.seconds for part in parts)
     parts += [Share("after the last kernel", rest_s)] if rest_s > _ROUNDING_S else []
-    hidden_s = run.compute_s - run.totals.slowed_s + run.totals.delayed_s
-    again_s = run.totals.kernels_s.get(Part.AGAIN, 0.0)
     return Seconds(
         run.step_s,
         tuple(parts),
@@ -140,7 +140,7 @@ def seconds_of(planned: Planned | None, achieves: Utilisation | None) -> Seconds
         run.copy_s,
         run.exposed_copy_s,
         run.bound_s,
-        _ceilings(hidden_s, again_s, achieves),
+        _ceilings(run, achieves),
         _kernels(run),
         _waits(run, origins),
     )
@@ -168,8 +168,15 @@ def _foretold(expected: Prediction) -> Seconds:
     )
 
 
-def _ceilings(hidden_s: float, again_s: float, achieves: Utilisation | None) -> tuple[Ceiling, ...]:
-    each = [("if all communication and copies were hidden", hidden_s)]
+def _ceilings(run: Simulation, achieves: Utilisation | None) -> tuple[Ceiling, ...]:
+    """Beside all of the others kernels lose at least ``delayed_s``, instead of what they do beside those hidden now."""
+    alone_s, again_s = run.compute_s - run.totals.slowed_s, run.totals.kernels_s.get(Part.AGAIN, 0.0)
+    hidden_s = alone_s + run.totals.delayed_s
+    said = "if all communication and copies were hidden"
+    if run.totals.delayed_s:
+        lost = f"{seconds_text(run.totals.delayed_s)} that those beside them cost at least"
+        said += f" (kernels alone {seconds_text(alone_s)}, and {lost})"
+    each = [(said, hidden_s)]
     each += [("if in addition nothing were computed again", hidden_s - again_s)] if again_s else []
     return tuple(Ceiling(said, seconds, achieves and achieves.mfu(seconds)) for said, seconds in each)
 

@@ -74,5 +74,5 @@ def test_state_and_batch_alone_are_compared_before_anything_is_planned(monkeypat
         limited.plan(create(), batch(4096))
     assert str(caught.value) == (
         "state and batch of step alone take 32,836 bytes a device, 31,812 bytes more than the limit of 1,024 bytes. "
-        "Use more devices, or raise memory_limit to more than 32836."
+        "Use more devices, or raise memory_limit to at least 32836 and what temporaries take besides."
     )

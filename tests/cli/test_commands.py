@@ -58,8 +58,16 @@ def cudnn():
 
     return attending, *args
 
+def not_a_number():
+    step, state, batch = make()
+    return step, state, jnp.full(batch.shape, jnp.nan)
+
 def nothing():
     return None
+
+def nested():
+    step, *args = make()
+    return step, args
 
 def itself(state, batch):
     return state
@@ -108,6 +116,10 @@ def test_a_step_is_found_in_a_file_and_in_a_module(file, monkeypatch):
         ("{file}:other", "my_train_step has no other"),
         ("{file}:number", "it is int, not a function"),
         ("{file}:itself", "it takes state, batch. Name a function without arguments"),
+        (
+            "{file}:nested",
+            r"it returned \(step, list\), and step takes \(state, batch\): missing .*'batch'\. Return \(",
+        ),
         ("{file}:nothing", r"it returned NoneType, not \(step, state, batch\)"),
     ],
 )
@@ -350,7 +362,10 @@ def test_a_plan_that_is_none_or_sets_more_than_plans_do_is_refused(file, tmp_pat
 def test_compare_judges_jit_and_ours_side_by_side(file, capsys, tmp_path):
     html = tmp_path / "page.html"
     assert cli.main(["compare", f"{file}:make", "--gpu", "h100", "--nics-per-node", "1", "--html", str(html)]) == 0
-    head, *rows, written = capsys.readouterr().out.splitlines()
+    said, head, *rows, written = capsys.readouterr().out.splitlines()
+    assert said.startswith(
+        "all seconds are simulated of XLA's schedule, for 8 H100 SXM, described, not attached; costs: "
+    )
     assert written == f"page: {html}"
     assert head.split()[:2] == ["step", "s"]
     assert [row.split()[0] for row in rows] == ["jit", "fully", "planned"]
@@ -420,6 +435,8 @@ def test_the_page_of_commands_says_which_write_which_files():
 def test_validate_compares_with_the_step_as_written(file, capsys):
     assert cli.main(["validate", f"{file}:make"]) == 0
     assert "step as written and on fsdp=8: all 2 leaves agree" in capsys.readouterr().out
+    assert cli.main(["validate", f"{file}:not_a_number"]) == 1
+    assert "NaN in both: nothing is known of it" in capsys.readouterr().out
     assert cli.main(["validate", f"{file}:make", "--gpu", "h100"]) == 2
     assert "not attached" in capsys.readouterr().err
     assert cli.main(["validate", f"{file}:cudnn"]) == 2

@@ -11,7 +11,7 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.cli import main as cli
-from jax_deepcompile.cli.fit import Fit, Size, _largest, _Shaped, what_fits
+from jax_deepcompile.cli.fit import Fit, Size, _largest, _Shaped, _takes, what_fits
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.report.memory_curve import LimitedStep, monotone
 from tests.transforms.programs import h100s
@@ -61,6 +61,13 @@ def test_the_largest_that_fits_is_found_by_few_plans(start, most):
 def test_nothing_fits():
     (bad,) = _largest(size(64, 0), 64, 8, lambda count: size(count, 0))
     assert bad.examples == 8
+
+
+@pytest.mark.pure
+def test_what_is_needed_is_told_apart_from_the_limit():
+    assert _takes(LimitedStep(222 << 20, None, (222 << 20) + (300 << 10))) == (
+        "does not fit, takes 222.29 MiB, 307,200 bytes more"
+    )
 
 
 @pytest.mark.pure

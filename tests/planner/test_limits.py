@@ -61,6 +61,16 @@ def test_of_a_device_that_nobody_knows_the_allocators_memory_is_the_limit():
     assert limit_bytes(None, None, None) is None
 
 
+def test_what_may_be_on_the_host_is_told_of_state_and_batch_that_are_too_much():
+    with pytest.raises(errors.MemoryExceededError) as caught:
+        limits.require_room("step", 85 << 20, 56 << 20, 10 << 20)
+    assert str(caught.value) == (
+        "state and batch of step alone take 29.00 MiB a device, with 56.00 MiB of them on the host, 19.00 MiB more "
+        'than the limit of 10.00 MiB. Use more devices, or raise memory_limit to at least "29.00MiB" and what '
+        "temporaries take besides."
+    )
+
+
 def test_temporaries_are_named_by_lines_of_the_user():
     own = f"{Path(limits.__file__).parents[1] / 'lowering' / 'emit.py'}:61"
     lines = {"loop": own, "product": "/home/me/model.py:7", "copy": ""}

@@ -55,6 +55,26 @@ def test_what_differs_is_told_by_leaf(place, changed, differing):
     assert compared(change) == (() if differing is None else (differing,))
 
 
+@pytest.mark.pure
+def test_numbers_that_are_not_finite_tell_nothing():
+    """A count agrees, and so does an infinite mask that stays; a NaN in one run only is a difference."""
+
+    def masked(state, batch):
+        results, value = step(state["of"], batch)
+        return {"of": results, "mask": state["mask"]}, value
+
+    args = {"of": STATE, "mask": jnp.full(3, -jnp.inf)}, BATCH * jnp.nan
+    found = deepcompile.shard(masked).validate(*args)
+    assert not found.differing
+    assert not found.agrees
+    assert len(found.unknown) == 3
+    assert "nothing is known of 3 of 5 leaves, without a finite number, the rest agrees" in str(found)
+    assert "NaN in both" in str(found)
+    assert compared(lambda results: [each + jnp.nan if each.ndim == 1 else each for each in results]) == (
+        "state['w']['bias']",
+    )
+
+
 @pytest.mark.cpu_mesh
 def test_rounding_where_the_true_gradient_is_zero_is_no_difference():
     """That of attention's key bias; what Adam makes of it are whole steps, this way or that."""

@@ -43,6 +43,7 @@ def test_what_was_waited_for_is_what_ran_while_no_kernel_did():
 
 def test_a_trace_does_not_say_what_the_simulation_does():
     run = measured_run(RAN, SIMULATED)
+    assert run.is_measured
     assert run.totals.kernels_s == {Part.PRODUCTS: 2.5}
     assert (run.sent_bytes, run.timeline[0].source, run.peak_bytes) == (14, "step.py:3", 111)
     assert {(event.trips, event.loop) for event in run.timeline} == {(1, "")}

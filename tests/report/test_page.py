@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jax_deepcompile.costs.simulator import simulate
 from jax_deepcompile.costs.streams import Part, Stream
 from jax_deepcompile.planner.plan import Plan, Prediction, Record
 from jax_deepcompile.planner.session import Planned
+from jax_deepcompile.profilers.measured_run import measured_run
 from jax_deepcompile.report.page.memory import blocks, live_bytes, position_times
 from jax_deepcompile.report.page.page import Page, page_of, ways
 from jax_deepcompile.report.page.placements import leaves
@@ -242,17 +244,55 @@ document.body.append(element("pre", said.join("\\n"), { id: "said" }));
 </script></body>"""
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed; Debian has it as the package chromium")
-def test_it_draws_in_headless_chromium(page, tmp_path):
+IN_CHROMIUM = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium is installed; Debian has it as the package chromium"
+)
+
+
+def drawn(page: Page, use: str, tmp_path: Path) -> str:
+    """The document after ``use`` has run in it."""
     path = tmp_path / "page.html"
-    path.write_text(page.html().replace("</body>", USE), encoding="utf-8")
+    path.write_text(page.html().replace("</body>", use), encoding="utf-8")
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
     environment = {**os.environ, "HOME": str(tmp_path)}
     done = subprocess.run(
         [str(CHROMIUM), *flags, path.as_uri()], capture_output=True, text=True, timeout=120, check=True, env=environment
     )
-    dom = done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+@IN_CHROMIUM
+def test_without_a_limit_none_is_drawn_and_what_was_not_measured_is_a_dash(run, tmp_path):
+    found, ran = traced(plan=Plan("")), measured_run(run.timeline, run)
+    planned = Planned(found.sharded, Plan(""), None, "", way=(("", run),))
+    runs = {"on CPUs": Run(ran, found.sharded), "planned": Run(run, found.sharded)}
+    use = """<script>
+    addEventListener("error", (event) => { document.title = `failed: ${event.message}`; });
+    const both = page.runs.map(prepare);
+    document.body.append(element("pre", `${isLimitDrawn(both)} ${both[0].blocks.starts.length}`, { id: "said" }));
+    document.getElementById("run-a").value = 0;
+    document.getElementById("run-b").value = -1;
+    draw();
+    document.getElementById("run-a").value = 1;
+    document.getElementById("run-b").value = 0;
+    draw();
+    </script></body>"""
+    assert not {"peak_bytes", "sent_bytes", "bound_s"} & run_data("on CPUs", runs["on CPUs"])["figures"].keys()
+    dom = drawn(page_of(planned, found.sharded, runs, "CPU", "device"), use, tmp_path)
+    assert "<title>failed: " not in dom
+    assert '<pre id="said">false 0</pre>' in dom
+    assert "run on CPUs: its seconds are measured · all other seconds are simulated from XLA's schedule" in dom
+    assert re.search(
+        r"<td class=\"\">peak memory</td><td class=\"number\">[^<]*iB</td><td class=\"number\">—</td>", dom
+    )
+    assert re.search(r"<td class=\"line\">peak</td><td class=\"number\">[^<]*iB</td><td class=\"number\">—</td>", dom)
+
+
+@pytest.mark.slow
+@IN_CHROMIUM
+def test_it_draws_in_headless_chromium(page, tmp_path):
+    dom = drawn(page, USE, tmp_path)
     assert "<title>failed: " not in dom
     assert dom.count("<canvas") == 2
     assert "<script>alert(1)" not in dom

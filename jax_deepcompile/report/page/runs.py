@@ -72,6 +72,7 @@ def run_data(name: str, run: Run) -> dict[str, Any]:
     return {
         "name": name,
         "scheduled": simulation.is_scheduled,
+        "measured": simulation.is_measured,
         "figures": _figures(run),
         "loops": [_loop(loop, number) for loop in simulation.loops],
         "events": [_event(event, number, words) for event in simulation.timeline],
@@ -83,8 +84,8 @@ def run_data(name: str, run: Run) -> dict[str, Any]:
         "lines": line_seconds(simulation),
         "line_bytes": line_bytes(run),
         "memory": {
-            "arguments": simulation.memory.argument_bytes,
-            "outputs": simulation.memory.output_bytes,
+            "arguments": 0 if simulation.is_measured else simulation.memory.argument_bytes,
+            "outputs": 0 if simulation.is_measured else simulation.memory.output_bytes,
             "live": [[_ns(at_s), number.get(loop, -1), size] for at_s, loop, size in live_bytes(simulation)],
             "blocks": [_block(block, number, by_name, words) for block in blocks(simulation, batch, run.words)],
         },
@@ -128,7 +129,11 @@ def category(event: Event) -> str:
     return str(event.part) if event.stream is Stream.COMPUTE else event.stream + WITHIN * event.is_within_node
 
 
+_NOT_MEASURED = ("bound_s", "sent_bytes", "peak_bytes", "host_bytes")
+
+
 def _figures(of: Run) -> dict[str, float]:
+    """By name; of a measured run those alone that a trace tells."""
     run, achieves = of.simulation, of.achieves
     figures = {
         "step_s": run.step_s,
@@ -145,7 +150,7 @@ def _figures(of: Run) -> dict[str, float]:
     if achieves is not None and run.step_s:
         figures |= {"mfu": achieves.mfu(run.step_s), "examples_per_s": achieves.examples / run.step_s}
         figures |= {"tokens_per_s": of.tokens / run.step_s}
-    return figures
+    return {name: value for name, value in figures.items() if not (run.is_measured and name in _NOT_MEASURED)}
 
 
 def _loop(loop: Loop, number: Mapping[str, int]) -> list[Any]:
@@ -164,7 +169,10 @@ def _block(block: Block, number: Mapping[str, int], events: Mapping[str, int], w
 
 
 def _collectives(simulation: Simulation) -> list[list[Any]]:
-    """Kind, launches, seconds, seconds exposed and bytes sent, of collectives and copies, most seconds first."""
+    """Kind, launches, seconds, seconds exposed and bytes sent, of collectives and copies, most seconds first.
+
+    No bytes of a measured run.
+    """
     rows: dict[str, list[Any]] = {}
     kinds = {event.name: category(event) for event in simulation.timeline if event.stream is not Stream.COMPUTE}
     for event in simulation.timeline:
@@ -172,7 +180,7 @@ def _collectives(simulation: Simulation) -> list[list[Any]]:
             row = rows.setdefault(kind, [kind, 0, 0.0, 0.0, 0])
             row[1] += event.trips
             row[2] += event.trips * (event.end_s - event.start_s)
-            row[4] += event.trips * event.sent_bytes
+            row[4] += 0 if simulation.is_measured else event.trips * event.sent_bytes
     for wait in simulation.waits:
         kind = kinds.get(wait.name, wait.stream.value)
         rows.setdefault(kind, [kind, 0, 0.0, 0.0, 0])[3] += wait.trips * (wait.end_s - wait.start_s)

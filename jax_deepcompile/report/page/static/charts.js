@@ -113,8 +113,8 @@ function laneItem(each, at) {
   return seen;
 }
 
-const peakOf = (runs) => Math.max(...runs.map((run) => run.figures.peak_bytes));
-const isLimitDrawn = (runs) => page.limit_bytes < 2 * peakOf(runs);
+const peakOf = (runs) => Math.max(1, ...runs.map((run) => run.figures.peak_bytes ?? 0));
+const isLimitDrawn = (runs) => page.limit_bytes !== null && page.limit_bytes < 2 * peakOf(runs);
 
 function memoryChart(runs) {
   const peak = peakOf(runs), { blocks } = runs[0];
@@ -124,7 +124,7 @@ function memoryChart(runs) {
   }, { edge: 0.7 });
   const curves = runs.map((run, place) => drawn((put, from, to, pixels) => eachCorner(run.live, from, Math.min(to, run.step), pixels, put.corner),
     { width: 1.5, stroke: () => style("--ink"), dash: place ? [5, 4] : undefined }));
-  const limit = drawn((put, from, to) => { if (page.limit_bytes < top) { put.corner(from, page.limit_bytes); put.corner(to, page.limit_bytes); } },
+  const limit = drawn((put, from, to) => { if (isLimitDrawn(runs)) { put.corner(from, page.limit_bytes); put.corner(to, page.limit_bytes); } },
     { width: 2, stroke: () => style("--limit"), dash: [9, 5] });
   const step = niceStep(top);
   const made = chart("memory", 340, [taken, ...curves, limit, selection()], {

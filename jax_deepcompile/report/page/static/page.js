@@ -19,7 +19,8 @@ function table(columns, rows, caption) {
   return made;
 }
 
-const NUMBER = "number", LONG = "long";
+const NUMBER = "number", LONG = "long", UNKNOWN = "—";
+const known = (value, text) => (value === undefined ? UNKNOWN : text(value));
 const seconds = (value) => secondsText(1e9 * value);
 const signed = (value, text = seconds) => (value > 0 ? "+" : value < 0 ? "−" : "±") + text(Math.abs(value));
 const percent = (value) => `${value >= 0.01 ? (100 * value).toFixed(1) : Number((100 * value).toPrecision(2))} %`;
@@ -38,17 +39,16 @@ function headlines(runs) {
   const shown = FIGURES.filter(([, name]) => HEADLINES.has(name) && runs[0].figures[name]);
   document.getElementById("headlines").replaceChildren(...shown.map(([title, name, text]) => {
     const made = element("li"), of = name === "peak_bytes" && page.limit_bytes ? ` of ${bytesText(page.limit_bytes)}` : "";
-    made.append(element("span", title), element("strong", text(runs[0].figures[name])), element("small", runs[1] ? `B ${text(runs[1].figures[name])}` : of));
+    made.append(element("span", title), element("strong", text(runs[0].figures[name])), element("small", runs[1] ? `B ${known(runs[1].figures[name], text)}` : of));
     return made;
   }));
 }
 
 function figures(runs) {
-  const known = FIGURES.filter(([, name]) => runs.some((run) => run.figures[name]));
-  const said = (run, [, name, text]) => (run.figures[name] === undefined ? "" : text(run.figures[name]));
+  const shown = FIGURES.filter(([, name]) => runs.some((run) => run.figures[name]));
   const columns = [["", ""], ...runs.map((run, place) => [`${"AB"[place]} ${run.name}`, NUMBER])];
-  const rows = known.map((each) => [each[0], ...runs.map((run) => said(run, each))]);
-  if (page.limit_bytes) rows.splice(known.findIndex(([, name]) => name === "peak_bytes") + 1, 0, ["memory limit", ...runs.map(() => bytesText(page.limit_bytes))]);
+  const rows = shown.map(([title, name, text]) => [title, ...runs.map((run) => known(run.figures[name], text))]);
+  if (page.limit_bytes) rows.splice(shown.findIndex(([, name]) => name === "peak_bytes") + 1, 0, ["memory limit", ...runs.map(() => bytesText(page.limit_bytes))]);
   document.getElementById("figures").replaceChildren(table(columns, rows));
 }
 
@@ -74,11 +74,11 @@ function lines(runs) {
 function lineBytes(runs) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.line_bytes)))];
   document.getElementById("line-bytes-title").parentElement.hidden = !names.length;
-  const of = (run, name) => run.line_bytes[name] ?? 0;
-  const weight = (name) => (runs.length > 1 ? Math.abs(of(runs[0], name) - of(runs[1], name)) : of(runs[0], name));
+  const of = (run, name) => (run.measured ? undefined : run.line_bytes[name] ?? 0);
+  const weight = (name) => Math.abs((of(runs[0], name) ?? 0) - (runs[1] && of(runs[1], name) || 0));
   const some = names.filter((name) => runs.some((run) => of(run, name))).sort((one, other) => weight(other) - weight(one));
   const columns = runs[1] ? [["line", "line"], ["A", NUMBER], ["B", NUMBER], ["A − B", NUMBER]] : [["line", "line"], ["memory", NUMBER]];
-  const cells = (name, [a, b]) => [name, bytesText(a), ...(b === undefined ? [] : [bytesText(b), signed(a - b, bytesText)])];
+  const cells = (name, [a, b]) => [name, known(a, bytesText), ...(runs[1] ? [known(b, bytesText), a === undefined || b === undefined ? UNKNOWN : signed(a - b, bytesText)] : [])];
   const rows = some.map((name) => cells(name, runs.map((run) => of(run, name))));
   document.getElementById("line-bytes").replaceChildren(table(columns, [cells("peak", runs.map((run) => run.figures.peak_bytes)), ...rows]));
 }
@@ -86,7 +86,7 @@ function lineBytes(runs) {
 function collectives(runs) {
   const columns = [["kind", ""], ["times", NUMBER], ["seconds", NUMBER], ["exposed", NUMBER], ["sent by a device", NUMBER]];
   document.getElementById("collectives").replaceChildren(...runs.map((run, place) => table(columns,
-    run.collectives.map(([kind, times, all, exposed, sent]) => [kind, count(times), seconds(all), seconds(exposed), sent ? bytesText(sent) : ""]),
+    run.collectives.map(([kind, times, all, exposed, sent]) => [kind, count(times), seconds(all), seconds(exposed), run.measured ? UNKNOWN : sent ? bytesText(sent) : ""]),
     `${"AB"[place]} ${run.name}`)));
 }
 
@@ -181,7 +181,10 @@ function draw() {
 }
 
 function start() {
-  document.getElementById("origin").textContent = [page.devices, `plan: ${page.origin}`, page.runs.every((run) => run.scheduled) ? "all seconds are simulated from XLA's schedule" : ""].filter(Boolean).join(" · ");
+  const measured = page.runs.filter((run) => run.measured).map((run) => run.name).join(", "), others = measured ? "all other" : "all";
+  const said = [page.devices, `plan: ${page.origin}`, measured && `run ${measured}: its seconds are measured`];
+  if (page.runs.every((run) => run.scheduled)) said.push(`${others} seconds are simulated from XLA's schedule`);
+  document.getElementById("origin").textContent = said.filter(Boolean).join(" · ");
   page.shown.forEach((run, place) => {
     const chosen = document.getElementById(["run-a", "run-b"][place]);
     chosen.append(...page.runs.map((each, at) => element("option", each.name, { value: at })));
