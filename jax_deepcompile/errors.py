@@ -160,9 +160,10 @@ class WouldOverwriteError(DeepCompileError, FileExistsError):
 
 
 class CannotWriteError(DeepCompileError, OSError):
-    def __init__(self, what: str, problem: str) -> None:
-        super().__init__(f"""{what} cannot be written: {problem}. Name a file in a folder that is there and yours to
-        write.""")
+    def __init__(
+        self, what: str, problem: str, remedy: str = "Name a file in a folder that is there and yours to write"
+    ) -> None:
+        super().__init__(f"{what} cannot be written: {problem}. {remedy}.")
 
 
 class TargetError(DeepCompileError, ValueError):

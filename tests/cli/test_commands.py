@@ -202,12 +202,22 @@ def test_a_file_that_is_no_text_is_told_in_pythons_words(file, capsys, content):
         (["trace", "--out", "folder"], "--out folder cannot be written: it is a folder. Name a file in a folder that"),
         (["profile"], "--out profile.json cannot be written: it is a folder"),
         (["validate", "--out", "folder"], "--out folder cannot be written: it is a folder"),
+        (["fit", "--trace", "t.py"], "--trace t.py cannot be written: what opens traces takes files that end in"),
+        (
+            ["explain", "--html", "a", "--out", "./a"],
+            "--out a cannot be written: --html is the same file. Name",
+        ),
+        (
+            ["trace", "--html", "b.json", "--trace", "a.json"],
+            "--trace a.json cannot be written: --html is the same",
+        ),
         (["bench", "--out", "file/rows.json"], "--out file/rows.json cannot be written: file is no folder"),
     ],
 )
 def test_what_cannot_be_written_is_told_before_anything_is_begun(capsys, tmp_path, monkeypatch, words, problem):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
+    (tmp_path / "b.json").symlink_to("a.json")
     for folder in ("folder", "profile.json"):
         (tmp_path / folder).mkdir()
     command, *options = words
@@ -259,7 +269,7 @@ def test_a_decorated_step_keeps_its_own_mesh(file, capsys):
     ("words", "said"),
     [
         (["{file}:other"], "my_train_step has no other"),
-        (["{file}:make", "--trace", "trace.txt"], "expected a file that ends in .json or .json.gz"),
+        (["{file}:make", "--trace", "trace.txt"], "--trace trace.txt cannot be written: what opens"),
         (["{file}:make", "--plan", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
         (["{file}:make", "--profile", "{file}"], "my_train_step.py"),
         (["{file}:make", "--passes=-unshart"], "the nearest names: 'unshard'"),
