@@ -166,6 +166,11 @@ class CannotWriteError(DeepCompileError, OSError):
         super().__init__(f"{what} cannot be written: {problem}. {remedy}.")
 
 
+class CannotReadError(DeepCompileError, OSError):
+    def __init__(self, what: str, problem: str, written_by: str) -> None:
+        super().__init__(f"{what} cannot be read: {problem}. Name a file that `{written_by}` wrote.")
+
+
 class TargetError(DeepCompileError, ValueError):
     def __init__(self, target: str, parameter: str, value: object, expected: str) -> None:
         super().__init__(f"targets.{target}({parameter}={value!r}): expected {expected}.")

@@ -194,7 +194,7 @@ def _given(task: _Task, plan: Plan) -> Planned:
     mesh = task.environment.mesh
     if any(each.on_host for each in plan.decisions) and isinstance(mesh, Mesh) and not has_host_memory(mesh):
         kind = mesh.devices.flat[0].device_kind
-        raise errors.PlanError("the plan", f"it has values in the host's memory, and {kind} has none of {HOST_KIND}")
+        raise errors.PlanError(plan.where, f"it has values in the host's memory, and {kind} has none of {HOST_KIND}")
     made_for_this = plan.fingerprint == task.fingerprint and plan.prediction is not None
     if task.environment.limit_bytes is None or made_for_this:
         return task.by(plan, "given")

@@ -29,6 +29,7 @@ from jax_deepcompile.lowering.xla_options import DOUBLE_BUFFERING
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.runtime.interrupts import Watch
 from jax_deepcompile.training.config import ConfigError
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from tests.report.pages import data_of
 
 STEP = """
@@ -67,6 +68,7 @@ def itself(state, batch):
 number = 3
 """
 
+_PLAN_OF_ANOTHER = Plan("0", (KeptGathers("layers", ("head",)),)).to_json().encode()
 _PLAN_WITH_A_PROGRAM = (
     Plan("0", options=((DOUBLE_BUFFERING, True),))
     .to_json()
@@ -270,7 +272,9 @@ def test_a_decorated_step_keeps_its_own_mesh(file, capsys):
     [
         (["{file}:other"], "my_train_step has no other"),
         (["{file}:make", "--trace", "trace.txt"], "--trace trace.txt cannot be written: what opens"),
-        (["{file}:make", "--plan", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
+        (["{file}:make", "--plan", "nowhere/plan.json"], "--plan nowhere/plan.json cannot be read: there is no"),
+        (["{file}:make", "--against", "{file}.json"], "there is no such file; the nearest is {file}. Name"),
+        (["{file}:make", "--profile", "{file}s"], "{file}s cannot be read: there is no such file; the nearest"),
         (["{file}:make", "--profile", "{file}"], "my_train_step.py"),
         (["{file}:make", "--passes=-unshart"], "the nearest names: 'unshard'"),
     ],
@@ -278,6 +282,7 @@ def test_a_decorated_step_keeps_its_own_mesh(file, capsys):
 def test_mistakes_end_with_2_and_a_sentence(file, capsys, words, said):
     assert cli.main(["explain", *(word.format(file=file) for word in words)]) == 2
     printed = capsys.readouterr()
+    said = said.format(file=file)
     assert (printed.out, printed.err.startswith("deepcompile: "), said in printed.err) == ("", True, True)
 
 
@@ -344,16 +349,19 @@ def test_a_script_finds_what_the_command_line_planned(file, tmp_path, capsys, mo
     ("content", "said"),
     [
         (b"\xff\xfe", "cannot be used: it cannot be read (not JSON"),
+        (b'{"headline": {}, "decisions": {}}', "cannot be used: it cannot be read (it is no plan as `deepcompile plan"),
+        (_PLAN_OF_ANOTHER, "cannot be used: it keeps gathers over 'layers', a loop that step does not have"),
         (_PLAN_WITH_A_PROGRAM, "cannot be used: it sets the XLA option 'xla_gpu_cuda_data_dir', and plans set"),
     ],
-    ids=["no text", "a program"],
+    ids=["no text", "an explanation", "another program's", "a program"],
 )
 def test_a_plan_that_is_none_or_sets_more_than_plans_do_is_refused(file, tmp_path, capsys, content, said):
     given = tmp_path / "plan.json"
     given.write_bytes(content)
-    assert cli.main(["explain", f"{file}:make", "--plan", str(given)]) == 2
-    printed = capsys.readouterr()
-    assert (printed.out, said in printed.err) == ("", True)
+    for option in ("--plan", "--against"):
+        assert cli.main(["explain", f"{file}:make", option, str(given)]) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, f"{option} {given} {said}" in printed.err) == ("", True)
 
 
 @pytest.mark.h100_aot
