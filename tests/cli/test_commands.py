@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import sys
 import textwrap
 import typing
 from functools import partial
@@ -114,6 +115,29 @@ def test_a_step_is_found_in_a_file_and_in_a_module(file, monkeypatch):
     ],
 )
 def test_what_is_no_step_is_named(file, spec, problem):
+    with pytest.raises(errors.StepSpecError, match=problem):
+        load_step(spec.format(file=file))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("{file}:mak", "my_train_step has no mak; the nearest is make. Name"),
+        ("{file}:jnp_", "my_train_step has no jnp_. Name"),
+        ("{file}:numbers", "my_train_step has no numbers. Name"),
+        ("my_train_stp:make", "there is no module my_train_stp; the nearest is my_train_step. Name"),
+        ("my_package.configs:make", r"no module my_package.configs; the nearest is my_package.config. Name"),
+        ("my_pakage.config:make", "there is no module my_pakage; the nearest is my_package. Name"),
+        ("my_train_step.other:make", "there is no module my_train_step.other. Name"),
+    ],
+)
+def test_the_nearest_is_what_could_be_meant(file, monkeypatch, spec, problem):
+    (file.parent / "my_package").mkdir()
+    for name in ("__init__", "config"):
+        (file.parent / "my_package" / f"{name}.py").touch()
+    monkeypatch.chdir(file.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(errors.StepSpecError, match=problem):
         load_step(spec.format(file=file))
 
