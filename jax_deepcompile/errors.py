@@ -148,6 +148,12 @@ class StepSpecError(DeepCompileError, ValueError):
         batch), as FILE.py:NAME or package.module:NAME; jax.ShapeDtypeStructs will do for state and batch.""")
 
 
+class NothingSimulatedError(DeepCompileError, ValueError):
+    def __init__(self, spec: str, devices: int, platform: str) -> None:
+        super().__init__(f"""{spec}: nothing is simulated for its {devices} devices ({platform}), and so nothing says
+        what fits. Name GPUs, which need not be here: --gpu h100.""")
+
+
 class SpecError(DeepCompileError, ValueError):
     def __init__(self, spec: str, problem: str) -> None:
         self.problem = problem
