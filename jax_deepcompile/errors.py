@@ -148,6 +148,12 @@ class StepSpecError(DeepCompileError, ValueError):
         batch), as FILE.py:NAME or package.module:NAME; jax.ShapeDtypeStructs will do for state and batch.""")
 
 
+class NothingSimulatedError(DeepCompileError, ValueError):
+    def __init__(self, spec: str, devices: int, platform: str) -> None:
+        super().__init__(f"""{spec}: nothing is simulated for its {devices} devices ({platform}), and so nothing says
+        what fits. Name GPUs, which need not be here: --gpu h100.""")
+
+
 class SpecError(DeepCompileError, ValueError):
     def __init__(self, spec: str, problem: str) -> None:
         self.problem = problem
@@ -160,9 +166,15 @@ class WouldOverwriteError(DeepCompileError, FileExistsError):
 
 
 class CannotWriteError(DeepCompileError, OSError):
-    def __init__(self, what: str, problem: str) -> None:
-        super().__init__(f"""{what} cannot be written: {problem}. Name a file in a folder that is there and yours to
-        write.""")
+    def __init__(
+        self, what: str, problem: str, remedy: str = "Name a file in a folder that is there and yours to write"
+    ) -> None:
+        super().__init__(f"{what} cannot be written: {problem}. {remedy}.")
+
+
+class CannotReadError(DeepCompileError, OSError):
+    def __init__(self, what: str, problem: str, written_by: str) -> None:
+        super().__init__(f"{what} cannot be read: {problem}. Name a file that `{written_by}` wrote.")
 
 
 class TargetError(DeepCompileError, ValueError):

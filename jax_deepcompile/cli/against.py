@@ -21,7 +21,7 @@ def other_step(
     """``step`` by the plan in the file ``against``, or the step of that name."""
     progress.say(f"compiling {against}")
     if against.endswith(".json"):
-        return step.reshard(plan=plan_in(Path(against))).trace(*args)
+        return step.reshard(plan=plan_in(Path(against), "--against")).trace(*args)
     other, others = sharded_step(request.about(against), cluster, progress)
     return other.trace(*others)
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.cli.outputs import require_writable
-from jax_deepcompile.report.chrome_trace import required
+from jax_deepcompile.report.chrome_trace import SUFFIXES
 from jax_deepcompile.report.page.page import Page
 from jax_deepcompile.report.simulated import SimulatedStep, Timelines, simulate
 from jax_deepcompile.runtime.progress import Progress
@@ -50,13 +50,18 @@ class Files:
         """Looks, before what takes its time, at all that is to be written, ``out`` beside it.
 
         Raises:
-          CannotWriteError: a file cannot be written.
-          ArgumentError: it has a wrong name.
+          CannotWriteError: a file cannot be written, has a wrong name, or is another one as well.
         """
+        said: dict[Path, str] = {}
         for option, file in (("--html", self.html), ("--trace", self.trace), ("--out", out)):
             require_writable(option, file)
-        if self.trace is not None:
-            required(self.trace)
+            if file is not None:
+                other = said.setdefault(file.resolve(), option)
+                if other != option:
+                    raise errors.CannotWriteError(f"{option} {file}", f"{other} is the same file", "Name another one")
+        if self.trace is not None and not self.trace.name.endswith(SUFFIXES):
+            expected = f"what opens traces takes files that end in {' or '.join(SUFFIXES)}"
+            raise errors.CannotWriteError(f"--trace {self.trace}", expected, f"Say {self.trace.with_suffix('.json')}")
 
     def write(
         self, traced: TracedStep, progress: Progress, page: Page | None = None, measured: Timelines | None = None

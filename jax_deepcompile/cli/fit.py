@@ -121,7 +121,8 @@ def what_fits(step: ShardedStep, args: tuple, what: str) -> Fit:
     """See ``fit``.
 
     Raises:
-      StepSpecError: nothing is simulated for these devices, or the step has no batch.
+      NothingSimulatedError: nothing is for these devices.
+      StepSpecError: the step has no batch.
     """
     traced = step.trace(*args)
     batch = [place for place in range(len(args)) if place in traced.compilation.signature.batch]
@@ -157,7 +158,7 @@ def what_fits(step: ShardedStep, args: tuple, what: str) -> Fit:
 def _limited(traced: TracedStep, what: str) -> LimitedStep:
     options, platform = traced.compilation.context.options, traced.compilation.context.use.platform
     if platform == "cpu" and options.memory_limit is None:
-        raise errors.StepSpecError(what, "nothing is simulated for its devices: name GPUs, such as --gpu h100")
+        raise errors.NothingSimulatedError(what, traced.mesh.size, platform)
     return limited(traced.compilation, options.memory_limit)
 
 

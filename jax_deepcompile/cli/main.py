@@ -104,15 +104,15 @@ def _run(words: list[str], watch: interrupts.Watch) -> int:
         return 2
     mistakes = () if is_experiment else (errors.DeepCompileError, OSError)
     watch.is_loading = False
+    config = (tyro.conf.OmitArgPrefixes,)
     try:
-        made = tyro.extras.subcommand_cli_from_dict(
-            commands,
-            args=words[:own],
-            prog="deepcompile",
-            description=_ABOUT,
-            config=(tyro.conf.OmitArgPrefixes,),
-            registry=REGISTRY,
-        )
+        if command in commands:
+            prog = f"deepcompile {command}"
+            made = tyro.cli(commands[command], args=given, prog=prog, config=config, registry=REGISTRY)
+        else:
+            made = tyro.extras.subcommand_cli_from_dict(
+                commands, args=words[:own], prog="deepcompile", description=_ABOUT, config=config, registry=REGISTRY
+            )
     except BrokenPipeError:
         raise
     except mistakes as error:

@@ -11,6 +11,7 @@ import tyro
 from jax.sharding import Mesh
 from tyro.constructors import PrimitiveConstructorSpec
 
+from jax_deepcompile.cli.inputs import text_in
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.lowering import targets
 from jax_deepcompile.options import Microbatches
@@ -74,29 +75,30 @@ class Options:
         """The options of ``shard`` that were said; files are read.
 
         Raises:
-          OSError: a file cannot be read.
+          CannotReadError: a file cannot be read.
           PlanError, ProfileFormatError: it does not hold what it should.
         """
         names = ("microbatches", "memory_limit", "host_memory_limit", "passes", "measure", "cache_dir")
         said = {name: value for name in names if (value := getattr(self, name)) != getattr(NOTHING_SAID, name)}
         if self.plan is not None:
-            said["plan"] = plan_in(self.plan)
+            said["plan"] = plan_in(self.plan, "--plan")
         if self.profile is not None:
-            said["profile"] = Profile.from_json(self.profile.read_text(errors="replace"), str(self.profile))
+            text = text_in(self.profile, "--profile", "deepcompile profile --out FILE")
+            said["profile"] = Profile.from_json(text, f"--profile {self.profile}")
         return said
 
 
 NOTHING_SAID = Options()
 
 
-def plan_in(file: Path) -> Plan:
-    """The plan that a file holds.
+def plan_in(file: Path, option: str) -> Plan:
+    """The plan that a file holds, which ``option`` names.
 
     Raises:
-      OSError: it cannot be read.
+      CannotReadError: it cannot be read.
       PlanError: it is none.
     """
-    return Plan.from_json(file.read_text(errors="replace"), str(file))
+    return Plan.from_json(text_in(file, option, "deepcompile plan --out FILE"), f"{option} {file}")
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from jax_deepcompile.hlo.types import (  # noqa: F401
     bytes_of,
     leaves,
     parse_aliases,
+    unquoted,
     value_at,
 )
 
@@ -183,7 +184,7 @@ def _frames(lines: list[str]) -> dict[int, str]:
             number, _, value = line.partition(" ")
             current[int(number)] = value
     locations = {
-        number: (tables["FileNames"].get(_field(text, "file_name_id"), "").strip('"'), _field(text, "line"))
+        number: (unquoted(tables["FileNames"].get(_field(text, "file_name_id"), "")), _field(text, "line"))
         for number, text in tables["FileLocations"].items()
     }
     frames: dict[int, str] = {}

@@ -35,6 +35,9 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_c
 _INPUT = re.compile(r"inputs\[(\d+)\]")
 _CALLED_LIST = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _NAME = re.compile(r"%([\w.\-]+)")
+_QUOTED = r'("(?:[^"\\]|\\.)*")'
+_OP_NAME = re.compile(rf"metadata=\{{[^}}]*?op_name={_QUOTED}")
+_SOURCE = re.compile(rf"source_file={_QUOTED} source_line=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -151,13 +154,13 @@ class Instruction:
     @property
     def target(self) -> str:
         """What a custom call calls; empty for other operations."""
-        return (self.attribute("custom_call_target") or "").strip('"')
+        return unquoted(self.attribute("custom_call_target") or "")
 
     @cached_property
     def op_name(self) -> str:
         """The path of JAX transformations, modules and primitives that it came from; empty if unknown."""
-        found = re.search(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found.group(1) if found else ""
+        found = _OP_NAME.search(self.attributes)
+        return unquoted(found.group(1)) if found else ""
 
     @property
     def input_number(self) -> int | None:
@@ -248,9 +251,9 @@ class Module:
 
     def source(self, instruction: Instruction) -> str:
         """The user's ``file:line`` that ``instruction`` came from; empty if unknown."""
-        found = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
+        found = _SOURCE.search(instruction.attributes)
         if found:
-            return f"{found.group(1)}:{found.group(2)}"
+            return f"{unquoted(found.group(1))}:{found.group(2)}"
         found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         return (self.frames or {}).get(int(found.group(1)), "") if found else ""
 
@@ -269,6 +272,18 @@ def parse_aliases(text: str) -> tuple[Alias, ...]:
     """What is written as ``{0}: (1, {})``."""
     found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", text)
     return tuple(Alias(parse_index(output), int(number), parse_index(part)) for output, number, part in found)
+
+
+def unquoted(text: str) -> str:
+    r"""``text`` without its quotes, and without escapes as text protos have them.
+
+    >>> unquoted(r'"\346\227\245[\'w\']"')
+    "日['w']"
+    """
+    text = text.removeprefix('"').removesuffix('"')
+    if "\\" not in text:
+        return text
+    return text.encode().decode("unicode_escape").encode("latin-1").decode(errors="replace")
 
 
 def value_at(text: str, start: int) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from jax_deepcompile import errors
@@ -122,6 +122,7 @@ class Plan(Summarized):
       latencies: of instructions, for XLA's scheduler; empty for its own estimates.
       prediction: for the planned program; None for a plan written by hand.
       records: what was proposed on the way.
+      where: what errors call it.
     """
 
     fingerprint: str
@@ -130,6 +131,7 @@ class Plan(Summarized):
     latencies: tuple[Latency, ...] = ()
     prediction: Prediction | None = None
     records: tuple[Record, ...] = ()
+    where: str = field(default="the plan", compare=False)
 
     def __post_init__(self) -> None:
         for name, value in self.options:
@@ -174,7 +176,10 @@ class Plan(Summarized):
         Raises:
           PlanError: a decision speaks of what ``base`` does not have.
         """
-        return carry_out(base, mesh, self.decisions, until)
+        try:
+            return carry_out(base, mesh, self.decisions, until)
+        except errors.PlanError as error:
+            raise errors.PlanError(self.where, error.why) from error
 
     def compiler_options(self) -> Options:
         """All options for XLA, as far as the installed one knows them."""
@@ -183,6 +188,7 @@ class Plan(Summarized):
     def to_json(self) -> str:
         data: dict[str, Any] = {"format": FORMAT} | dataclasses.asdict(self)
         kinds = [{"kind": each.kind} for each in self.decisions]
+        del data["where"]
         data["decisions"] = [kind | fields for kind, fields in zip(kinds, data["decisions"], strict=True)]
         data["digest"] = _digest(data)
         return json.dumps(data, allow_nan=False, indent=1)
@@ -198,13 +204,15 @@ class Plan(Summarized):
         """
         try:
             data = frozen_json.document_in(frozen_json.parse(text), "plan")
-            if not isinstance(data, dict) or data.get("format") != FORMAT:
+            if not isinstance(data, dict) or not {"format", "options"} <= data.keys():
+                raise ValueError("it is no plan as `deepcompile plan --out FILE` writes it")
+            if data["format"] != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             digest = _digest(data)
             found = _read_decisions(data.pop("decisions", None), {each.kind: each for each in decisions})
             rest = frozen_json.read(_Document, data)
             history = {"prediction": rest.prediction, "records": rest.records} if rest.digest == digest else {}
-            return cls(rest.fingerprint, found, rest.options, rest.latencies, **history)
+            return cls(rest.fingerprint, found, rest.options, rest.latencies, **history, where=where)
         except errors.PlanError as error:
             raise errors.PlanError(where, error.why) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:

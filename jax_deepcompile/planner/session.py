@@ -198,7 +198,7 @@ def _given(task: _Task, plan: Plan) -> Planned:
     mesh = task.environment.mesh
     if any(each.on_host for each in plan.decisions) and isinstance(mesh, Mesh) and not has_host_memory(mesh):
         kind = mesh.devices.flat[0].device_kind
-        raise errors.PlanError("the plan", f"it has values in the host's memory, and {kind} has none of {HOST_KIND}")
+        raise errors.PlanError(plan.where, f"it has values in the host's memory, and {kind} has none of {HOST_KIND}")
     is_foreign, limit = plan.fingerprint != task.fingerprint, task.environment.limit_bytes
     if limit is None or not (is_foreign or plan.prediction is None):
         return replace(task.by(plan, "given"), is_foreign=is_foreign)

@@ -26,6 +26,8 @@ from jax_deepcompile.report.words import line_text, operation_text, users_line
 Json: TypeAlias = dict[str, Any]
 
 _US_PER_S, _NS_PER_S = 1e6, 1e9
+SUFFIXES = (".json", ".json.gz")
+"""Of what opens traces."""
 _FIRST_STREAM = 7
 """CUDA's first stream that is not its own."""
 _STREAMS = list(Stream)
@@ -84,7 +86,7 @@ def required(file: str | os.PathLike) -> Path:
       ArgumentError: it ends in neither ``.json`` nor ``.json.gz``, or its folder is not there.
     """
     path = Path(file)
-    if not path.name.endswith((".json", ".json.gz")) or not path.parent.is_dir():
+    if not path.name.endswith(SUFFIXES) or not path.parent.is_dir():
         expected = "a file that ends in .json or .json.gz, in a folder that is there"
         raise errors.ArgumentError("write_trace", "file", str(file), expected)
     return path

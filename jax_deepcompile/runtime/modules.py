@@ -1,8 +1,10 @@
 """What ``FILE.py:NAME`` and ``package.module:NAME`` mean on the command line."""
 
+import dataclasses
 import difflib
 import importlib
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Iterable
 from importlib.machinery import SourceFileLoader
@@ -27,12 +29,29 @@ def named_by(spec: str) -> Any:
     except ModuleNotFoundError as error:
         if where.split(".")[0] != (error.name or "").split(".")[0]:
             raise
-        raise errors.SpecError(spec, f"there is no module {error.name}") from error
+        nearest = _nearest_module(error.name or where)
+        raise errors.SpecError(spec, f"there is no module {error.name}{_hint(nearest)}") from error
     if not hasattr(module, name):
-        nearest = nearest_name(name, (each for each in vars(module) if not each.startswith("_")))
-        hint = f"; the nearest is {nearest}" if nearest else ""
-        raise errors.SpecError(spec, f"{module.__name__} has no {name}{hint}")
+        meant = (each for each, value in vars(module).items() if not each.startswith("_") and _may_be_meant(value))
+        raise errors.SpecError(spec, f"{module.__name__} has no {name}{_hint(nearest_name(name, meant))}")
     return getattr(module, name)
+
+
+def _hint(nearest: str | None) -> str:
+    return f"; the nearest is {nearest}" if nearest else ""
+
+
+def _may_be_meant(value: Any) -> bool:
+    """Whether it is a function or a config; modules and classes are what a file has imported."""
+    return not isinstance(value, type) and (callable(value) or dataclasses.is_dataclass(value))
+
+
+def _nearest_module(name: str) -> str | None:
+    """In the package that ``name`` is of, or the current folder."""
+    package, dot, last = name.rpartition(".")
+    folders = getattr(sys.modules.get(package), "__path__", ()) if package else [str(Path.cwd())]
+    nearest = nearest_name(last, (each.name for each in pkgutil.iter_modules(folders)))
+    return nearest and f"{package}{dot}{nearest}"
 
 
 def _from_file(spec: str, file: Path) -> Any:

@@ -24,6 +24,9 @@ def assigned(module: ast.Module) -> dict[str, ast.expr]:
 
 
 def called_with_nothing(module: ast.Module) -> list[str]:
-    """The functions that take no arguments."""
-    functions = [each for each in module.body if isinstance(each, ast.FunctionDef)]
-    return [each.name for each in functions if not ast.unparse(each.args)]
+    """The functions that need no arguments."""
+    return [each.name for each in module.body if isinstance(each, ast.FunctionDef) and _needs_nothing(each.args)]
+
+
+def _needs_nothing(args: ast.arguments) -> bool:
+    return len(args.defaults) == len(args.posonlyargs + args.args) and None not in args.kw_defaults

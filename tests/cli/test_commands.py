@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import sys
 import textwrap
 import typing
 from functools import partial
@@ -29,6 +30,7 @@ from jax_deepcompile.lowering.xla_options import DOUBLE_BUFFERING
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.runtime.interrupts import Watch
 from jax_deepcompile.training.config import ConfigError
+from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from tests.report.pages import data_of
 
 STEP = """
@@ -75,6 +77,7 @@ def itself(state, batch):
 number = 3
 """
 
+_PLAN_OF_ANOTHER = Plan("0", (KeptGathers("layers", ("head",)),)).to_json().encode()
 _PLAN_WITH_A_PROGRAM = (
     Plan("0", options=((DOUBLE_BUFFERING, True),))
     .to_json()
@@ -124,6 +127,29 @@ def test_a_step_is_found_in_a_file_and_in_a_module(file, monkeypatch):
     ],
 )
 def test_what_is_no_step_is_named(file, spec, problem):
+    with pytest.raises(errors.StepSpecError, match=problem):
+        load_step(spec.format(file=file))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("{file}:mak", "my_train_step has no mak; the nearest is make. Name"),
+        ("{file}:jnp_", "my_train_step has no jnp_. Name"),
+        ("{file}:numbers", "my_train_step has no numbers. Name"),
+        ("my_train_stp:make", "there is no module my_train_stp; the nearest is my_train_step. Name"),
+        ("my_package.configs:make", r"no module my_package.configs; the nearest is my_package.config. Name"),
+        ("my_pakage.config:make", "there is no module my_pakage; the nearest is my_package. Name"),
+        ("my_train_step.other:make", "there is no module my_train_step.other. Name"),
+    ],
+)
+def test_the_nearest_is_what_could_be_meant(file, monkeypatch, spec, problem):
+    (file.parent / "my_package").mkdir()
+    for name in ("__init__", "config"):
+        (file.parent / "my_package" / f"{name}.py").touch()
+    monkeypatch.chdir(file.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(errors.StepSpecError, match=problem):
         load_step(spec.format(file=file))
 
@@ -214,12 +240,22 @@ def test_a_file_that_is_no_text_is_told_in_pythons_words(file, capsys, content):
         (["trace", "--out", "folder"], "--out folder cannot be written: it is a folder. Name a file in a folder that"),
         (["profile"], "--out profile.json cannot be written: it is a folder"),
         (["validate", "--out", "folder"], "--out folder cannot be written: it is a folder"),
+        (["fit", "--trace", "t.py"], "--trace t.py cannot be written: what opens traces takes files that end in"),
+        (
+            ["explain", "--html", "a", "--out", "./a"],
+            "--out a cannot be written: --html is the same file. Name",
+        ),
+        (
+            ["trace", "--html", "b.json", "--trace", "a.json"],
+            "--trace a.json cannot be written: --html is the same",
+        ),
         (["bench", "--out", "file/rows.json"], "--out file/rows.json cannot be written: file is no folder"),
     ],
 )
 def test_what_cannot_be_written_is_told_before_anything_is_begun(capsys, tmp_path, monkeypatch, words, problem):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
+    (tmp_path / "b.json").symlink_to("a.json")
     for folder in ("folder", "profile.json"):
         (tmp_path / folder).mkdir()
     command, *options = words
@@ -271,8 +307,10 @@ def test_a_decorated_step_keeps_its_own_mesh(file, capsys):
     ("words", "said"),
     [
         (["{file}:other"], "my_train_step has no other"),
-        (["{file}:make", "--trace", "trace.txt"], "expected a file that ends in .json or .json.gz"),
-        (["{file}:make", "--plan", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
+        (["{file}:make", "--trace", "trace.txt"], "--trace trace.txt cannot be written: what opens"),
+        (["{file}:make", "--plan", "nowhere/plan.json"], "--plan nowhere/plan.json cannot be read: there is no"),
+        (["{file}:make", "--against", "{file}.json"], "there is no such file; the nearest is {file}. Name"),
+        (["{file}:make", "--profile", "{file}s"], "{file}s cannot be read: there is no such file; the nearest"),
         (["{file}:make", "--profile", "{file}"], "my_train_step.py"),
         (["{file}:make", "--passes=-unshart"], "the nearest names: 'unshard'"),
     ],
@@ -280,6 +318,7 @@ def test_a_decorated_step_keeps_its_own_mesh(file, capsys):
 def test_mistakes_end_with_2_and_a_sentence(file, capsys, words, said):
     assert cli.main(["explain", *(word.format(file=file) for word in words)]) == 2
     printed = capsys.readouterr()
+    said = said.format(file=file)
     assert (printed.out, printed.err.startswith("deepcompile: "), said in printed.err) == ("", True, True)
 
 
@@ -346,16 +385,19 @@ def test_a_script_finds_what_the_command_line_planned(file, tmp_path, capsys, mo
     ("content", "said"),
     [
         (b"\xff\xfe", "cannot be used: it cannot be read (not JSON"),
+        (b'{"headline": {}, "decisions": {}}', "cannot be used: it cannot be read (it is no plan as `deepcompile plan"),
+        (_PLAN_OF_ANOTHER, "cannot be used: it keeps gathers over 'layers', a loop that step does not have"),
         (_PLAN_WITH_A_PROGRAM, "cannot be used: it sets the XLA option 'xla_gpu_cuda_data_dir', and plans set"),
     ],
-    ids=["no text", "a program"],
+    ids=["no text", "an explanation", "another program's", "a program"],
 )
 def test_a_plan_that_is_none_or_sets_more_than_plans_do_is_refused(file, tmp_path, capsys, content, said):
     given = tmp_path / "plan.json"
     given.write_bytes(content)
-    assert cli.main(["explain", f"{file}:make", "--plan", str(given)]) == 2
-    printed = capsys.readouterr()
-    assert (printed.out, said in printed.err) == ("", True)
+    for option in ("--plan", "--against"):
+        assert cli.main(["explain", f"{file}:make", option, str(given)]) == 2
+        printed = capsys.readouterr()
+        assert (printed.out, f"{option} {given} {said}" in printed.err) == ("", True)
 
 
 @pytest.mark.h100_aot

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.pure
 
 STEP = """
 def make_step(): ...
+def two(n=3, *others, size=4, **more): ...
 def helper(x): ...
+def another(x, n=3): ...
+def named(*, size): ...
 def _hidden(): ...
 """
 CONFIG = '''"""Mine."""
@@ -55,8 +58,8 @@ def folder(cache, tmp_path, monkeypatch) -> Path:
         ("deepcompile explain tiny_ll", {"tiny_llama"}),
         ("deepcompile train own", {"own_config.py:mine"}),
         ("deepcompile train --experiments . own", {"own_config", "own_config.py:mine"}),
-        ("deepcompile plan ste", {"step.py:make_step"}),
-        ("deepcompile plan step.py:", {"step.py:make_step"}),
+        ("deepcompile plan ste", {"step.py:make_step", "step.py:two"}),
+        ("deepcompile plan step.py:", {"step.py:make_step", "step.py:two"}),
         ("deepcompile train step.py:", set()),
         ("deepcompile train --li", {"--list"}),
         ("deepcompile train tiny_llama --model.d-", {"--model.d-model", "--model.d-ff"}),
@@ -125,8 +128,8 @@ typed() {{ words=(${{(z)1}}) CURRENT=$#words PREFIX=$words[-1]; _deepcompile }}
 """,
 }
 COMPLETED = {
-    "bash": ["explain", "tiny_llama", "make_step", "make_step", ""],
-    "zsh": ["explain", "tiny_llama", "step.py:make_step", "step.py:make_step", "files"],
+    "bash": ["explain", "tiny_llama", "make_step", "make_step two", ""],
+    "zsh": ["explain", "tiny_llama", "step.py:make_step", "step.py:make_step step.py:two", "files"],
 }
 
 

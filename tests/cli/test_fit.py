@@ -105,7 +105,9 @@ def test_where_nothing_is_simulated_that_is_said(tmp_path, capsys):
     file.write_text("from tests.cli.test_fit import STATE, step\nimport jax, jax.numpy as jnp\n\n\ndef make():\n"
                     "    return step, STATE, jax.ShapeDtypeStruct((16, 64), jnp.int32)\n")  # fmt: skip
     assert cli.main(["fit", f"{file}:make"]) == 2
-    assert "nothing is simulated for its devices: name GPUs, such as --gpu h100" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{file}:make: nothing is simulated for its 8 devices (cpu), and so nothing says what fits." in said
+    assert said.endswith(" Name GPUs, which need not be here: --gpu h100.\n")
 
 
 @pytest.mark.cpu_mesh

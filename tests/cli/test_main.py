@@ -94,6 +94,8 @@ def unboxed(text: str) -> str:
         ("train tiny_llama stray", ("stray",)),
         ("bench --suite gpus", ("--suite", "'gpus'", "the nearest is 'gpu'")),
         ("plan a.py:b --gpu h101", ("--gpu", "one of h100, h200, gh200, b200, None, not 'h101'", "nearest is 'h100'")),
+        ("explain a.py:b --gpu h10", ("For full helptext, see deepcompile explain --help",)),
+        ("explain a.py:b stray", ("For full helptext, run deepcompile explain --help",)),
         ("trace a.py:b --nodes 0", ("--nodes", "must be at least 1; the nearest is 1")),
         ("trace a.py:b --passes -unshard", ("Missing value for argument '--passes'",)),
         ("explain", ("STEP",)),

@@ -105,6 +105,18 @@ def test_source_written_in_place():
     assert read.source(read.entry.instructions[2]) == "a/b.py:7"
 
 
+def test_what_is_quoted_is_as_the_user_wrote_it():
+    japanese = r"\346\227\245\346\234\254"
+    text = MODULE.replace("/home/me", f"/{japanese}").replace("jit(step)/add", rf"jit(step)/{japanese}\"\\\'\n/add\"")
+    text = text.replace("__cublas$lt$matmul", rf"{japanese}\'")
+    read = hlo.read(text)
+    x, _, fusion, gemm, *_ = read.entry.instructions
+    assert (x.op_name, fusion.op_name, gemm.target) == ("state['w']", 'jit(step)/日本"\\\'\n/add"', "日本'")
+    assert read.source(fusion) == "/日本/model.py:98"
+    placed = hlo.read(MODULE.replace("stack_frame_id=2", rf'source_file="{japanese}\".py" source_line=7'))
+    assert placed.source(placed.entry.instructions[2]) == '日本".py:7'
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
