@@ -60,7 +60,7 @@ def cudnn():
 
     return attending, *args
 
-def not_a_number():
+def undefined_loss():
     step, state, batch = make()
     return step, state, jnp.full(batch.shape, jnp.nan)
 
@@ -477,7 +477,7 @@ def test_the_page_of_commands_says_which_write_which_files():
 def test_validate_compares_with_the_step_as_written(file, capsys):
     assert cli.main(["validate", f"{file}:make"]) == 0
     assert "step as written and on fsdp=8: all 2 leaves agree" in capsys.readouterr().out
-    assert cli.main(["validate", f"{file}:not_a_number"]) == 1
+    assert cli.main(["validate", f"{file}:undefined_loss"]) == 1
     assert "NaN in both: nothing is known of it" in capsys.readouterr().out
     assert cli.main(["validate", f"{file}:make", "--gpu", "h100"]) == 2
     assert "not attached" in capsys.readouterr().err
