@@ -74,7 +74,7 @@ class Agreement(Summarized):
 
     @property
     def unknown(self) -> tuple[LeafDifference, ...]:
-        """Leaves without a finite number in either run: they neither differ nor agree."""
+        """The leaves that have no finite number in one of the two runs, and so neither differ nor agree."""
         return tuple(each for each in self.leaves if each.unknown)
 
     @property
