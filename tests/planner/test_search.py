@@ -14,6 +14,7 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.lowering.compile import combiner_options
+from jax_deepcompile.planner import schedule as schedule_module
 from jax_deepcompile.planner import search as search_module
 from jax_deepcompile.planner.candidate import Candidate, Environment, evaluate
 from jax_deepcompile.planner.plan import Plan, Prediction
@@ -89,6 +90,11 @@ class Closes(Proposes):
         return [Proposal(plan, f"after {best.prediction.step_s:g} s") for plan in self.plans]
 
 
+def evaluate_as(monkeypatch, made_up):
+    for module in (search_module, schedule_module):
+        monkeypatch.setattr(module, "evaluate", made_up)
+
+
 @pytest.fixture
 def try_strategies(monkeypatch) -> Callable[..., Candidate]:
     """Runs passes on plans whose figures are given, with nothing compiled."""
@@ -104,7 +110,7 @@ def try_strategies(monkeypatch) -> Callable[..., Candidate]:
     def run(*strategies, limit=None, start=START) -> Candidate:
         return search(program, Environment(mesh, "cuda", CostModel(), limit), strategies, start)
 
-    monkeypatch.setattr(search_module, "evaluate", made_up)
+    evaluate_as(monkeypatch, made_up)
     return run
 
 
@@ -173,7 +179,7 @@ def test_what_cannot_be_compiled_is_left_and_reported(monkeypatch, try_strategie
             raise failure
         return made_up(base, plan, environment)
 
-    monkeypatch.setattr(search_module, "evaluate", evaluateed)
+    evaluate_as(monkeypatch, evaluateed)
     best = try_strategies(Proposes((FAILS, BETTER)))
     assert decided(best) == BETTER
     failed, accepted = best.plan.records
@@ -316,8 +322,8 @@ def test_where_a_schedule_misses_what_is_attainable_others_are_tried(monkeypatch
         said = "two at a time" if together else plan.latencies[0].microseconds
         return made_up(plan, {"two at a time": 1.5, 950: 1.4 if better == "a little less" else 1.6}.get(said, 2.5))
 
-    monkeypatch.setattr(search_module, "evaluate", lambda base, plan, environment: made_up(plan, 2.0))
-    monkeypatch.setattr(search_module, "compiled", scheduled)
+    evaluate_as(monkeypatch, lambda base, plan, environment: made_up(plan, 2.0))
+    monkeypatch.setattr(schedule_module, "compiled", scheduled)
     best = search(program, Environment(mesh, "cuda", CostModel(), None), (), START)
     less = better == "a little less"
     assert best.prediction.step_s == (1.4 if less else 1.5)
@@ -346,8 +352,8 @@ def test_the_best_rejected_is_scheduled_where_what_was_accepted_misses(monkeypat
     def scheduled(program, lowered, plan, environment):
         return made_up(plan, other_s if plan.of(LoopSchedule) == other.of(LoopSchedule) else 1.5)
 
-    monkeypatch.setattr(search_module, "evaluate", lambda base, plan, environment: made_up(plan, 3.0))
-    monkeypatch.setattr(search_module, "compiled", scheduled)
+    evaluate_as(monkeypatch, lambda base, plan, environment: made_up(plan, 3.0))
+    monkeypatch.setattr(schedule_module, "compiled", scheduled)
     best = search(program, Environment(mesh, "cuda", CostModel(), None), (Proposes((PROMISES, other)),), START)
     assert best.plan.of(LoopSchedule) == (other if kept else PROMISES).of(LoopSchedule)
     assert best.prediction.step_s == (other_s if kept else 1.5)
@@ -378,8 +384,8 @@ def test_a_schedule_that_keeps_its_speed_on_slower_networks_is_rather_taken(monk
         simulation = SimpleNamespace(attainable_s=1.5, timeline=(gather,), loops=())
         return candidate(program, plan, Prediction(step_s, compute_s, 1.0, step_s - 1.0, 100), simulation)
 
-    monkeypatch.setattr(search_module, "evaluate", lambda base, plan, environment: made_up(plan))
-    monkeypatch.setattr(search_module, "compiled", lambda program, lowered, plan, environment: made_up(plan))
+    evaluate_as(monkeypatch, lambda base, plan, environment: made_up(plan))
+    monkeypatch.setattr(schedule_module, "compiled", lambda program, lowered, plan, environment: made_up(plan))
     monkeypatch.setattr(Candidate, "simulated_by", lambda self, costs: made_up(self.plan, costs.collectives_take))
     best = search(program, Environment(mesh, "cuda", CostModel(), None), (), START)
     assert [each.microseconds for each in best.plan.latencies] == [1500 if kept else 1000]
