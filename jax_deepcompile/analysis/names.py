@@ -76,16 +76,13 @@ def _origin(eqn: Any, scoped: bool) -> tuple:
 
 
 def parameter_names(program: Program) -> list[str]:
-    """What each input is called: parameters of one tree by their paths in it, whatever modules there are beside."""
+    """What each input is called: what is in the tree that has the parameters by its path in that, whatever it is."""
     paths = [parts_of(port.path) for port in program.inputs]
     arrays = [path for path, port in zip(paths, program.inputs, strict=True) if port.role is Role.PARAM and port.shape]
-    argument, *rest = _shared(arrays) or [""]
-    tree = [argument, *itertools.takewhile("params".__eq__, rest)] if argument else []
-    shared = tree[: min(map(len, arrays), default=1) - 1]
-    named = [
-        path[len(shared) :] if port.role is Role.PARAM and path[: len(shared)] == shared else path
-        for path, port in zip(paths, program.inputs, strict=True)
-    ]
+    argument, parameters = _shared(arrays)[:1], [path for path in arrays if path[1:2] == ["params"]] or arrays
+    collections = itertools.takewhile("params".__eq__, _shared(parameters)[1:]) if argument else ()
+    tree = [*argument, *collections][: min(map(len, parameters), default=1) - 1]
+    named = [path[len(tree) :] if path[: len(tree)] == tree else path for path in paths]
     return ["/".join(path) for path in (named if len(set(map(tuple, named))) == len(named) else paths)]
 
 

@@ -36,7 +36,7 @@ from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names, stacked_names
 from jax_deepcompile.transforms.unshard import repeated_gathers
 from models import llama, mixtral
-from tests.partition.steps import shapes
+from tests.partition.steps import shapes, trace
 from tests.transforms.programs import (
     BATCH,
     MATRICES,
@@ -369,3 +369,16 @@ def test_values_have_the_names_that_checkpoint_name_gives_them():
 
     names = list(value_names(jax.make_jaxpr(fun)(jnp.ones((4, 4)))).values())
     assert names == ["mlp dot_general", "mlp up", "mlp sin", "mlp name", "mlp cos", "mlp up #2"]
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_moments_by_hand_are_called_the_same_whatever_arithmetic_tells_of_them(normed):
+    def step(s, x):
+        loss, gradient = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(s["params"])
+        m = 0.9 * s["m"]["w"] + gradient["w"]
+        change = m / jnp.sqrt(jnp.sum(m**2)) if normed else m
+        return {"params": {"w": s["params"]["w"] - 0.1 * change}, "m": {"w": m}}, loss
+
+    square = (WIDTH, WIDTH)
+    program = trace(step, {"params": {"w": square}, "m": {"w": square}}, square, state_argnums=0).sharded
+    assert parameter_names(program) == ["s/m/w", "w", "x"]

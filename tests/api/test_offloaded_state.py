@@ -200,7 +200,7 @@ def test_what_is_not_donated_is_not_freed():
 
     shared = deepcompile.shard(step, FLAT, state_argnums=0, batch_argnums=2)
     state = shared.init(lambda: {"p": jnp.ones((32, 32)), "m": jnp.ones((32, 32))})
-    away = shared.reshard(plan=Plan("", (OffloadedState(("state/m",)),)))
+    away = shared.reshard(plan=Plan("", (OffloadedState(("m",)),)))
     m = state["m"]
     away(state, m, X)
     assert not m.is_deleted()

@@ -120,10 +120,7 @@ def of_adam(loss=stack_loss, params=STACK):
 
 
 def away(program: Program, mesh, names, by_layer: bool = False) -> Program:
-    """With the leaves on the host that end so: moments have the whole path, the state's name included."""
-    known = movable(program).values()
-    whole = [next(each for each in known if f"/{each}".endswith(f"/{name}")) for name in names]
-    return carry_out(program, mesh, [OffloadedState(tuple(whole), by_layer)])
+    return carry_out(program, mesh, [OffloadedState(tuple(names), by_layer)])
 
 
 def loops(program: Program) -> int:
@@ -342,7 +339,7 @@ def test_state_whose_memory_no_successor_takes_stays():
 @pytest.mark.parametrize(
     ("decisions", "why"),
     [
-        ([OffloadedState(("mm",))], "it has on the host 'mm', of which there is none there; the nearest names: 's/m'"),
+        ([OffloadedState(("mm",))], "it has on the host 'mm', of which there is none there; the nearest names: 'm'"),
         ([OffloadedState(("x",))], "it has on the host 'x', of which there is none there"),
         ([OffloadedState(("m", "m"))], "'m' twice"),
         ([OffloadedState(("m",))] * 2, r"it says what becomes of 'm' twice \(offload_state\)"),
