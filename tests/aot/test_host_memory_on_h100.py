@@ -118,7 +118,10 @@ PASSES = (deepcompile.PipelineLoops(), deepcompile.KeepActivations())
 
 @pytest.mark.parametrize(
     ("loss", "again", "limit"),
-    [(plain_layers, Rematerialized, LIMIT), (unrolled_layers, RematerializedSegments, 2500 << 20)],
+    [
+        pytest.param(plain_layers, Rematerialized, LIMIT, marks=pytest.mark.slow),
+        (unrolled_layers, RematerializedSegments, 2500 << 20),
+    ],
 )
 def test_what_does_not_fit_as_it_is_written_is_computed_again_and_is_as_predicted(loss, again, limit):
     step, state, batch = planned(PASSES, loss, memory_limit=limit)

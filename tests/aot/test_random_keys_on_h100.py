@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import jax_deepcompile as deepcompile
+from tests.cases import but_slow
 
 pytestmark = pytest.mark.h100_aot
 
@@ -25,7 +26,7 @@ def explained(step, *args) -> str:
     return str(traced.explain())
 
 
-@pytest.mark.parametrize("implementation", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.slow), "unsafe_rbg"])
+@pytest.mark.parametrize("implementation", but_slow(["threefry2x32", "rbg", "unsafe_rbg"], ["threefry2x32", "rbg"]))
 def test_dropout_in_a_loop_over_layers(implementation: str):
     def step(state, batch):
         def loss_of(params):

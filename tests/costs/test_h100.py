@@ -92,11 +92,12 @@ def simulated(name: str, double_buffered: bool = False, costs: CostModel | None 
 @pytest.mark.parametrize(
     ("name", "double_buffered"),
     [
-        ("llama", False),
         ("llama", True),
         ("gpt2", False),
-        ("mixtral", False),
-        pytest.param("mixtral", True, marks=pytest.mark.slow),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("llama", False), ("mixtral", False), ("mixtral", True))
+        ),
     ],
 )
 def test_memory_is_what_xla_assigns(name: str, double_buffered: bool):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -22,6 +22,7 @@ from jax_deepcompile.costs.streams import Queue, Stream
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Port, Program, Role, View
 from models import llama
+from tests.cases import examples
 from tests.costs.snippets import COSTS
 
 pure = pytest.mark.pure
@@ -355,21 +356,21 @@ def check_bounds(run):
 
 
 @pure
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(steps)
 def test_a_step_takes_at_least_its_busiest_stream_and_at_most_all_of_them(chosen):
     check_bounds(played(stepwise(chosen), LENGTH))
 
 
 @pure
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(steps, st.sampled_from([1, 2, 3, 7, 40]))
 def test_a_loop_takes_at_least_its_busiest_stream_and_at_most_all_of_them(chosen, trips):
     check_bounds(played(looped(chosen, trips), LENGTH))
 
 
 @pure
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(steps, steps)
 def test_more_work_never_shortens_a_step(chosen, more):
     alone = played(stepwise(chosen), LENGTH)

@@ -281,6 +281,7 @@ def test_equals_one_device_under_adamw_without_float32_rounding(name: str):
 
 
 @pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.slow
 def test_equals_one_device_under_adamw():
     """Of the model that is farthest off, 6e-5: its class token starts at zero, so that it is nothing but updates.
 

@@ -77,7 +77,8 @@ def training(model: nn.Module) -> tuple[Callable, TrainState]:
 
 
 @pytest.mark.parametrize(
-    ("create", "microbatches"), [pytest.param(scanned, 1, marks=pytest.mark.slow), (scanned, 2), (Layers, 1)]
+    ("create", "microbatches"),
+    [*(pytest.param(scanned, count, marks=pytest.mark.slow) for count in (1, 2)), (Layers, 1)],
 )
 def test_a_planned_step_equals_one_device(create, microbatches):
     step, state = training(create())
@@ -104,7 +105,9 @@ def test_so_it_does_with_every_activation_kept(create, microbatches):
     assert_trains_alike(step, state, plan.having(KeptActivations, every), microbatches)
 
 
-@pytest.mark.parametrize("create", [scanned, Layers, pytest.param(CheckpointedLayers, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "create", [scanned, *(pytest.param(each, marks=pytest.mark.slow) for each in (Layers, CheckpointedLayers))]
+)
 def test_so_it_does_with_every_sum_reduced_in_the_next_microbatch(create):
     step, state = training(create())
     h100s = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))

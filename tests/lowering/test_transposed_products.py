@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
 from jax_deepcompile._jax_compat import eval_local, open_jaxpr
 from jax_deepcompile.ir.traversal import equations
 from jax_deepcompile.lowering.transposed_products import without_transposes
+from tests.cases import examples
 
 pytestmark = pytest.mark.pure
 
@@ -45,7 +46,7 @@ def transposed_products(draw):
 
 
 @given(transposed_products(), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_any_product_with_its_operands_swapped(case, seed):
     transposed, shapes = case
     operands = [np.random.default_rng(seed).standard_normal(shape).astype(np.float32) for shape in shapes]

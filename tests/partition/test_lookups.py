@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
 import jax_deepcompile as deepcompile
+from tests.cases import examples
 from tests.equality.harness import MESHES, assert_close
 from tests.partition.steps import (
     FLAT,
@@ -94,7 +95,7 @@ class TestWhatMoves:
 
 
 @pytest.mark.cpu_mesh
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(
     mesh=st.sampled_from(sorted(MESHES)),
     rows=st.sampled_from([8, 16, 24, 64, 128, 13]),

@@ -24,7 +24,8 @@ from jax_deepcompile.partition.reshard import (
     plan_moves,
     size_of,
 )
-from tests.partition.rules.harness import FAST_COMPILE, examples
+from tests.cases import examples
+from tests.partition.rules.harness import FAST_COMPILE
 
 R, P = REPLICATE, PARTIAL
 FLAT = MeshAxes(("x",), (8,))

@@ -8,13 +8,14 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.partition.partition import partition_step
+from tests.cases import examples
 from tests.equality.harness import MESHES, assert_close
 from tests.partition.steps import FLAT, HYBRID, SUM, lines, mlp, moves, shapes, squares, trace_training, training_step
 
@@ -131,7 +132,7 @@ class Small(nn.Module):
 
 
 @pytest.mark.cpu_mesh
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(
     examples=st.sampled_from([8, 16, 24]),
     width=st.sampled_from([96, 128, 130]),
@@ -159,7 +160,7 @@ def test_training_dense_layers(examples: int, width: int, layers: int, scanned: 
 
 
 @pytest.mark.cpu_mesh
-@settings(max_examples=4, deadline=None)
+@examples(4)
 @given(
     pixels=st.sampled_from([4, 5]),
     channels=st.sampled_from([64, 72]),

@@ -14,6 +14,7 @@ import pytest
 from jax.extend import core as jex
 
 import jax_deepcompile as deepcompile
+from tests.cases import but_slow
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def test_a_cached_plan_may_hold_it(tmp_path):
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("where", ["passes", "DEEPCOMPILE_DISABLE"])
+@pytest.mark.parametrize("where", but_slow(["passes", "DEEPCOMPILE_DISABLE"], ["passes"]))
 def test_strategies_and_kinds_of_decisions_are_left_out_by_name(monkeypatch, where: str):
     def loss(params, x):
         body = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))

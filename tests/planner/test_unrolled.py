@@ -159,6 +159,7 @@ def test_what_surrounds_loops_is_no_matter_of_straight_lines(proposer):
     assert list(proposer.propose(program, busy, environment)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.h100_aot
 def test_layers_beside_a_loop_are_waited_for_less():
     """Four layers of 50 MB in a loop, as many beside it, on 32 H100s whose memory holds them all."""

@@ -89,6 +89,7 @@ def test_a_plan_has_the_choice_loop_by_loop():
     assert as_planned(chosen) == (KeptGathers("a", ("y", "z")), KeptGathers("b", ("x", "w")))
 
 
+@pytest.mark.slow
 @pytest.mark.h100_aot
 def test_layers_that_every_microbatch_gathers_are_waited_for_less():
     """Eight layers of 50 MB, four microbatches, on 32 H100s."""

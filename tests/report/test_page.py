@@ -60,13 +60,13 @@ def page(run) -> Page:
 
 
 def test_lines_add_up_to_the_step(run):
-    lines = line_seconds(run)
+    lines = line_seconds(Run(run, traced(plan=Plan("")).sharded))
     assert lines == {NO_LINE: [5.0, 0.0], "train.py:7": [0.0, 2.5], REST: [0.0, 0.0]}
     assert sum(map(sum, lines.values())) == pytest.approx(run.step_s)
 
 
 def test_what_no_line_has_is_said(run):
-    lines = line_seconds(replace(run, step_s=8.0, waits=()))
+    lines = line_seconds(Run(replace(run, step_s=8.0, waits=()), traced(plan=Plan("")).sharded))
     assert lines == {NO_LINE: [5.0, 0.0], REST: [0.0, 3.0]}
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -15,6 +15,7 @@ from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.transforms.compute_once import ComputeOnce
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.save_gathered import SavedGathers
+from tests.cases import examples
 from tests.schedules import product_elements
 from tests.transforms.programs import (
     MATRICES,
@@ -83,7 +84,7 @@ def test_before_and_after():
 
 
 @pytest.mark.pure
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     stores=st.lists(st.integers(0, ROWS - 1), max_size=4),
     reads=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=4),

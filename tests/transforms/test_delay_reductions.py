@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
@@ -19,6 +19,7 @@ from jax_deepcompile.ir import retrace
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions, delaying, find_terms, sum_names
 from jax_deepcompile.transforms.reduce_in_order import reduce_in_order
+from tests.cases import examples
 from tests.planner.situations import UNROLLED, unrolled_loss
 from tests.transforms.programs import assert_same_values, count, outer_loops, stack_loss, stack_shapes
 from tests.transforms.test_unshard import accumulating
@@ -56,7 +57,7 @@ def test_every_gradient_is_a_term_that_can_wait(unrolled):
 
 
 @pytest.mark.cpu_mesh
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(data=st.data())
 def test_any_of_them_may_wait_to_the_same_bits(unrolled, data):
     program, mesh = unrolled
@@ -110,7 +111,7 @@ RESULTS = ((0, 0, 0, 0), (0, 0, 0, 0))
 
 
 @pytest.mark.cpu_mesh
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(length=st.integers(0, 4), reverse=st.booleans(), sums=st.sets(st.integers(0, 2)), first_apart=st.booleans())
 def test_loops_of_any_length_and_direction(length, reverse, sums, first_apart):
     """Three sums, two of which reduce the same value, another carry, a constant, and stacked outputs, some constant."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_deepcompile import errors
@@ -14,6 +14,7 @@ from jax_deepcompile.analysis.dataflow import reached_from
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.join_collectives import JoinedCollectives
+from tests.cases import examples
 from tests.partition.steps import lines
 from tests.transforms.programs import WIDTH, assert_same_values, count, sharded
 
@@ -148,7 +149,7 @@ def test_sizes_below_nothing_are_an_error(sizes):
 
 @pytest.mark.pure
 @given(st.integers(0, 2 * MATRIX), st.integers(0, 2 * MATRIX))
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_any_sizes_make_a_program(gather_bytes, reduce_bytes):
     program, mesh = sharded(loss, PARAMS)
     verify(joined(program, mesh, gather_bytes, reduce_bytes))

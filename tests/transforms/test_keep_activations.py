@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -24,6 +24,7 @@ from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.offload_values import OffloadedValues
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.save_gathered import SavedGathers
+from tests.cases import examples, in_turn
 from tests.partition.steps import shapes, training_step
 from tests.schedules import instructions, product_elements
 from tests.transforms.programs import (
@@ -92,17 +93,18 @@ def everything(program: Program) -> list[KeptActivations]:
 
 @pytest.mark.cpu_mesh
 @pytest.mark.parametrize(
-    ("loss", "params", "products"),
-    [
-        (stack_loss, STACK, LAYERS),
-        (backwards_loss, STACK, LAYERS),
-        (two_stacks_loss, {"a": stack_shapes(3), "b": stack_shapes()}, LAYERS + 3),
-        (noisy_loss, STACK, LAYERS),
-        (inner_loop_loss, STACK, 0),
-    ],
-    ids=["forward", "reverse", "two stacks", "random", "inner loop"],
+    ("loss", "params", "products", "pipelined"),
+    in_turn(
+        {
+            "forward": (stack_loss, STACK, LAYERS),
+            "reverse": (backwards_loss, STACK, LAYERS),
+            "two stacks": (two_stacks_loss, {"a": stack_shapes(3), "b": stack_shapes()}, LAYERS + 3),
+            "random": (noisy_loss, STACK, LAYERS),
+            "inner loop": (inner_loop_loss, STACK, 0),
+        },
+        {"plain": False, "pipelined": True},
+    ),
 )
-@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
 def test_values_stay_the_same(loss, params, products, pipelined):
     program, mesh = sharded(loss, params)
     kept = KeptActivations.apply(program, mesh, everything(program))
@@ -191,7 +193,7 @@ def test_of_loops_in_a_checkpointed_loop_what_is_kept_stays_the_same_and_so_do_n
 
 
 @pytest.mark.cpu_mesh
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(
     st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4),
     st.sampled_from(sorted(POLICIES)),

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -27,6 +27,7 @@ from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations, offloadable
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from tests.cases import examples, in_turn
 from tests.partition.steps import lines
 from tests.transforms.programs import (
     GROUPS,
@@ -162,8 +163,9 @@ CASES = {
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
+@pytest.mark.parametrize(
+    ("case", "pipelined"), in_turn({case: (case,) for case in CASES}, {"plain": False, "pipelined": True})
+)
 def test_values_stay_the_same(case, pipelined):
     loss, params, options = CASES[case]
     program, mesh = sharded(loss, params, **options)
@@ -238,7 +240,7 @@ def test_what_was_just_copied_out_is_not_copied_back():
     assert not any(map(is_fetch, eqns))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4),
     st.sampled_from(sorted(POLICIES)),

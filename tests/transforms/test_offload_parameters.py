@@ -22,6 +22,7 @@ from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.offload_parameters import OffloadedParameters, reads, sliced_by, streamable
 from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from tests.cases import in_turn
 from tests.partition.steps import lines
 from tests.transforms.programs import (
     GROUPS,
@@ -78,8 +79,13 @@ def test_before_and_after():
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize("how", ["plain", "updated as they come", "updated by layer"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "how"),
+    in_turn(
+        {case: (case,) for case in CASES},
+        {each: each for each in ("plain", "updated as they come", "updated by layer")},
+    ),
+)
 def test_values_stay_the_same(case, how, monkeypatch):
     monkeypatch.setattr("jax_deepcompile.transforms.stack_updates._LAYER_BYTES", 1)
     loss, params, options = CASES[case]

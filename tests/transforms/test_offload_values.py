@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_deepcompile._jax_compat import open_jaxpr
@@ -18,6 +18,7 @@ from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.offload_values import OffloadedValues, offloadable
 from jax_deepcompile.transforms.rematerialize_segments import segments_of
+from tests.cases import examples
 from tests.schedules import products_beside_copies
 from tests.transforms.programs import STACK, assert_same_values, count, h100s, outline, sharded
 from tests.transforms.test_rematerialize_segments import BATCH, LOSSES, PLAIN, TWO, two_blocks_loss
@@ -47,11 +48,11 @@ def test_before_and_after():
     ("name", "again"),
     [
         ("layers", False),
-        ("mask", True),
+        pytest.param("mask", True, marks=pytest.mark.slow),
         ("dropout", True),
         ("U", False),
         ("loops inside", False),
-        ("inner gradient", True),
+        pytest.param("inner gradient", True, marks=pytest.mark.slow),
     ],
 )
 def test_values_stay_the_same(name, again):
@@ -73,7 +74,7 @@ def test_in_every_microbatch_values_stay_the_same():
 
 
 @pytest.mark.pure
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(st.sampled_from(sorted(LOSSES)), st.randoms(use_true_random=False))
 def test_each_value_is_copied_once_each_way(name, random):
     program, mesh = sharded(LOSSES[name], STACK, BATCH)

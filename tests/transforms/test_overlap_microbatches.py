@@ -109,8 +109,8 @@ def assert_same(program, mesh, plan: Plan, microbatches: int = 4) -> None:
     [
         (stack_loss, STACK),
         (with_head, HEAD),
-        (backwards_loss, STACK),
-        (plain_loss, STACK),
+        pytest.param(backwards_loss, STACK, marks=pytest.mark.slow),
+        pytest.param(plain_loss, STACK, marks=pytest.mark.slow),
         (two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes(4)}),
     ],
     ids=["stack", "head", "reverse", "saving", "two stacks"],
@@ -121,7 +121,7 @@ def test_values_stay_the_same(loss, params):
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize("microbatches", [2, 3])
+@pytest.mark.parametrize("microbatches", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_few_microbatches(microbatches):
     program, mesh = in_microbatches(with_head, HEAD, microbatches)
     assert_same(program, mesh, pipelining(program), microbatches)

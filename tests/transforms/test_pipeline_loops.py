@@ -16,6 +16,7 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
+from tests.cases import in_turn
 from tests.transforms.programs import (
     LAYERS,
     MATRICES,
@@ -52,7 +53,7 @@ def test_values_and_counts_stay_the_same_at_every_depth(ahead, behind):
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+@pytest.mark.parametrize("layers", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_short_loops(layers):
     program, mesh = sharded(stack_loss, {"stack": stack_shapes(layers)})
     schedules = choose_schedules(program)
@@ -114,8 +115,10 @@ CASES = {
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 4}], ids=["8", "2x4"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    in_turn({case: (case,) for case in CASES}, {"8": {"fsdp": 8}, "2x4": {"data": 2, "fsdp": 4}}),
+)
 def test_loops_of_every_kind(case, mesh):
     loss, params = CASES[case]
     program, mesh = sharded(loss, params, mesh=mesh)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_deepcompile as deepcompile
@@ -21,6 +21,7 @@ from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions, reduce_in_order, reduction_buckets
 from jax_deepcompile.transforms.unshard import ReusedGathers, repeated_gathers
 from models import llama
+from tests.cases import examples
 from tests.partition.steps import lines, shapes, training_step
 from tests.transforms.programs import WIDTH, assert_same_work, sharded, stack_loss, stack_shapes
 from tests.transforms.test_prefetch import CHAIN, LAYERS, UNROLLED, chain_loss, unrolled_loss
@@ -46,7 +47,7 @@ def chain():
 
 @pytest.mark.pure
 @given(st.integers(1, 6 * MATRIX_BYTES))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_buckets_hold_every_reduction_once_in_order(chain, bucket_bytes):
     (loss,), *buckets = reduction_buckets(chain.jaxpr, bucket_bytes)
     assert open_jaxpr(chain.jaxpr).eqns[loss].primitive.name == "psum"

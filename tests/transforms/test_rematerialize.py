@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
@@ -22,6 +22,7 @@ from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.rematerialize import Rematerialized, recomputable
+from tests.cases import examples
 from tests.transforms.programs import (
     LAYERS,
     MATRICES,
@@ -212,7 +213,7 @@ PLACES = ("again", "device", "host")
 
 
 @pytest.mark.cpu_mesh
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(
     st.lists(st.sampled_from(sorted(LAYER_KINDS)), min_size=1, max_size=3),
     st.booleans(),

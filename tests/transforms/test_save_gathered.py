@@ -10,6 +10,7 @@ from jax_deepcompile.analysis.stacks import sliced_gathers
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.save_gathered import SavedGathers, shared_gathers, shared_names
+from tests.cases import in_turn
 from tests.schedules import gathers, loop_bodies
 from tests.transforms.programs import (
     LAYERS,
@@ -44,15 +45,16 @@ def everything(program, loops=find_loops) -> SavedGathers:
 
 @pytest.mark.cpu_mesh
 @pytest.mark.parametrize(
-    ("loss", "params"),
-    [
-        (stack_loss, STACK),
-        (backwards_loss, STACK),
-        (two_stacks_loss, {"a": stack_shapes(3), "b": stack_shapes()}),
-    ],
-    ids=["forward", "reverse", "two stacks"],
+    ("loss", "params", "pipelined"),
+    in_turn(
+        {
+            "forward": (stack_loss, STACK),
+            "reverse": (backwards_loss, STACK),
+            "two stacks": (two_stacks_loss, {"a": stack_shapes(3), "b": stack_shapes()}),
+        },
+        {"plain": False, "pipelined": True},
+    ),
 )
-@pytest.mark.parametrize("pipelined", [False, True], ids=["plain", "pipelined"])
 def test_values_stay_the_same(loss, params, pipelined):
     program, mesh = sharded(loss, params)
     saved = SavedGathers.apply(program, mesh, [everything(program)])

@@ -17,6 +17,7 @@ from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.hlo.types import leaves
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names, stacked_names
+from tests.cases import in_turn
 from tests.partition.steps import GATHER, SCATTER, lines, shapes, training_step
 from tests.transforms.programs import (
     LAYERS,
@@ -60,16 +61,17 @@ def everything(program) -> list[StackCollectives]:
 
 
 @pytest.mark.cpu_mesh
-@pytest.mark.parametrize("at_once_bytes", [WHOLE, BY_LAYER])
 @pytest.mark.parametrize(
-    ("loss", "params"),
-    [
-        (stack_loss, STACK),
-        (two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes(3)}),
-        (halves_loss, STACK),
-        (unshared_loss, {"w": (LAYERS, WIDTH, WIDTH)}),
-    ],
-    ids=["one stack", "two, one backwards", "nested", "read twice"],
+    ("loss", "params", "at_once_bytes"),
+    in_turn(
+        {
+            "one stack": (stack_loss, STACK),
+            "two, one backwards": (two_stacks_loss, {"a": stack_shapes(), "b": stack_shapes(3)}),
+            "nested": (halves_loss, STACK),
+            "read twice": (unshared_loss, {"w": (LAYERS, WIDTH, WIDTH)}),
+        },
+        {"whole": WHOLE, "by layer": BY_LAYER},
+    ),
 )
 def test_values_stay_the_same(loss, params, at_once_bytes):
     program, mesh = sharded(loss, params)

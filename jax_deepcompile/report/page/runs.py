@@ -12,6 +12,7 @@ from jax_deepcompile.costs.simulation import Event, Loop, Simulation
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.ir.program import Program, Role
+from jax_deepcompile.report.origins import Origins
 from jax_deepcompile.report.page.memory import Block, blocks, live_bytes
 from jax_deepcompile.report.peak import batch_of, held_blocks, vocabularies
 from jax_deepcompile.report.words import line_text, users_line
@@ -81,7 +82,7 @@ def run_data(name: str, run: Run) -> dict[str, Any]:
             for wait in simulation.waits
         ],
         "collectives": _collectives(simulation),
-        "lines": line_seconds(simulation),
+        "lines": line_seconds(run),
         "line_bytes": line_bytes(run),
         "memory": {
             "arguments": 0 if simulation.is_measured else simulation.memory.argument_bytes,
@@ -93,13 +94,14 @@ def run_data(name: str, run: Run) -> dict[str, Any]:
     }
 
 
-def line_seconds(simulation: Simulation) -> dict[str, list[float]]:
+def line_seconds(run: Run) -> dict[str, list[float]]:
     """What each of the user's lines takes of a step: seconds of kernels, and of waiting for what it sends or copies.
 
-    All of them together are the step.
+    All of them together are the step. What XLA leaves without a line has that of what is beside it, if that is known.
     """
-    seconds: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    sources = {event.name: line_text(users_line(event.source)) or NO_LINE for event in simulation.timeline}
+    simulation, seconds = run.simulation, defaultdict[str, list[float]](lambda: [0.0, 0.0])
+    origins = simulation.module and Origins.of(simulation.module, run.program)
+    sources = {event.name: line_text(_line(event, origins)) or NO_LINE for event in simulation.timeline}
     for event in simulation.timeline:
         if event.stream is Stream.COMPUTE:
             seconds[sources[event.name]][0] += event.trips * (event.end_s - event.start_s)
@@ -107,6 +109,10 @@ def line_seconds(simulation: Simulation) -> dict[str, list[float]]:
         seconds[sources.get(wait.name, NO_LINE)][1] += wait.trips * (wait.end_s - wait.start_s)
     seconds[REST][1] = simulation.step_s - sum(map(sum, seconds.values()))
     return {line: [round(each, 9) for each in both] for line, both in seconds.items()}
+
+
+def _line(event: Event, origins: Origins | None) -> str:
+    return origins.said(event.name, event.op_name, event.source)[1] if origins else users_line(event.source)
 
 
 def line_bytes(run: Run) -> dict[str, int]:

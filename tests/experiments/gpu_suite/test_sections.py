@@ -39,6 +39,7 @@ def results(tmp_path_factory) -> Results:
     return found
 
 
+@pytest.mark.slow
 def test_all_sections_are_measured(results):
     statuses = {section.name: section.status for section in results.sections}
     assert list(statuses) == [name for name, _ in tiny().budgets.sections_s]
@@ -46,6 +47,7 @@ def test_all_sections_are_measured(results):
     assert set(statuses.values()) == {Status.COMPLETE}
 
 
+@pytest.mark.slow
 def test_matmul(results):
     found = results.section("matmul").rows
     assert len(found) == 2 * 5
@@ -57,6 +59,7 @@ def test_matmul(results):
     assert row["flops_per_s"] == pytest.approx(2 * row["m"] * row["n"] * row["k"] / row["seconds"])
 
 
+@pytest.mark.slow
 def test_attention(results):
     found = results.section("attention")
     assert {(row["implementation"], row["passes"]) for row in found.measured} == {
@@ -67,6 +70,7 @@ def test_attention(results):
     assert "cuDNN is not detected" in failed["tiny 4 2 8 32 cudnn forward"], "a case that fails says why"
 
 
+@pytest.mark.slow
 def test_memory(results):
     found = results.section("memory").rows
     tiny_rows = [row for row in found if row["kind"] == "tiny"]
@@ -77,6 +81,7 @@ def test_memory(results):
     assert all(row["bytes_per_s"] == pytest.approx(row["size_bytes"] / row["seconds"]) for row in others)
 
 
+@pytest.mark.slow
 def test_host_copies(results):
     found = results.section("host_copies").rows
     assert {(row["direction"], row["how"]) for row in found} == {
@@ -85,6 +90,7 @@ def test_host_copies(results):
     assert all(row["together_s"] > 0 for row in found if row["how"] == "beside products")
 
 
+@pytest.mark.slow
 def test_llama_block(results):
     found = results.section("llama_block").rows
     by_what = {what: [row for row in found if row["what"] == what] for what in ("step", "kind", "op")}
@@ -94,6 +100,7 @@ def test_llama_block(results):
     assert all(row["width"] == 16 for row in found)
 
 
+@pytest.mark.slow
 def test_two_processes(results):
     """Of one CPU device each, which talk by gloo where GPUs have NCCL."""
     *found, last = results.section("two_processes").rows

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.extend import core as jex
@@ -34,18 +33,6 @@ CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 sizes = st.sampled_from((1, 2, 3, 4, 6, 8, 8, 16))
 seeds = st.integers(0, 2**31 - 1)
-
-
-def examples(count: int) -> settings:
-    """The same examples in every run, so that a failure is the code's doing: ``count`` with ``--all``, else half."""
-    share = settings.default.max_examples / settings.get_profile("default").max_examples
-    return settings(
-        max_examples=math.ceil(share * count),
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
-    )
 
 
 def integers(shape: Sequence[int], seed: int, dtype=np.float32, low: int = -4, high: int = 5) -> np.ndarray:

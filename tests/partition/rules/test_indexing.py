@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jax_deepcompile.partition.rules.base import Kind
-from tests.partition.rules.harness import check, examples, integers, rules_of, seeds, sizes
+from tests.cases import examples
+from tests.partition.rules.harness import check, integers, rules_of, seeds, sizes
 from tests.partition.rules.ways import splittable
 
 pytestmark = pytest.mark.cpu_mesh

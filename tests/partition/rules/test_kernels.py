@@ -14,7 +14,8 @@ from jax.interpreters import mlir
 
 from jax_deepcompile.partition.rules.base import Kind
 from jax_deepcompile.partition.rules.families import REGISTRY
-from tests.partition.rules.harness import check, examples, integers, normals, rules_of, seeds, sizes
+from tests.cases import examples
+from tests.partition.rules.harness import check, integers, normals, rules_of, seeds, sizes
 from tests.partition.rules.ways import splittable
 
 pytestmark = pytest.mark.cpu_mesh

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.lax import linalg
 
-from tests.partition.rules.harness import check, examples, normals, rules_of, seeds
+from tests.cases import examples
+from tests.partition.rules.harness import check, normals, rules_of, seeds
 from tests.partition.rules.ways import splittable
 
 pytestmark = pytest.mark.cpu_mesh

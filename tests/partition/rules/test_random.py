@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.partition.rules.harness import check, examples, sizes
+from tests.cases import examples
+from tests.partition.rules.harness import check, sizes
 
 pytestmark = pytest.mark.cpu_mesh
 

@@ -15,8 +15,9 @@ from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.partition.rules.base import OpRule
 from jax_deepcompile.partition.rules.families import REGISTRY
 from jax_deepcompile.partition.rules.random import _global_index, _multiply_wide, _threefry_block
+from tests.cases import examples
 from tests.equality.harness import assert_same_training
-from tests.partition.rules.harness import examples, rules_of
+from tests.partition.rules.harness import rules_of
 from tests.partition.rules.ways import splittable
 from tests.partition.steps import lines, trace
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.partition.rules.base import Kind, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.shape import common_factors
-from tests.partition.rules.harness import examples, legal_ways
+from tests.cases import examples
+from tests.partition.rules.harness import legal_ways
 
 pytestmark = pytest.mark.pure
 
