@@ -136,6 +136,7 @@ def test_what_does_not_fit_as_it_is_written_is_computed_again_and_is_as_predicte
     assert f"of {limit / 2**30:.2f} GiB" in traced.explain()
 
 
+@pytest.mark.slow
 def test_without_that_it_is_refused():
     step, state, batch = planned("-rematerialize")
     with pytest.raises(errors.MemoryExceededError):
