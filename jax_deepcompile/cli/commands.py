@@ -77,7 +77,8 @@ def explain(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
 def profile(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES, runs: AtLeastOne = 5) -> str:
     """Measures a step on the devices of this process, on zeros where it is given shapes.
 
-    What was measured is written into profile.json, or what --out names, which is the file that --profile takes.
+    What was measured is written into profile.json, or what --out names, which is the file that --profile takes. It is
+    told, and drawn, beside what the same program takes simulated by it.
 
     Args:
       runs: measurements of everything.
@@ -96,7 +97,8 @@ def profile(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
         progress.say("running and measuring it")
         measured = step.profile(*jax.tree.map(zeros, args), runs=runs)
         taken = measured.profile
-        traced = step.trace(*measured.args)
+        traced = step.reshard(plan=step.plan(*args), profile=taken).trace(*measured.args)
+        traced.compilation.runs.measured = taken.step
         run = measured.measured_run(simulated(traced)) if files.html else None
         page = traced.page({"measured": run}) if run is not None else None
         written = files.write(traced, progress, page, measured.timelines) if files else {}

@@ -34,7 +34,7 @@ def examined(
     """
     is_known, are_steps_known = planned.evaluation is not None, bool(planned.way) or not in_steps
     is_checked = not planned.is_foreign or planned.before_s is not None
-    is_assumed = platform == "cpu" and planned.plan.prediction is None
+    is_assumed = platform == "cpu" and planned.plan.prediction is None and planned.profile is None
     if is_assumed or not isinstance(mesh, Mesh) or (is_known and are_steps_known and is_checked):
         return planned
     environment = environment_of(mesh, platform, replace(options, profile=planned.profile))

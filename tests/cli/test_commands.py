@@ -329,6 +329,8 @@ def test_profile_measures_on_zeros_where_shapes_are_given(file, tmp_path, capsys
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads(out.read_text())
     assert document["headline"]["basis"] == "measured"
+    assert document["headline"]["costs"].startswith("measured here: ")
+    assert document["seconds"]["step_s"] == document["headline"]["simulated_s"] > 0
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     files = ["--trace", str(trace), "--html", str(page)]
     assert cli.main(["profile", f"{file}:make", "--out", str(out), "--runs", "1", *files]) == 0
