@@ -32,7 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of one file run in one process, which so makes and compiles once what they share."""
+    """Tests of one file run in one process, which so makes and compiles once what they share; of the house first.
+
+    Among those is what takes longest in one piece, the types of all that there is: last, it would run alone.
+    """
+    items.sort(key=lambda item: len(item.path.parts))
     for item in items:
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.location[0]))

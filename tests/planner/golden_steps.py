@@ -134,7 +134,7 @@ FOLDER = Path(__file__).parent / "golden"
 
 def printed(plan: deepcompile.Plan) -> str:
     """``plan`` without what XLA is told, which holds bytes that vary by its version."""
-    lines = [line for line in str(plan).splitlines() if not line.startswith(("option ", "schedule by "))]
+    lines = [line for line in str(plan).splitlines() if not line.startswith(("option ", "scheduled by "))]
     return "\n".join(lines) + "\n"
 
 
