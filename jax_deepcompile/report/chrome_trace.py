@@ -21,7 +21,8 @@ from jax_deepcompile import errors
 from jax_deepcompile.costs.simulation import Event
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.report import timeline
-from jax_deepcompile.report.words import line_text, operation_text, users_line
+from jax_deepcompile.report.origins import Origins
+from jax_deepcompile.report.words import line_text
 
 Json: TypeAlias = dict[str, Any]
 
@@ -45,6 +46,7 @@ _KERNELS = {
 _COPIES = {Stream.TO_HOST: "Memcpy DtoH (Device -> Pinned)", Stream.FROM_HOST: "Memcpy HtoD (Pinned -> Device)"}
 _TAKEN_FOR_OTHERS = ("Sync", "Memcpy", "Memset")
 """What in the name of a kernel makes an analyser take it for something else."""
+_NOBODY = Origins.of(None)
 
 
 def chrome_trace(
@@ -55,6 +57,7 @@ def chrome_trace(
     world_size: int = 1,
     beside: Mapping[str, Iterable[Event]] | None = None,
     live_bytes: tuple[Sequence[float], Sequence[int]] = ((), ()),
+    origins: Origins = _NOBODY,
 ) -> Json:
     """One step of one device.
 
@@ -64,12 +67,14 @@ def chrome_trace(
       rank: of the device among ``world_size``.
       beside: other steps by name, on the same clock, to look at only.
       live_bytes: seconds, and bytes of device memory needed from then on.
+      origins: of the instructions that ``events`` are called after.
 
     Returns:
       What ``json.dumps`` makes a trace of.
     """
     steps = {f"rank {rank}, {name}": events, **(beside or {})}
-    processes = [_Process(number, title, rank if number == 0 else None) for number, title in enumerate(steps)]
+    ranks = {0: rank}
+    processes = [_Process(number, title, ranks.get(number), origins) for number, title in enumerate(steps)]
     rows = [row for process, each in zip(processes, steps.values(), strict=True) for row in process.rows(list(each))]
     return {
         "schemaVersion": 1,
@@ -115,11 +120,13 @@ class _Process:
       number: in the trace.
       name: of the step.
       rank: of the GPU whose events these are to an analyser; None where they are only to be looked at.
+      origins: what its instructions are of.
     """
 
     number: int
     name: str
     rank: int | None
+    origins: Origins
 
     def rows(self, events: Sequence[Event]) -> Iterator[Json]:
         yield self._named("process", self.name)
@@ -135,7 +142,8 @@ class _Process:
             yield self._named("thread", str(_STREAMS[stream]), row)
         for correlation, (lane, event) in enumerate(zip(lanes, events, strict=True), 1):
             if event.name not in said:
-                said[event.name] = {"name": _name(event), "args": _origin(event)}
+                operation, origin = self._said(event)
+                said[event.name] = {"name": _name(event.stream, operation), "args": origin}
             launched = {"stream": _stream(event.stream), "device": self.rank, "correlation": correlation}
             args = said[event.name]["args"] | {"nanoseconds": round((event.end_s - event.start_s) * _NS_PER_S)}
             yield {
@@ -152,8 +160,17 @@ class _Process:
         return "gpu_memcpy" if event.stream.is_copy else "kernel"
 
     def _wait(self, wait: timeline.Wait) -> Json:
-        name, origin = (_waited(wait.cause), _origin(wait.cause)) if wait.cause else ("what nobody recorded", {})
+        name, origin = "what nobody recorded", {}
+        if wait.cause:
+            operation, origin = self._said(wait.cause)
+            name = _waited(wait.cause.stream, operation)
         return self._annotation(_WAITS_ROW, f"waits for {name}", wait.start_s, wait.end_s, origin)
+
+    def _said(self, event: Event) -> tuple[str, Json]:
+        """What it does, in the user's words, and where it is from."""
+        operation, line = self.origins.said(event.name, event.op_name, event.source)
+        sent = {"sent bytes": event.sent_bytes} if event.sent_bytes else {}
+        return operation, {"op": event.name, "path": event.op_name, "line": line_text(line)} | sent
 
     def _annotation(self, thread: int, name: str, start_s: float, end_s: float, args: Json) -> Json:
         return {"ph": "X", "name": name, "cat": "user_annotation", **self._span(thread, start_s, end_s), "args": args}
@@ -184,31 +201,20 @@ def _lanes(events: Sequence[Event]) -> list[tuple[int, int]]:
     return lanes
 
 
-def _waited(event: Event) -> str:
+def _waited(stream: Stream, operation: str) -> str:
     """As short as a row has room for."""
-    return f"a copy {event.stream}" if event.stream.is_copy else f"{event.stream} {_operation(event)}"
+    return f"a copy {stream}" if stream.is_copy else f"{stream} {operation}"
 
 
-def _name(event: Event) -> str:
+def _name(stream: Stream, operation: str) -> str:
     """What an analyser tells kernels, collectives and copies by."""
-    if event.stream.is_copy:
-        return _COPIES[event.stream]
-    if event.stream is not Stream.COMPUTE:
-        return f"ncclDevKernel_{_KERNELS[event.stream]} {_operation(event)}"
-    name = _operation(event)
+    if stream.is_copy:
+        return _COPIES[stream]
+    if stream is not Stream.COMPUTE:
+        return f"ncclDevKernel_{_KERNELS[stream]} {operation}"
     for part in _TAKEN_FOR_OTHERS:
-        name = name.replace(part, part.lower())
-    return f"_{name}" if name.startswith(("nccl", "dma")) else name
-
-
-def _operation(event: Event) -> str:
-    """In the user's words; the instruction's name where nobody knows."""
-    return operation_text(event.op_name) or event.name
-
-
-def _origin(event: Event) -> Json:
-    sent = {"sent bytes": event.sent_bytes} if event.sent_bytes else {}
-    return {"op": event.name, "path": event.op_name, "line": line_text(users_line(event.source))} | sent
+        operation = operation.replace(part, part.lower())
+    return f"_{operation}" if operation.startswith(("nccl", "dma")) else operation
 
 
 def _memory(seconds: Sequence[float], sizes: Sequence[int]) -> Iterator[Json]:

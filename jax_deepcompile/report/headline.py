@@ -20,6 +20,8 @@ from jax_deepcompile.report.words import bytes_text, count_text, percent_text, s
 
 _SIMULATED = "simulated of XLA's schedule"
 
+_MEASURABLE = "; with cache_dir=, or measure=True, it is planned by what these CPU devices are measured to take"
+
 _WHOLE = 1000
 """From here on rates have no decimals."""
 
@@ -116,7 +118,9 @@ def headline_of(program: Program, mesh: AnyMesh, planned: Planned | None, achiev
     measured = None if planned is None else planned.measured
     simulated_s = None if expected is None else expected.step_s
     step_s = simulated_s if measured is None else measured.seconds
-    basis = "unknown: nothing was compiled to plan it" if planned is not None else "unknown: not planned yet"
+    basis = "unknown: not planned yet"
+    if planned is not None:
+        basis = f"unknown: nothing was compiled to plan it{_MEASURABLE * _shares_its_host(mesh)}"
     if step_s is not None:
         basis = _SIMULATED if measured is None else "measured"
     shapes = [port.shape for port in program.inputs if port.role is Role.BATCH and port.shape]
@@ -168,6 +172,11 @@ def device_word(mesh: AnyMesh) -> str:
 def _is_parameter(port: Port) -> bool:
     """Counters of steps, which go with parameters, are none."""
     return port.role is Role.PARAM and (bool(port.shape) or "int" not in port.dtype)
+
+
+def _shares_its_host(mesh: AnyMesh) -> bool:
+    """Whether it is CPU devices of one host, which are measured before they are planned for."""
+    return isinstance(mesh, Mesh) and mesh.size > 1 and known_hardware(mesh.devices.flat[0].device_kind) is CPU_HOST
 
 
 def _cluster(mesh: AnyMesh) -> str:

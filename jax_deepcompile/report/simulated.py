@@ -16,6 +16,7 @@ from jax_deepcompile.costs.simulate import HasProgram, HasText
 from jax_deepcompile.costs.simulate import simulate as simulation_of
 from jax_deepcompile.costs.simulation import Event, Simulation
 from jax_deepcompile.report import chrome_trace, plots, timeline
+from jax_deepcompile.report.origins import Origins
 from jax_deepcompile.summary import Summary
 
 Timelines: TypeAlias = Mapping[int, Sequence[Event]]
@@ -48,14 +49,13 @@ class SimulatedStep(Simulation):
           ArgumentError: ``file`` ends otherwise, or its folder is not there.
         """
         path, simulated = chrome_trace.required(file), list(self.unrolled())
+        told: dict[str, Any] = {"world_size": self.devices, "origins": Origins.of(self.module)}
         if not measured:
-            live_bytes = timeline.live_bytes(self)
-            trace = chrome_trace.chrome_trace("simulated", simulated, world_size=self.devices, live_bytes=live_bytes)
+            trace = chrome_trace.chrome_trace("simulated", simulated, live_bytes=timeline.live_bytes(self), **told)
             return (chrome_trace.write(path, trace),)
         paths = []
         for rank, events in measured.items():
-            told = {"rank": rank, "world_size": self.devices, "beside": {"simulated": simulated}}
-            trace = chrome_trace.chrome_trace("measured", events, **told)
+            trace = chrome_trace.chrome_trace("measured", events, rank=rank, beside={"simulated": simulated}, **told)
             paths.append(chrome_trace.write(chrome_trace.path_of_rank(path, rank), trace))
         return tuple(paths)
 

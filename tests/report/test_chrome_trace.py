@@ -18,7 +18,17 @@ from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.report import chrome_trace
 from jax_deepcompile.report.simulated import SimulatedStep
 from jax_deepcompile.report.timeline import merged, waits
-from tests.costs.snippets import BODY, COSTS, WHILE, leaving_a_gather_for_the_next_trip, module
+from tests.costs.snippets import (
+    BODY,
+    COSTS,
+    DONE,
+    GATHER,
+    START,
+    WHILE,
+    WORK,
+    leaving_a_gather_for_the_next_trip,
+    module,
+)
 
 pytestmark = pytest.mark.pure
 
@@ -88,6 +98,16 @@ def test_every_row_nests_and_has_a_name(tmp_path: Path):
     assert len(kernels(first)) == 6
     assert {row["name"] for row in kernels(first)} == {"a/<b> sync"}
     assert "simulated" in {row["args"].get("name") for row in first["traceEvents"] if row["name"] == "process_name"}
+
+
+def test_what_xla_leaves_without_a_name_has_that_of_what_is_beside_it(tmp_path: Path):
+    named = DONE.replace(
+        "(%start)", '(%start), metadata={op_name="jit(f)/Net/up/dot" source_file="/n.py" source_line=7}'
+    )
+    run = SimulatedStep(**vars(simulate(module(f"{GATHER}{START}\n{WORK}\nROOT {named}"), COSTS)), devices=4)
+    rows = read(*run.write_trace(tmp_path / "t.json"))["traceEvents"]
+    (gather,) = (row for row in rows if row["name"].startswith("nccl"))
+    assert (gather["name"], gather["args"]["line"]) == ("ncclDevKernel_AllGather Net/up dot", "/n.py:7")
 
 
 def event(stream: Stream, name: str, start_s: float, end_s: float) -> Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import shutil
@@ -251,8 +252,12 @@ IN_CHROMIUM = pytest.mark.skipif(
 
 def drawn(page: Page, use: str, tmp_path: Path) -> str:
     """The document after ``use`` has run in it."""
+    return drawn_text(page.html().replace("</body>", use), tmp_path)
+
+
+def drawn_text(text: str, tmp_path: Path) -> str:
     path = tmp_path / "page.html"
-    path.write_text(page.html().replace("</body>", use), encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
     environment = {**os.environ, "HOME": str(tmp_path)}
     done = subprocess.run(
@@ -309,3 +314,16 @@ def test_it_draws_in_headless_chromium(page, tmp_path):
     assert shown == "0 7500000000 7500000000"
     assert '<td class="line">step</td>' in dom
     assert '<td class="line">peak</td>' in dom
+
+
+@pytest.mark.slow
+@IN_CHROMIUM
+@pytest.mark.parametrize("width", [360, 1280])
+def test_nothing_but_what_scrolls_by_itself_is_wider_than_the_screen(page, width, tmp_path):
+    frame = f"""<iframe id="shown" width="{width}" height="900" srcdoc="{html.escape(page.html())}"></iframe>
+    <script>document.getElementById("shown").onload = (event) => {{
+      const shown = event.target.contentDocument.documentElement;
+      document.title = `${{shown.scrollWidth}} of ${{shown.clientWidth}}`;
+    }};</script></body>"""
+    (wide,) = re.findall("<title>(.*?) of", drawn_text(f"<body>{frame}", tmp_path))
+    assert 0 < int(wide) <= width

@@ -74,13 +74,16 @@ def page_of(
       device: what one of them is called.
     """
     program, plan = planned.program, planned.plan
+    drawn = [run_data(name, run) for name, run in runs.items()]
+    if plan.prediction is not None:
+        drawn[-1]["figures"]["assigned_bytes"] = plan.prediction.peak_bytes
     data = {
         "device": device,
         "devices": f"{program.mesh.devices.size} x {devices}",
         "origin": planned.origin,
         "limit_bytes": planned.limit_bytes,
-        "runs": [run_data(name, run) for name, run in runs.items()],
-        "shown": [len(runs) - 1, 0],
+        "runs": drawn,
+        "shown": [len(drawn) - 1, 0],
         "decisions": list(_decisions(decisions_of(planned))),
         "records": [_record(record) for record in plan.records],
         "leaves": list(leaves(program, divided)),

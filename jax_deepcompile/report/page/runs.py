@@ -100,8 +100,9 @@ def line_seconds(run: Run) -> dict[str, list[float]]:
     All of them together are the step. What XLA leaves without a line has that of what is beside it, if that is known.
     """
     simulation, seconds = run.simulation, defaultdict[str, list[float]](lambda: [0.0, 0.0])
-    origins = simulation.module and Origins.of(simulation.module, run.program)
-    sources = {event.name: line_text(_line(event, origins)) or NO_LINE for event in simulation.timeline}
+    origins = Origins.of(simulation.module, run.program)
+    said = {event.name: origins.said(event.name, event.op_name, event.source) for event in simulation.timeline}
+    sources = {name: line_text(line) or NO_LINE for name, (_, line) in said.items()}
     for event in simulation.timeline:
         if event.stream is Stream.COMPUTE:
             seconds[sources[event.name]][0] += event.trips * (event.end_s - event.start_s)
@@ -109,10 +110,6 @@ def line_seconds(run: Run) -> dict[str, list[float]]:
         seconds[sources.get(wait.name, NO_LINE)][1] += wait.trips * (wait.end_s - wait.start_s)
     seconds[REST][1] = simulation.step_s - sum(map(sum, seconds.values()))
     return {line: [round(each, 9) for each in both] for line, both in seconds.items()}
-
-
-def _line(event: Event, origins: Origins | None) -> str:
-    return origins.said(event.name, event.op_name, event.source)[1] if origins else users_line(event.source)
 
 
 def line_bytes(run: Run) -> dict[str, int]:

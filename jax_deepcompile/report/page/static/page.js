@@ -28,7 +28,7 @@ const count = (value) => value.toLocaleString("en", { maximumSignificantDigits: 
 
 const FIGURES = [
   ["step", "step_s", seconds], [`tokens/s/${page.device}`, "tokens_per_s", count], [`examples/s/${page.device}`, "examples_per_s", count], ["MFU", "mfu", percent],
-  ["peak memory", "peak_bytes", bytesText], ["host memory", "host_bytes", bytesText], ["bound of any schedule", "bound_s", seconds], ["compute", "compute_s", seconds],
+  ["peak memory", "peak_bytes", bytesText], ["peak as XLA assigns it", "assigned_bytes", bytesText], ["host memory", "host_bytes", bytesText], ["bound of any schedule", "bound_s", seconds], ["compute", "compute_s", seconds],
   ["communication", "communication_s", seconds], ["of it exposed", "exposed_communication_s", seconds], ["copies", "copy_s", seconds],
   ["copies exposed", "exposed_copy_s", seconds], ["sent by a device", "sent_bytes", bytesText],
 ];
