@@ -20,7 +20,7 @@ from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.planner.scheduler_latencies import scheduler_latencies
 from jax_deepcompile.planner.stacks import saved_stacks, saving
 from jax_deepcompile.planner.state_on_host import argument_bytes
-from jax_deepcompile.planner.strategies.layer_loops import PipelineLoops
+from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.save_gathered import SavedGathers

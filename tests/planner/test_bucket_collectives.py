@@ -9,7 +9,8 @@ import pytest
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.planner.candidate import Environment, evaluate
-from jax_deepcompile.planner.strategies.unrolled import BucketCollectives, bandwidth_bound_bytes
+from jax_deepcompile.planner.strategies.bucket_collectives import BucketCollectives
+from jax_deepcompile.planner.unrolled import bandwidth_bound_bytes
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.unshard import ReusedGathers, repeated_gathers
 from tests.planner.situations import START, UNROLLED, candidate, situation, unrolled_loss

@@ -15,7 +15,7 @@ from jax_deepcompile.lowering.compile import double_buffering
 from jax_deepcompile.planner.candidate import Candidate, Environment, evaluate
 from jax_deepcompile.planner.layers import gathered_bytes, pipelined
 from jax_deepcompile.planner.plan import Plan, Prediction
-from jax_deepcompile.planner.strategies.layer_loops import DeepenLoops
+from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
 from jax_deepcompile.planner.strategy import Proposal
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules

@@ -14,7 +14,7 @@ from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.layers import keep_gathered
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.strategies.microbatches import (
+from jax_deepcompile.planner.strategies.delay_reductions import (
     DelayReductions,
     Reductions,
     choose_sums,

@@ -15,7 +15,8 @@ from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.search import by_first_proposals, search
 from jax_deepcompile.planner.strategies import ON_A_HOST
-from jax_deepcompile.planner.strategies.hosts import JoinCollectives, KeepGathered, break_even_bytes
+from jax_deepcompile.planner.strategies.join_collectives import JoinCollectives, break_even_bytes
+from jax_deepcompile.planner.strategies.keep_gathered import KeepGathered
 from jax_deepcompile.transforms.compute_whole import ComputedWhole
 from jax_deepcompile.transforms.join_collectives import JoinedCollectives
 from jax_deepcompile.transforms.keep_gathered import KeptGathers

@@ -19,8 +19,8 @@ from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.layers import keep_over_loops
 from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.planner.stacks import repeated_stacks, with_gathers
-from jax_deepcompile.planner.strategies import microbatches as overlap
-from jax_deepcompile.planner.strategies.microbatches import OverlapMicrobatches
+from jax_deepcompile.planner.strategies import overlap_microbatches as overlap
+from jax_deepcompile.planner.strategies.overlap_microbatches import OverlapMicrobatches
 from jax_deepcompile.planner.strategy import Proposal
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.stack_collectives import StackCollectives

@@ -16,7 +16,7 @@ from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.planner import limits, search
 from jax_deepcompile.planner.cache import PlanCacheWarning
 from jax_deepcompile.planner.layers import not_pipelined
-from jax_deepcompile.planner.strategies.layer_loops import PipelineLoops
+from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives

@@ -19,8 +19,8 @@ from jax_deepcompile.planner import session
 from jax_deepcompile.planner.cache import PlanCache, PlanCacheWarning
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan, Prediction
-from jax_deepcompile.planner.strategies.layer_loops import PipelineLoops
-from jax_deepcompile.planner.strategies.unrolled import BucketCollectives
+from jax_deepcompile.planner.strategies.bucket_collectives import BucketCollectives
+from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.runtime.processes import ALONE
 from jax_deepcompile.transforms import TRANSFORMS
 from jax_deepcompile.transforms.save_gathered import SavedGathers

@@ -20,18 +20,14 @@ from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.layers import pipelined
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
 from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
-from jax_deepcompile.planner.strategies.layer_loops import DeepenLoops, PipelineLoops
-from jax_deepcompile.planner.strategies.unrolled import (
-    PrefetchGathers,
-    ReduceInOrder,
-    Repeat,
-    UnshardUnrolled,
-    choose_unsharded,
-    chosen_anew,
-    exposed_seconds,
-)
+from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
+from jax_deepcompile.planner.strategies.prefetch import PrefetchGathers
+from jax_deepcompile.planner.strategies.reduce_in_order import ReduceInOrder
 from jax_deepcompile.planner.strategies.unshard import Unshard
+from jax_deepcompile.planner.strategies.unshard_unrolled import UnshardUnrolled
+from jax_deepcompile.planner.unrolled import Repeat, choose_unsharded, chosen_anew, exposed_seconds
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions, reduction_buckets

@@ -10,12 +10,7 @@ import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.strategies.microbatches import (
-    Repeat,
-    UnshardMicrobatches,
-    as_planned,
-    repeats_of,
-)
+from jax_deepcompile.planner.strategies.unshard_microbatches import Repeat, UnshardMicrobatches, as_planned, repeats_of
 from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 from tests.planner.situations import START, UNROLLED, WAITS, Clock, accumulating, candidate, eight_layers, unrolled_loss
 from tests.transforms.programs import assert_same_values, count, sharded

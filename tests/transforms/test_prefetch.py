@@ -15,7 +15,7 @@ from jax_deepcompile.analysis.names import gather_names, value_names
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.planner.candidate import Environment, evaluate
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.strategies.unrolled import room_bytes
+from jax_deepcompile.planner.unrolled import room_bytes
 from jax_deepcompile.transforms.prefetch import Prefetch, choose_prefetches, parameter_gathers
 from tests.partition.steps import lines, shapes
 from tests.planner.situations import UNROLLED, Clock, unrolled_loss

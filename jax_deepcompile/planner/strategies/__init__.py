@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from jax_deepcompile.planner.strategies.hosts import JoinCollectives, KeepGathered
+from jax_deepcompile.planner.strategies.bucket_collectives import BucketCollectives
+from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
+from jax_deepcompile.planner.strategies.delay_reductions import DelayReductions
+from jax_deepcompile.planner.strategies.join_collectives import JoinCollectives
 from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
-from jax_deepcompile.planner.strategies.layer_loops import DeepenLoops, PipelineLoops
-from jax_deepcompile.planner.strategies.microbatches import DelayReductions, OverlapMicrobatches, UnshardMicrobatches
-from jax_deepcompile.planner.strategies.unrolled import (
-    BucketCollectives,
-    PrefetchGathers,
-    ReduceInOrder,
-    UnshardUnrolled,
-)
+from jax_deepcompile.planner.strategies.keep_gathered import KeepGathered
+from jax_deepcompile.planner.strategies.overlap_microbatches import OverlapMicrobatches
+from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
+from jax_deepcompile.planner.strategies.prefetch import PrefetchGathers
+from jax_deepcompile.planner.strategies.reduce_in_order import ReduceInOrder
 from jax_deepcompile.planner.strategies.unshard import Unshard
+from jax_deepcompile.planner.strategies.unshard_microbatches import UnshardMicrobatches
+from jax_deepcompile.planner.strategies.unshard_unrolled import UnshardUnrolled
 from jax_deepcompile.planner.strategy import Strategy
 
 STRATEGIES: tuple[Strategy, ...] = (

@@ -17,7 +17,7 @@ from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomput
 from jax_deepcompile.planner.residency import Choice, Phases, Places, choose, saved_s, taken_bytes
 from jax_deepcompile.planner.stacks import Stack, every_layer, saved_stacks, saving
 from jax_deepcompile.planner.state_on_host import host_leaves, with_state_on_host
-from jax_deepcompile.planner.strategies.layer_loops import PipelineLoops
+from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers

@@ -1,4 +1,4 @@
-"""Devices that share their host: nothing runs beside a collective, and for each all of them wait; so there are few."""
+"""Devices that share their host: all of them wait for each collective, so there are few."""
 
 from __future__ import annotations
 
@@ -9,30 +9,9 @@ from jax_deepcompile.costs.cost_model import Direction
 from jax_deepcompile.costs.program_time import ranks_per_node
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import Candidate, Environment
-from jax_deepcompile.planner.layers import keep_gathered
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.compute_whole import ComputedWhole
 from jax_deepcompile.transforms.join_collectives import JoinedCollectives
-from jax_deepcompile.transforms.keep_gathered import KeptGathers
-
-
-@dataclass(frozen=True)
-class KeepGathered:
-    """What loops gather again and again stays, as much as fits.
-
-    Attributes:
-      fraction: of the memory that the devices share with all else on their host: for what stays, on all of them.
-    """
-
-    fraction: float = 0.25
-    name: str = "keep_gathered"
-    stage: Stage = Stage.MAIN
-
-    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
-        held_bytes = int(self.fraction * environment.costs.hardware.memory_bytes / base.mesh.size)
-        if kept := keep_gathered(base, held_bytes):
-            plan = best.plan.having(KeptGathers, kept)
-            yield Proposal(plan, f"what loops gather again and again stays, up to {held_bytes / 2**20:.0f} MiB")
 
 
 @dataclass(frozen=True)
