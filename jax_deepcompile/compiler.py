@@ -202,19 +202,20 @@ class Compilation:
         among = f"; the fastest of microbatches: {', '.join(self.tried)}" * (len(self.tried) > 1)
         return planned and replace(planned, measured=self.runs.measured, origin=planned.origin + among)
 
-    def examine(self, in_steps: bool = False) -> None:
+    def examine(self, in_steps: bool = False, assume: bool = False) -> None:
         """Has compiler and simulator look at a plan from elsewhere, as they did at one that was made in this process.
 
         Not in a run of several processes, which may not compile at the same time.
 
         Args:
           in_steps: also at what comes of each kind of decision in turn.
+          assume: also for CPU devices of which nothing is measured.
         """
         context = self.context
         if not processes_of(context.use.mesh).is_alone:
             return
         planned, place = self.planned, (context.use.mesh, context.use.platform)
-        seen = examined(planned, self.sharded, *place, context.options, in_steps)
+        seen = examined(planned, self.sharded, *place, context.options, in_steps, assume)
         if planned is self.runs.fastest:
             self.runs.fastest = seen
         else:

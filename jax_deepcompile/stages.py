@@ -79,10 +79,15 @@ class TracedStep(Summarized):
         """The decisions of every pass."""
         return self.compilation.planned.plan
 
-    def explain(self) -> Explanation:
-        """What was decided and why: fields, which print as text that begins with what one quotes."""
+    def explain(self, assume: bool = False) -> Explanation:
+        """What was decided and why: fields, which print as text that begins with what one quotes.
+
+        Args:
+          assume: whether a step on CPU devices, of which nothing is measured, is simulated by assumed figures; it is
+            compiled for that.
+        """
         self.plan()
-        return explain_compilation(self.compilation)
+        return explain_compilation(self.compilation, assume)
 
     def division(self) -> Division:
         """What every argument is, how state is divided and what is sent, before planning."""
@@ -104,7 +109,7 @@ class TracedStep(Summarized):
           MemoryExceededError: it does not fit.
         """
         kind = self._devices().devices.flat[0].device_kind
-        self.compilation.examine(in_steps=True)
+        self.compilation.examine(in_steps=True, assume=True)
         planned = self.compilation.planned
         shown = ways(planned) or {AFTER: self._simulation()}
         runs = {**(beside or {}), **shown, AFTER: shown[AFTER]}
@@ -207,10 +212,10 @@ def limited(made: Compilation, limit: MemoryLimit) -> LimitedStep:
     return LimitedStep(planned.limit_bytes, expected, expected.peak_bytes)
 
 
-def explain_compilation(made: Compilation) -> Explanation:
-    """What was decided and why, so far."""
+def explain_compilation(made: Compilation, assume: bool = False) -> Explanation:
+    """What was decided and why, so far; see ``TracedStep.explain``."""
     if made.planned_already is not None:
-        made.examine()
+        made.examine(assume=assume)
     planned, launches, mesh = made.planned_already, made.runs.launches, made.context.use.mesh
     achieves = utilisation_of(made.program, mesh)
     return explain(made.program, made.partitioned, made.sharded, made.traced.reasons, mesh, planned, launches, achieves)

@@ -132,7 +132,7 @@ def _shortened(line: str) -> str:
 def size_text(count: float) -> str:
     """Bytes in the unit that suits them."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
+        if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"

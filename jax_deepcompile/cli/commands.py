@@ -67,7 +67,7 @@ def explain(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
         traced = step.trace(*args)
         beside = {} if against is None else {against: other_step(against, step, args, request, cluster, progress)}
         page = traced.page(beside) if beside or files.html is not None else None
-        written, said = files.write(traced, progress, page), str(traced.explain())
+        written, said = files.write(traced, progress, page), str(traced.explain(assume=True))
     difference = Difference.of(page.data["runs"]) if page is not None and beside else None
     own = {} if difference is None else {"against": dataclasses.asdict(difference)}
     against_it = [] if difference is None else ["", *difference.lines()]
@@ -100,10 +100,11 @@ def profile(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
         traced = step.reshard(plan=step.plan(*args), profile=taken).trace(*measured.args)
         traced.compilation.runs.measured = taken.step
         run = measured.measured_run(simulated(traced)) if files.html else None
-        page = traced.page({"measured": run}) if run is not None else None
+        page = traced.page({"one measured run": run}) if run is not None else None
         written = files.write(traced, progress, page, measured.timelines) if files else {}
     entries = f"{len(taken.ops)} ops, {len(taken.collectives)} collectives, {len(taken.copies)} copies to {request.out}"
-    step_s = f"step {1e3 * taken.step.seconds:.3f} ms\n" if taken.step is not None else ""
+    headline = traced.explain(assume=True).headline
+    step_s = f"step {headline.step_text()}\n" if taken.step is not None else ""
     text = "\n".join([step_s + entries, *told(written), *taken.fallbacks()])
     return request.answer(lambda: explained(traced, written, profile=json.loads(taken.to_json())), text)
 

@@ -98,7 +98,7 @@ def explained(traced: TracedStep, written: Mapping[str, str], **own: Any) -> dic
     Of a step that does not fit what is known without a plan.
     """
     try:
-        explanation = traced.explain()
+        explanation = traced.explain(assume=True)
     except errors.MemoryExceededError:
         explanation = explain_compilation(traced.compilation)
     return explanation.to_dict() | own | {"files": [*written]}

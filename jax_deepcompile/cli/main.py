@@ -18,8 +18,8 @@ from jax_deepcompile.runtime.pipes import nobody_reads
 _ABOUT = (
     "Trains JAX train steps fully sharded. `deepcompile COMMAND --help` says what a command takes, such as "
     "`deepcompile compare train.py:make_step --gpu h100 --nodes 4`; `deepcompile --version` says which version this "
-    "is. Exit codes: 0 done, 1 failed, 2 a mistake on the line or in a file, 130 stopped by Ctrl-C, 143 by SIGTERM, "
-    "141 nobody reads any more."
+    "is. Exit codes: 0 done, 1 failed, 2 refused, such as a mistake on the line, 130 stopped by Ctrl-C, 143 by "
+    "SIGTERM, 141 nobody reads any more."
 )
 
 COMMANDS = (

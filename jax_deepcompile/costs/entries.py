@@ -105,6 +105,10 @@ class LinearFit:
     def seconds(self, size_bytes: float) -> float:
         return self.latency_s + size_bytes * self.inverse_bandwidth_s_per_byte
 
+    def __str__(self) -> str:
+        rate = self.inverse_bandwidth_s_per_byte
+        return f"{self.latency_s:.3g} s" + (f" and a second for each {1e-9 / rate:.4g} GB" if rate else "")
+
 
 @dataclass(frozen=True)
 class OpTime:
@@ -140,6 +144,9 @@ class OpTime:
         """Of one execution: the median over devices."""
         return statistics.median(self.per_device_s) if self.per_device_s else None
 
+    def said(self) -> str:
+        return str(self.source) if self.seconds is None else f"{self.seconds:.4g} s"
+
 
 class CollectiveKind(StrEnum):
     """The collectives that are timed, as HLO calls them.
@@ -168,6 +175,9 @@ class CollectiveFit:
     def key(self) -> tuple[str, tuple[str, ...]]:
         return self.kind, self.axes
 
+    def said(self) -> str:
+        return str(self.fit or self.source)
+
 
 class Direction(StrEnum):
     """Between a device's memory and pinned memory of its host."""
@@ -187,6 +197,9 @@ class CopyFit:
     @property
     def key(self) -> str:
         return self.direction
+
+    def said(self) -> str:
+        return str(self.fit or self.source)
 
 
 @dataclass(frozen=True)

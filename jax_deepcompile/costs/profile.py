@@ -22,7 +22,7 @@ from jax_deepcompile.costs.entries import (
     Source,
     StepTime,
 )
-from jax_deepcompile.summary import Summarized, Summary, size_text
+from jax_deepcompile.summary import Branch, Summarized, Summary, size_text
 
 FORMAT = 3
 """Of the JSON text; a change of any field makes it another."""
@@ -62,7 +62,17 @@ class Profile(Summarized):
             ("entries", f"{len(self.ops)} ops, {len(self.collectives)} collectives, {len(self.copies)} copies"),
             ("not measured", "\n".join(self.fallbacks())),
         )
-        return Summary("Profile", rows)
+        return Summary("Profile", rows, tuple(each for each in self._trees() if each.parts))
+
+    def _trees(self) -> Iterator[Branch]:
+        """What each kernel, collective and copy takes; kernels that take most of the step first."""
+        ops = sorted(self.ops, key=lambda op: -(op.seconds or 0.0) * op.executions)
+        kernels = (Branch(op.name, (op.said(), f"{op.executions} a step", op.where)) for op in ops)
+        yield Branch("ops", (f"{len(ops)}",), tuple(kernels))
+        over = (Branch(f"{each.kind} over {', '.join(each.axes)}", (each.said(),)) for each in self.collectives)
+        yield Branch("collectives", (f"{len(self.collectives)}",), tuple(over))
+        copies = (Branch(each.direction, (each.said(),)) for each in self.copies)
+        yield Branch("copies", (f"{len(self.copies)}",), tuple(copies))
 
     def __post_init__(self) -> None:
         for entries in (self.ops, self.collectives, self.copies):

@@ -22,20 +22,27 @@ from jax_deepcompile.transforms import carry_out, in_order
 
 
 def examined(
-    planned: Planned, base: Program, mesh: AnyMesh, platform: str, options: PlanOptions, in_steps: bool = False
+    planned: Planned,
+    base: Program,
+    mesh: AnyMesh,
+    platform: str,
+    options: PlanOptions,
+    in_steps: bool = False,
+    assume: bool = False,
 ) -> Planned:
-    """``planned`` with what compiler and simulator make of it; itself for a CPU of which nothing is measured.
+    """``planned`` with what compiler and simulator make of it.
 
     What a foreign plan says of how it came about is left out, unless it begins with what ``base`` takes here.
 
     Args:
       base: what its plan rewrites.
       in_steps: also of ``base``, and after each kind of decision that changes it, unless that is known.
+      assume: also for a CPU of which nothing is measured.
     """
     is_known, are_steps_known = planned.evaluation is not None, bool(planned.way) or not in_steps
     is_checked = not planned.is_foreign or planned.before_s is not None
     is_assumed = platform == "cpu" and planned.plan.prediction is None and planned.profile is None
-    if is_assumed or not isinstance(mesh, Mesh) or (is_known and are_steps_known and is_checked):
+    if (is_assumed and not assume) or not isinstance(mesh, Mesh) or (is_known and are_steps_known and is_checked):
         return planned
     environment = environment_of(mesh, platform, replace(options, profile=planned.profile))
     undecided = planned.plan.replace(decisions=(), latencies=(), records=(), options=first_options(base, environment))

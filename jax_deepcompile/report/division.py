@@ -103,25 +103,37 @@ class Moved:
     """Collectives of one kind over some axes, or operations that have the batch's values moved, in a step.
 
     Attributes:
-      what: the collective, or the operation and its line.
-      times: how often; 0 where that is not counted.
+      what: the collective, or the operation.
+      times: how often; None where that is not counted.
       bytes: that each device gathers, or has reduced or exchanged.
+      line: the user's ``file:line (function)`` of an operation.
     """
 
     what: str
-    times: int
+    times: int | None
     bytes: float
+    line: str = ""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """Something about a line of the user's, found ``times`` times."""
+    """Something about a line of the user's.
+
+    Attributes:
+      what: the operation, or the annotation.
+      line: the user's ``file:line (function)``.
+      why: what there is to say of it.
+      times: how often it was found.
+    """
 
     what: str
+    line: str
+    why: str
     times: int
 
-    def line(self) -> str:
-        return f"  {self.what}" + f" ({self.times} times)" * (self.times > 1)
+    def text(self) -> str:
+        why, times = f": {self.why}" * bool(self.why), f" ({self.times} times)" * (self.times > 1)
+        return f"  {_at(self.what, self.line)}{why}{times}"
 
 
 @dataclass(frozen=True)
@@ -158,14 +170,14 @@ class Division:
         lines += ["", *self.state.lines(), *self._like_examples()]
         lines += ["", self.microbatches.line()] if self.microbatches is not None else []
         lines += ["", *self._collectives()]
-        moved = [f"  {each.what}: {size_text(each.bytes)} a step" for each in self.moved]
+        moved = [f"  {_at(each.what, each.line)}: {size_text(each.bytes)} a step" for each in self.moved]
         lines += ["", "activations moved between devices:" + " none" * (not moved), *cut(moved)]
-        whole = [each.line() for each in self.whole]
+        whole = [each.text() for each in self.whole]
         nothing = " nothing that could be split" + "; no argument is a batch" * (not self.has_batch)
         lines += ["", "computed whole on every device:" + nothing * (not whole), *cut(whole, names=True)]
         if self.annotations:
             lines += ["", "sharding annotations not followed, as divisions are derived here:"]
-            lines += cut([each.line() for each in self.annotations])
+            lines += cut([each.text() for each in self.annotations])
         return lines
 
     def _like_examples(self) -> list[str]:
@@ -330,27 +342,28 @@ def _executions(jaxpr: Any, trips: int) -> Iterator[tuple[Any, int]]:
 
 
 def _moved_activations(partitioned: Partitioned) -> tuple[Moved, ...]:
-    where: dict[str, float] = defaultdict(float)
+    where: dict[tuple[str, str], float] = defaultdict(float)
     for step, trips in partitioned.layout.walk():
         for atom, fetch in zip(step.eqn.invars, step.fetches, strict=True):
             if fetch.moves_activation:
-                where[_at(step.eqn)] += trips * full_bytes(atom.aval)
-    return tuple(Moved(what, 0, size) for what, size in sorted(where.items(), key=lambda item: -item[1]))
+                where[_place(step.eqn)] += trips * full_bytes(atom.aval)
+    largest_first = sorted(where.items(), key=lambda item: -item[1])
+    return tuple(Moved(what, None, size, line) for (what, line), size in largest_first)
 
 
 def _replicated(partitioned: Partitioned) -> tuple[Noted, ...]:
     """Equations that every device computes whole: for want of a way to split them, or because that moves less."""
-    where: Counter[str] = Counter()
+    where: Counter[tuple[str, str, str]] = Counter()
     for step, _ in partitioned.layout.walk():
         if isinstance(step.how, Split) and step.how.rule.reported and not any(step.how.splits):
-            where[f"{_at(step.eqn)}: {step.how.rule.reported}"] += 1
-    return tuple(Noted(*item) for item in where.items())
+            where[*_place(step.eqn), step.how.rule.reported] += 1
+    return tuple(Noted(*noted, times) for noted, times in where.items())
 
 
 def _whole_products(partitioned: Partitioned) -> tuple[Noted, ...]:
     """Matrix products outside of loops that are not split, though they are a notable part of those; largest first."""
     mesh = partitioned.layout.mesh
-    whole: dict[str, float] = defaultdict(float)
+    whole: dict[tuple[str, str], float] = defaultdict(float)
     total = 0.0
     for step in partitioned.layout.steps if partitioned.program.mesh.size > 1 else ():
         if step.eqn.primitive.name not in PRODUCTS or not isinstance(step.how, Split):
@@ -359,20 +372,24 @@ def _whole_products(partitioned: Partitioned) -> tuple[Noted, ...]:
         flops = work_of(step.eqn).flops / mesh.size_of(axes)
         total += flops
         if not axes:
-            whole[_at(step.eqn)] += flops
-    shares = sorted(((flops / total, text) for text, flops in whole.items() if flops > _NOTABLE * total), reverse=True)
+            whole[_place(step.eqn)] += flops
+    shares = sorted(((flops / total, *at) for at, flops in whole.items() if flops > _NOTABLE * total), reverse=True)
     said = "of products outside of loops; split, it would move more"
-    return tuple(Noted(f"{text}: {share:.0%} {said}", 1) for share, text in shares)
+    return tuple(Noted(what, line, f"{share:.0%} {said}", 1) for share, what, line in shares)
 
 
 def _annotations(partitioned: Partitioned) -> tuple[Noted, ...]:
     """The user's sharding constraints that are not how values are divided here."""
-    where: Counter[str] = Counter()
+    where: Counter[tuple[str, str]] = Counter()
     for layout, _ in partitioned.layout.nested_layouts() if partitioned.layout.mesh.size > 1 else ():
         for eqn, constraint in unmet_annotations(layout):
-            where[f"{constraint} at {line_text(user_line(eqn))}"] += 1
-    return tuple(Noted(*item) for item in where.items())
+            where[str(constraint), user_line(eqn)] += 1
+    return tuple(Noted(what, line, "", times) for (what, line), times in where.items())
 
 
-def _at(eqn: Any) -> str:
-    return f"{eqn.primitive.name} at {line_text(user_line(eqn))}"
+def _place(eqn: Any) -> tuple[str, str]:
+    return eqn.primitive.name, user_line(eqn)
+
+
+def _at(what: str, line: str) -> str:
+    return f"{what} at {line_text(line)}"

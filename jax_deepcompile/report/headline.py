@@ -75,7 +75,7 @@ class Headline:
             ("batch", self._batch()),
             ("cluster", self.cluster),
             ("costs", self.costs),
-            ("step", self._step()),
+            ("step", self.step_text()),
             ("throughput", self._throughput()),
             ("MFU", "" if self.mfu is None else f"{percent_text(self.mfu)} of the bf16 peak ({self.convention})"),
             ("memory", self._memory()),
@@ -89,7 +89,8 @@ class Headline:
             return f"{examples:,} x {tokens:,} tokens, {examples * tokens:,} a step"
         return f"{self.examples:,} examples" if self.examples else "no argument is a batch"
 
-    def _step(self) -> str:
+    def step_text(self) -> str:
+        """Seconds, and how they are known."""
         if self.step_s is None:
             return self.basis
         said = f"{seconds_text(self.step_s)}, {self.basis}"

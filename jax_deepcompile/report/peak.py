@@ -31,6 +31,7 @@ _LOGITS = "logits"
 _RESULTS = "results with memory of their own"
 _TEMPORARIES = "temporaries, of which nothing is known"
 _GAPS = "gaps between blocks, and what XLA assigns otherwise"
+_SHARED = "less what XLA assigns to several of these at once"
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,8 @@ def _temporaries(planned: Planned, program: Program, expected: Prediction, given
         yield block
     results_bytes = evaluation.simulation.memory.output_bytes
     yield Block("", "", _RESULTS, results_bytes, 1)
-    yield Block("", "", _GAPS, left_bytes - results_bytes, 1)
+    left_bytes -= results_bytes
+    yield Block("", "", _GAPS if left_bytes >= 0 else _SHARED, left_bytes, 1)
 
 
 def held_blocks(simulation: Simulation, local: Program, words: frozenset[int]) -> Iterator[Block]:
@@ -192,7 +194,9 @@ def _roles(blocks: list[Block]) -> tuple[Size, ...]:
     for block in blocks:
         lines[block.role][block.line] += block.bytes
     sizes = [Size(role, sum(of.values()), max(of, key=of.__getitem__)) for role, of in lines.items()]
-    return tuple(sorted((each for each in sizes if each.bytes), key=lambda each: (each.role == _GAPS, -each.bytes)))
+    return tuple(
+        sorted((each for each in sizes if each.bytes), key=lambda each: (each.role in (_GAPS, _SHARED), -each.bytes))
+    )
 
 
 def _largest(blocks: list[Block]) -> tuple[Block, ...]:

@@ -137,7 +137,7 @@ def decisions_of(planned: Planned | None) -> Decisions:
     edited = last is not None and expected is not None and last != expected
     first_s = plan.undecided_s if plan.records else planned.before_s
     changes = [_change(record, said(place)) for place, record in enumerate(accepted)]
-    if not plan.records and first_s is not None and expected is not None:
+    if plan.decisions and not plan.records and first_s is not None and expected is not None:
         changes = [Change("plan", "as it was given", first_s, expected.step_s, "", said(None))]
     return Decisions(
         planned.origin,

@@ -290,7 +290,8 @@ def test_what_is_said_is_printed_as_one_json_document(file, capsys):
         assert document["headline"] == found["explain"]["headline"]
         assert document.keys() >= {"headline", "seconds", "memory", "decisions", "division", "files"}
     assert found["explain"]["headline"]["step"] == "step"
-    assert found["explain"]["headline"]["step_s"] is None
+    assert found["explain"]["headline"]["step_s"] == found["explain"]["seconds"]["step_s"] > 0
+    assert found["explain"]["headline"]["costs"] == "assumed figures of a CPU host"
     assert [each["kind"] for each in found["trace"]["division"]["arguments"]] == ["state", "batch"]
     assert "all_gather[" in found["trace"]["jaxpr"]
     assert Plan.from_json(json.dumps(found["plan"])).prediction is None
@@ -335,7 +336,8 @@ def test_profile_measures_on_zeros_where_shapes_are_given(file, tmp_path, capsys
     files = ["--trace", str(trace), "--html", str(page)]
     assert cli.main(["profile", f"{file}:make", "--out", str(out), "--runs", "1", *files]) == 0
     printed = capsys.readouterr().out
-    assert '"name":"measured"' in page.read_text()
+    assert '"name":"one measured run"' in page.read_text()
+    assert re.match(r"step .*s, measured \(.*s simulated\)\n", printed)
     assert "collectives" in printed
     assert f"trace of the measured and the simulated step: {trace} and 7 more, one a device" in printed
     assert Profile.from_json(out.read_text(), "it").step is not None

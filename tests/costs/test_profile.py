@@ -91,6 +91,13 @@ def test_what_is_written_is_read_back(profile: Profile):
     assert Profile.from_json(profile.to_json()) == profile
 
 
+def test_a_notebook_folds_what_each_entry_takes():
+    shown = PROFILE._repr_html_()
+    assert shown.count("<details") == 3
+    assert all(f"<b>{op.name}</b>" in shown for op in PROFILE.ops)
+    assert Profile("", PROFILE.machine)._repr_html_().count("<details") == 0
+
+
 @given(profiles)
 def test_merging_a_profile_with_itself_changes_nothing(profile: Profile):
     assert profile.merge(profile) == profile

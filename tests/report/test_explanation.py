@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -37,6 +38,9 @@ def test_where_nothing_is_compiled_nothing_is_made_up():
     explained = made.explain()
     assert (explained.headline.step_s, explained.headline.mfu, explained.headline.tokens) == (None, None, None)
     assert explained.headline.parameters == 8 * 32 + 32 + 32 * 4 + 4
+    assert (
+        "\n  step        unknown: nothing was compiled to plan it; with cache_dir=, or measure=True, it is" in explained
+    )
     assert explained.seconds.lines() == ["where the time goes: unknown, nothing was compiled to plan the step"]
     assert explained.memory.peak_bytes is None
     assert json.loads(explained.to_json()) == json.loads(json.dumps(dataclasses.asdict(explained)))
@@ -46,6 +50,9 @@ def test_where_nothing_is_compiled_nothing_is_made_up():
     assert "&lt;b&gt;" in shown
     assert repr(explained) == str(explained)
     assert "no such words" not in explained
+    assumed = made.explain(assume=True)
+    assert assumed.headline.step_s == assumed.seconds.step_s == assumed.headline.simulated_s
+    assert sum(each.bytes for each in assumed.memory.roles) == assumed.memory.peak_bytes == assumed.headline.peak_bytes
 
 
 @pytest.mark.pure
@@ -122,3 +129,19 @@ def test_operations_are_called_by_the_users_scopes(op_name: str, said: str):
 def test_lines_of_this_package_are_nobodys():
     assert users_line(f"{deepcompile.__file__}:1") == ""
     assert users_line("/mine/jax_deepcompile/step.py:1") == "/mine/jax_deepcompile/step.py:1"
+
+
+@pytest.mark.pure
+def test_lines_of_yours_are_whole_paths_in_data_and_short_in_text(monkeypatch, tmp_path):
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.sort(x @ w, axis=0)[:3]))(w)
+        return w - grad, loss
+
+    shapes = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    division = deepcompile.shard(step, {"fsdp": 8}).trace(*shapes).division()
+    noted = (*division.moved, *division.whole)
+    assert noted
+    assert {each.line.partition(":")[0] for each in noted} == {__file__}
+    monkeypatch.chdir(Path(__file__).parent)
+    assert [line for line in division.lines() if " at test_explanation.py:" in line]
+    assert {each.times for each in division.moved} <= {None}

@@ -186,8 +186,8 @@ def test_a_page_is_written_and_has_a_short_repr(page, tmp_path):
 @pytest.mark.cpu_mesh
 def test_a_plan_that_was_not_made_here_is_compiled_for_its_page(run):
     found = traced(plan=Plan("")).page({"jit": run})
-    assert [each["name"] for each in found.data["runs"]] == ["jit", "planned"]
-    planned = found.data["runs"][1]
+    assert [each["name"] for each in found.data["runs"]] == ["jit", "as divided", "planned"]
+    planned = found.data["runs"][-1]
     assert planned["figures"]["step_s"] > 0
     assert (
         sum(planned["line_bytes"].values()) == planned["figures"]["peak_bytes"] > planned["line_bytes"][ARGUMENTS] > 0
@@ -195,7 +195,7 @@ def test_a_plan_that_was_not_made_here_is_compiled_for_its_page(run):
     assert min(planned["line_bytes"].values()) >= 0
     assert any("tests/report/pages.py:" in line for line in planned["line_bytes"])
     alone = traced(plan=Plan("")).page().data
-    assert ([each["name"] for each in alone["runs"]], alone["shown"]) == (["planned"], [0, 0])
+    assert ([each["name"] for each in alone["runs"]], alone["shown"]) == (["as divided", "planned"], [1, 0])
     assert alone["device"] == "device"
 
 
@@ -203,7 +203,7 @@ def test_a_plan_that_was_not_made_here_is_compiled_for_its_page(run):
 def test_what_is_not_compiled_may_stand_beside_it():
     found = traced(plan=Plan(""))
     before = deepcompile.simulate(found, found.compilation.context.use.mesh)
-    (first, _) = found.page({"before compilation": before}).data["runs"]
+    first, *_ = found.page({"before compilation": before}).data["runs"]
     assert (first["scheduled"], first["memory"]["live"], first["memory"]["blocks"]) == (False, [], [])
     assert first["line_bytes"] == {}
     assert sum(map(sum, first["lines"].values())) == pytest.approx(first["figures"]["step_s"], abs=1e-8)
@@ -215,7 +215,7 @@ def test_another_step_beside_it_has_figures_of_its_own():
     found, (params, batch) = traced(plan=Plan("")), SHAPES
     twice = jax.ShapeDtypeStruct((2 * batch.shape[0], *batch.shape[1:]), batch.dtype)
     larger = deepcompile.shard(step, {"fsdp": 8}, state_argnums=0, plan=Plan("")).trace(params, twice)
-    other, own = found.page({"larger": larger}).data["runs"]
+    other, _, own = found.page({"larger": larger}).data["runs"]
     examples = [each["figures"]["examples_per_s"] * each["figures"]["step_s"] for each in (other, own)]
     assert examples[0] == pytest.approx(2 * examples[1])
 
