@@ -14,7 +14,8 @@ from jax.extend.random import threefry2x32_p
 
 from jax_deepcompile._jax_compat import gamma_variables, threefry_is_partitionable
 from jax_deepcompile.ir.equation import Equation
-from jax_deepcompile.partition.rules.base import LocalEquation, OpRule, RuleBuilder, replicated_rule
+from jax_deepcompile.partition.rules.base import Dims, LocalEquation, OpRule, RuleBuilder, replicated_rule
+from jax_deepcompile.partition.rules.elementwise import elementwise
 from jax_deepcompile.partition.rules.registry import rule
 
 _WORD = 0xFFFFFFFF
@@ -28,6 +29,8 @@ def random_gamma(eqn: Equation) -> OpRule:
 
     A key is split into one for each of its samples, in order: all ways on each device, which then draws its own.
     """
+    if not _is_threefry(eqn):
+        return replicated_rule(eqn, reported=_NOT_SLICED)
     builder = RuleBuilder()
     keys = builder.dims(eqn.invars[0].aval.shape)
     shape = eqn.outvars[0].aval.shape[len(keys) :]
@@ -44,20 +47,18 @@ def random_gamma(eqn: Equation) -> OpRule:
     return builder.build([keys, [*keys, *drawn]], [[*keys, *drawn]], emit=emit)
 
 
-@rule("random_seed", "random_fold_in", "random_clone")
+@rule("random_seed", "random_clone", "random_fold_in")
 def per_key(eqn: Equation) -> OpRule:
-    """One result a key."""
-    builder = RuleBuilder()
-    shape = eqn.outvars[0].aval.shape
-    dims = builder.dims(shape)
-    return builder.build([dims if var.aval.shape == shape else () for var in eqn.invars], [dims])
+    """One result a key; keys, and numbers that are folded into them, are broadcast as operands of ``add`` are."""
+    is_made_alone = eqn.primitive.name != "random_fold_in" or _is_threefry(eqn)
+    return elementwise(eqn) if is_made_alone else replicated_rule(eqn)
 
 
 @rule("random_split")
 def split_keys(eqn: Equation) -> OpRule:
     """``keys[*k] -> keys[*k, *shape]``: each device splits the keys it has, all ways."""
     builder = RuleBuilder()
-    keys = builder.dims(eqn.invars[0].aval.shape)
+    keys = _keys(builder, eqn)
     return builder.build([keys], [[*keys, *builder.whole_dims(eqn.params["shape"])]])
 
 
@@ -65,9 +66,9 @@ def split_keys(eqn: Equation) -> OpRule:
 def random_bits(eqn: Equation) -> OpRule:
     """``keys[*k] -> bits[*k, *shape]``."""
     builder = RuleBuilder()
-    keys = builder.dims(eqn.invars[0].aval.shape)
+    keys = _keys(builder, eqn)
     shape, width = eqn.params["shape"], eqn.params["bit_width"]
-    sliceable = str(eqn.invars[0].aval.dtype) == "key<fry>" and threefry_is_partitionable()
+    sliceable = _is_threefry(eqn) and threefry_is_partitionable()
     bits = builder.dims(shape) if sliceable else builder.whole_dims(shape)
 
     def emit(local: LocalEquation, key_block: jax.Array):
@@ -78,6 +79,19 @@ def random_bits(eqn: Equation) -> OpRule:
         return [_threefry_block(key_block, shape, block, starts, width)]
 
     return builder.build([keys], [[*keys, *bits]], emit=emit, reported="" if sliceable else _NOT_SLICED)
+
+
+def _is_threefry(eqn: Equation) -> bool:
+    return str(eqn.invars[0].aval.dtype) == "key<fry>"
+
+
+def _keys(builder: RuleBuilder, eqn: Equation) -> Dims:
+    """The dimensions of the keys that are drawn from.
+
+    XLA's generator, given many keys at once, draws for all of them from the first, so that they stay together.
+    """
+    shape = eqn.invars[0].aval.shape
+    return builder.dims(shape) if _is_threefry(eqn) else builder.whole_dims(shape)
 
 
 def _threefry_block(keys, shape, block, starts, bit_width: int) -> jax.Array:

@@ -42,6 +42,19 @@ def test_keys(count, ways):
     check(derived, keys, primitives=["random_fold_in", "random_split", "random_unwrap", "random_wrap"])
 
 
+@examples(3)
+@given(sizes, sizes, st.booleans())
+def test_numbers_folded_into_keys_that_are_broadcast(count, numbers, keys_first):
+    keys = jax.random.split(jax.random.key(0), count)
+
+    def each_with_each(keys, numbers):
+        if keys_first:
+            return jax.vmap(lambda key: jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers))(keys)
+        return jax.vmap(lambda i: jax.vmap(lambda key: jax.random.fold_in(key, i))(keys))(numbers)
+
+    check(each_with_each, keys, np.arange(numbers), primitives=["random_fold_in"])
+
+
 def test_seeds():
     check(lambda seeds: jax.vmap(jax.random.key)(seeds), np.arange(8), primitives=["random_seed"])
 

@@ -154,6 +154,16 @@ def folded_in(key, shape):
     return jax.vmap(lambda key: jax.random.uniform(key, shape[1:]))(keys)
 
 
+def folded_in_twice(key, shape):
+    keys = jax.random.split(key, shape[0])
+    pairs = jax.vmap(lambda key: jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(shape[1])))(keys)
+    return jax.random.uniform(pairs[0, 0], shape) + jax.vmap(jax.vmap(jax.random.uniform))(pairs)
+
+
+def gamma_for_each_example(key, shape):
+    return jax.vmap(lambda key: jax.random.gamma(key, 2.0, shape[1:]))(jax.random.split(key, shape[0]))
+
+
 def from_key_data(key, shape):
     return jax.random.uniform(jax.random.wrap_key_data(jax.random.key_data(key), impl=jax.random.key_impl(key)), shape)
 
@@ -164,8 +174,12 @@ def from_key_data(key, shape):
         ("threefry2x32", bernoulli),
         ("threefry2x32", for_each_example),
         ("threefry2x32", folded_in),
+        ("threefry2x32", folded_in_twice),
         ("rbg", bernoulli),
         ("rbg", from_key_data),
+        ("rbg", for_each_example),
+        ("rbg", gamma_for_each_example),
+        ("unsafe_rbg", folded_in_twice),
     ],
 )
 def test_steps_draw_what_they_draw_on_one_device(impl, draw):
