@@ -16,7 +16,7 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
     known = loop.config.get("known_trip_count", {}).get("n")
     if known is not None:
         return int(known)
-    condition = _steps(module, (loop.attribute("condition") or "").removeprefix("%"))
+    condition = _steps(module, module.condition(loop).name)
     directions = [step.attribute("direction") for step in condition if step.opcode == "compare"]
     bounds = [step for step in condition if _is_count(step)] or list(_carried_counts(module, loop, condition))
     if directions not in (["LT"], ["LE"]) or len(bounds) != 1:

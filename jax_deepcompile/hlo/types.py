@@ -249,6 +249,10 @@ class Module:
         """The computation that a fusion, call, while or wrapped asynchronous operation runs."""
         return self.computations[instruction.called_body]
 
+    def condition(self, loop: Instruction) -> Computation:
+        """What a while runs to know whether to go on."""
+        return self.computations[(loop.attribute("condition") or "").removeprefix("%")]
+
     def source(self, instruction: Instruction) -> str:
         """The user's ``file:line`` that ``instruction`` came from; empty if unknown."""
         found = _SOURCE.search(instruction.attributes)

@@ -7,8 +7,11 @@ waits for compute before it can go on. There each collective is given its share 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jax_deepcompile.costs.simulation import Event, Simulation
 from jax_deepcompile.costs.streams import Queue
+from jax_deepcompile.hlo.types import Module
 from jax_deepcompile.lowering.latencies import Latency
 
 
@@ -28,8 +31,17 @@ def scheduler_latencies(simulation: Simulation, at_a_time: int = 1, scale: float
             return lasts_s
         return lasts_s * scale * (shares.get(event.loop, 1.0) if at_a_time == 1 else _SHARING)
 
-    latencies = {event.name: round(1e6 * latency_s(event), 3) for event in simulation.timeline}
+    latencies = dict.fromkeys(_conditions(simulation.module), 0.0)
+    latencies |= {event.name: round(1e6 * latency_s(event), 3) for event in simulation.timeline}
     return tuple(Latency(name, microseconds) for name, microseconds in sorted(latencies.items()))
+
+
+def _conditions(module: Module | None) -> Iterator[str]:
+    """The kernels of loops' conditions, which take no time that counts; XLA warns of those that it is not told of."""
+    for computation in module.computations.values() if module is not None else ():
+        for loop in computation.instructions:
+            if loop.opcode == "while":
+                yield from (each.name for each in module.condition(loop).instructions if each.opcode == "fusion")
 
 
 _SHARING = 1.9

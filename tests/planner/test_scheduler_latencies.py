@@ -17,6 +17,7 @@ from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.lowering.compile import combiner_options, compile_options, double_buffering
 from jax_deepcompile.lowering.latencies import Latency, latency_options
 from jax_deepcompile.planner.scheduler_latencies import scheduler_latencies
+from tests.costs.snippets import BODY, COSTS, WHILE, module
 from tests.planner.situations import NO_MEMORY
 
 
@@ -50,6 +51,21 @@ def test_a_loop_with_less_compute_than_communication_shares_it_out():
 @pytest.mark.pure
 def test_a_loop_around_other_loops_is_told_as_it_is():
     assert told(simulated(1.0, 4.0, innermost=False)) == {"fusion": 1.0, "gather": 2.0, "outside": 2.0}
+
+
+@pytest.mark.pure
+def test_kernels_of_conditions_take_nothing():
+    fused = """%less (p: s32[], q: s32[]) -> pred[] {
+  %p = s32[] parameter(0)
+  %q = s32[] parameter(1)
+  ROOT %lt = pred[] compare(%p, %q), direction=LT
+}
+"""
+    asking = BODY.replace(
+        "ROOT %lt = pred[] compare(%j, %bound), direction=LT",
+        "ROOT %asked = pred[] fusion(%j, %bound), kind=kLoop, calls=%less",
+    )
+    assert told(simulate(module(WHILE, fused, asking), COSTS)) == {"asked": 0.0, "start": 0.5, "copy": 0.5}
 
 
 @pytest.mark.pure
