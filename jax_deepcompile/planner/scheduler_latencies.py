@@ -31,14 +31,14 @@ def scheduler_latencies(simulation: Simulation, at_a_time: int = 1, scale: float
             return lasts_s
         return lasts_s * scale * (shares.get(event.loop, 1.0) if at_a_time == 1 else _SHARING)
 
-    latencies = dict.fromkeys(_conditions(simulation.module), 0.0)
+    latencies = {} if simulation.module is None else dict.fromkeys(_conditions(simulation.module), 0.0)
     latencies |= {event.name: round(1e6 * latency_s(event), 3) for event in simulation.timeline}
     return tuple(Latency(name, microseconds) for name, microseconds in sorted(latencies.items()))
 
 
-def _conditions(module: Module | None) -> Iterator[str]:
+def _conditions(module: Module) -> Iterator[str]:
     """The kernels of loops' conditions, which take no time that counts; XLA warns of those that it is not told of."""
-    for computation in module.computations.values() if module is not None else ():
+    for computation in module.computations.values():
         for loop in computation.instructions:
             if loop.opcode == "while":
                 yield from (each.name for each in module.condition(loop).instructions if each.opcode == "fusion")
