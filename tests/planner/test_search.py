@@ -314,7 +314,7 @@ def test_where_a_schedule_misses_what_is_attainable_others_are_tried(monkeypatch
     kernel = SimpleNamespace(name="fusion", start_s=0.0, end_s=2e-3, stream=Stream.COMPUTE)
 
     def made_up(plan, step_s):
-        simulation = SimpleNamespace(attainable_s=1.0, timeline=(gather, kernel), loops=())
+        simulation = SimpleNamespace(attainable_s=1.0, timeline=(gather, kernel), loops=(), module=None)
         return candidate(program, plan, Prediction(step_s, 1.0, 1.0, step_s - 1.0, 100), simulation)
 
     def scheduled(program, lowered, plan, environment):
@@ -346,7 +346,7 @@ def test_the_best_rejected_is_scheduled_where_what_was_accepted_misses(monkeypat
 
     def made_up(plan, step_s):
         known = plan.replace(latencies=(), options=START.options)
-        simulation = SimpleNamespace(attainable_s=attainable[known], timeline=(gather,), loops=())
+        simulation = SimpleNamespace(attainable_s=attainable[known], timeline=(gather,), loops=(), module=None)
         return candidate(program, plan, Prediction(step_s, 1.0, 1.0, step_s - 1.0, 100), simulation)
 
     def scheduled(program, lowered, plan, environment):
@@ -381,7 +381,7 @@ def test_a_schedule_that_keeps_its_speed_on_slower_networks_is_rather_taken(monk
 
     def made_up(plan, times=1.0):
         step_s = takes[plan.latencies[0].microseconds][times] if plan.latencies else 2.0
-        simulation = SimpleNamespace(attainable_s=1.5, timeline=(gather,), loops=())
+        simulation = SimpleNamespace(attainable_s=1.5, timeline=(gather,), loops=(), module=None)
         return candidate(program, plan, Prediction(step_s, compute_s, 1.0, step_s - 1.0, 100), simulation)
 
     evaluate_as(monkeypatch, lambda base, plan, environment: made_up(plan))
