@@ -73,8 +73,8 @@ def chrome_trace(
       What ``json.dumps`` makes a trace of.
     """
     steps = {f"rank {rank}, {name}": events, **(beside or {})}
-    ranks = {0: rank}
-    processes = [_Process(number, title, ranks.get(number), origins) for number, title in enumerate(steps)]
+    ranks = [rank, *(None for _ in beside or ())]
+    processes = [_Process(number, *each, origins) for number, each in enumerate(zip(steps, ranks, strict=True))]
     rows = [row for process, each in zip(processes, steps.values(), strict=True) for row in process.rows(list(each))]
     return {
         "schemaVersion": 1,
