@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from jax.extend import core as jex
@@ -11,6 +11,8 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import has_side_effects, is_drop_var, new_jaxpr, new_var
 from jax_deepcompile.ir.rewrite import Walk, renamed
 from jax_deepcompile.ir.traversal import variables
+
+T = TypeVar("T")
 
 
 def alike(one, other) -> bool:
@@ -21,6 +23,13 @@ def alike(one, other) -> bool:
 def literal_bits(atom) -> tuple[str, bytes] | None:
     """What tells one literal from another; None for a variable."""
     return (str(atom.aval), np.asarray(atom.val).tobytes()) if isinstance(atom, jex.Literal) else None
+
+
+def paired(these: Iterable, those: Iterable, known: Mapping[Any, T]) -> Iterator[tuple[Any, T]]:
+    """Variables among ``these`` with what is known of their counterparts among ``those``."""
+    for this, that in zip(these, those, strict=True):
+        if isinstance(this, jex.Var) and isinstance(that, jex.Var) and that in known:
+            yield this, known[that]
 
 
 def without_barriers(jaxpr: jex.Jaxpr) -> jex.Jaxpr:

@@ -7,14 +7,12 @@ of a loop.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from jax.extend import core as jex
-
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.dataflow import variables
+from jax_deepcompile.analysis.dataflow import paired, variables
 from jax_deepcompile.analysis.gathers import is_gather_loop
 from jax_deepcompile.analysis.loops import Path, computing_scans
 from jax_deepcompile.analysis.names import phase
@@ -83,10 +81,10 @@ class _Walk:
             if id(eqn) in numbers:
                 inside = (*path, numbers[id(eqn)])
                 around = (*loops, self.program.loop_names.get(inside, ""))
-                self.visit(Scan(eqn).body, dict(_pairs(Scan(eqn).body.invars, eqn.invars, known)), inside, around)
+                self.visit(Scan(eqn).body, dict(paired(Scan(eqn).body.invars, eqn.invars, known)), inside, around)
             elif eqn.primitive.name == "while":
                 body, read = While(eqn).body, eqn.invars[While(eqn).num_cond_consts :]
-                self.visit(body, dict(_pairs(body.invars, read, known)), _UNNAMED, (*loops, ""))
+                self.visit(body, dict(paired(body.invars, read, known)), _UNNAMED, (*loops, ""))
             else:
                 made = _origins(eqn, known)
                 known |= made
@@ -99,13 +97,13 @@ def _origins(eqn: Any, known: Mapping[Any, Origins]) -> dict[Any, Origins]:
     """What results of ``eqn`` are cheaply made of, where that is of known values alone."""
     name, operands = eqn.primitive.name, variables(eqn.invars)
     if name == "optimization_barrier":
-        return dict(_pairs(eqn.outvars, eqn.invars, known))
+        return dict(paired(eqn.outvars, eqn.invars, known))
     if (body := called(eqn)) is not None:
         inner = open_jaxpr(body)
-        inside = dict(_pairs(inner.invars, eqn.invars, known))
+        inside = dict(paired(inner.invars, eqn.invars, known))
         for each in inner.eqns:
             inside |= _origins(each, inside)
-        return dict(_pairs(eqn.outvars, inner.outvars, inside))
+        return dict(paired(eqn.outvars, inner.outvars, inside))
     read = operands[:1] if name in SLICES else operands  # the others say where it is cut
     if not (name in _PASSED_ON or is_gather_loop(eqn)) or not read or any(atom not in known for atom in read):
         return {}
@@ -116,10 +114,3 @@ def _origins(eqn: Any, known: Mapping[Any, Origins]) -> dict[Any, Origins]:
 
 
 _PASSED_ON = CHEAP | SLICES | {"concatenate", "device_put"}
-
-
-def _pairs(these: Sequence, those: Sequence, known: Mapping[Any, Origins]) -> Iterator[tuple[Any, Origins]]:
-    """Each of ``these`` with what is known of its counterpart among ``those``."""
-    for this, that in zip(these, those, strict=True):
-        if isinstance(that, jex.Var) and that in known:
-            yield this, known[that]

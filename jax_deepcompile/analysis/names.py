@@ -18,7 +18,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_function
-from jax_deepcompile.analysis.dataflow import variables
+from jax_deepcompile.analysis.dataflow import paired, variables
 from jax_deepcompile.analysis.gathers import Gather, derived
 from jax_deepcompile.analysis.loops import Loop, Path, computing_scans, loops_in, reduces_gradients
 from jax_deepcompile.ir.paths import parts_of
@@ -111,7 +111,7 @@ def gradient_names(program: Program, path: Path) -> dict[Any, str]:
         if port.role is Role.PARAM and port.path in names and isinstance(atom, jex.Var)
     }
     for eqn, jaxpr in _way_to(program, path):
-        known = known if eqn is None else dict(_pairs(jaxpr.outvars, eqn.outvars, known))
+        known = known if eqn is None else dict(paired(jaxpr.outvars, eqn.outvars, known))
         _spread(jaxpr, known)
     return known
 
@@ -171,15 +171,8 @@ def _inputs_at(program: Program, path: Path) -> dict[Any, str]:
     """For variables in the body of the loop at ``path`` the input of the program that each is cheaply made of."""
     known = dict(zip(open_jaxpr(program.jaxpr).invars, parameter_names(program), strict=True))
     for eqn, jaxpr in _way_to(program, path):
-        known = derived(jaxpr, known if eqn is None else dict(_pairs(jaxpr.invars, eqn.invars, known)))
+        known = derived(jaxpr, known if eqn is None else dict(paired(jaxpr.invars, eqn.invars, known)))
     return known
-
-
-def _pairs(these: Sequence, those: Sequence, known: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
-    """Variables among ``these`` with the names that their counterparts among ``those`` have."""
-    for this, that in zip(these, those, strict=True):
-        if isinstance(this, jex.Var) and isinstance(that, jex.Var) and that in known:
-            yield this, known[that]
 
 
 def _way_to(program: Program, path: Path) -> Iterator[tuple[Any, jex.Jaxpr]]:
@@ -203,14 +196,14 @@ def _made_of(eqn: Any, known: Mapping[Any, str]) -> Iterator[tuple[Any, str]]:
     if not made:
         return
     if name == "optimization_barrier":
-        yield from _pairs(eqn.invars, eqn.outvars, known)
+        yield from paired(eqn.invars, eqn.outvars, known)
     elif name == "cond":
         for inner in Cond(eqn).branches:
-            inside = dict(_pairs(inner.outvars, eqn.outvars, known))
+            inside = dict(paired(inner.outvars, eqn.outvars, known))
             _spread(inner, inside)
-            yield from _pairs(Cond(eqn).operands, inner.invars, inside)
+            yield from paired(Cond(eqn).operands, inner.invars, inside)
     elif name == "scan":
-        yield from _pairs(Scan(eqn).operands.carry, Scan(eqn).results.carry, known)
+        yield from paired(Scan(eqn).operands.carry, Scan(eqn).results.carry, known)
     elif len(eqn.outvars) == 1 and name not in NONLOCAL:
         operands: list[Any] = variables(eqn.invars)
         for atom in operands:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import jax
-import numpy as np
 
 from jax_deepcompile import errors
 from jax_deepcompile.cli.files import NO_FILES, Files, explained, told
 from jax_deepcompile.cli.options import HERE, Cluster
+from jax_deepcompile.cli.sizes import BLOCK, Shaped, Size, Sizes, largest
 from jax_deepcompile.cli.steps import StepRequest, sharded_step
 from jax_deepcompile.planner.state_on_host import argument_bytes
 from jax_deepcompile.report.headline import simulated_text
@@ -25,35 +21,6 @@ from jax_deepcompile.step import ShardedStep
 _SHARES = (0.75, 0.5, 0.35, 0.25)
 """Of the memory that a step takes which may take what it likes."""
 _ANY_BYTES = 1 << 50
-_PLANS = 6
-"""Sizes that are planned, at most, to find the largest that fits."""
-_NEAR = 1.125
-"""How many times as large what does not fit may be."""
-_TIMES, _MOST_TIMES = 4, 64
-"""As large, at least and at most, is what is tried next while all fit."""
-_BLOCK = 64
-"""Sequences are as long as a multiple of this; tokens may be one more than what is learned from."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """A size of the batch that was planned.
-
-    Attributes:
-      examples: of all devices.
-      length: of every example; 0 where batches have no sequences.
-      state_bytes: of device memory, that no size changes.
-      takes: under the limit.
-    """
-
-    examples: int
-    length: int
-    state_bytes: int
-    takes: LimitedStep
-
-    @property
-    def fits(self) -> bool:
-        return self.takes.fits is not None
 
 
 @dataclass(frozen=True)
@@ -103,8 +70,8 @@ def _takes(step: LimitedStep) -> str:
 def fit(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FILES) -> str:
     """Finds the largest batch and the longest sequence that train, and what a step takes under ever less memory.
 
-    All of it is planned and simulated, a dozen plans or so; which size is next is estimated from the last one. Files
-    show the step as it is given.
+    All of it is planned and simulated, a dozen plans or so, but sizes on the way that fit without a plan; which size is
+    next is estimated from the last one. Files show the step as it is given.
     """
     files.check(request.out)
     with Progress(f"fit {request.step}") as progress:
@@ -128,99 +95,33 @@ def what_fits(step: ShardedStep, args: tuple, what: str) -> Fit:
     batch = [place for place in range(len(args)) if place in traced.compilation.signature.batch]
     if not batch:
         raise errors.StepSpecError(what, "it has no batch to try sizes of; batch_argnums= names it")
-    shaped, given_bytes, devices = _Shaped(args, tuple(batch)), argument_bytes(traced.sharded), step.mesh.size
-
-    def tried(examples: int, length: int) -> Size:
-        with Progress(f"{examples:,} examples" + f" of {length:,}" * bool(length)):
-            return Size(examples, length, given_bytes, _limited(step.trace(*shaped.of(examples, length)), what))
-
-    examples, length, notes = shaped.examples, shaped.length, []
-    given = tried(examples, length)
+    _require_limit(traced, what)
+    sizes = Sizes(step, Shaped(args, tuple(batch)), argument_bytes(traced.sharded))
+    examples, length, notes = sizes.shaped.examples, sizes.shaped.length, []
+    given = sizes.planned(examples, length)
+    limit = given.takes.limit_bytes
     parts = traced.compilation.context.options.microbatches
     assert isinstance(parts, int), "of several numbers of microbatches one was chosen"
-    sizes = _largest(given, examples, devices * parts, lambda count: tried(count, length))
-    lengths: tuple[Size, ...] = ()
+    found = largest(given, examples, step.mesh.size * parts, lambda count: sizes.tried(count, length, limit))
+    batches, lengths = tuple(map(sizes.whole, found)), ()
     if length:
         try:
-            block = _BLOCK if length % _BLOCK == 0 else 1
-            lengths = _largest(given, length, block, lambda count: tried(examples, count))
+            block = BLOCK if length % BLOCK == 0 else 1
+            found = largest(given, length, block, lambda count: sizes.tried(examples, count, limit))
+            lengths = tuple(map(sizes.whole, found))
         except (TypeError, ValueError) as error:
             first = next(iter(str(error).splitlines()), type(error).__name__)
             notes.append(f"the step takes no other sequence length: {first}")
     with Progress("with ever less memory"):
-        needed = limited(traced.compilation, _ANY_BYTES)
+        is_scarce = given.takes.needed_bytes > given.takes.limit_bytes / 2
+        needed = limited(traced.compilation, _ANY_BYTES) if is_scarce else given.takes
         everything = dataclasses.replace(needed, limit_bytes=needed.needed_bytes)
         limits = [math.ceil(share * everything.limit_bytes) for share in _SHARES]
         curve = traced.memory_curve([everything, given.takes, *limits])
-    return Fit(devices, given, sizes, lengths, curve, tuple(notes))
+    return Fit(step.mesh.size, given, batches, lengths, curve, tuple(notes))
 
 
-def _limited(traced: TracedStep, what: str) -> LimitedStep:
+def _require_limit(traced: TracedStep, what: str) -> None:
     options, platform = traced.compilation.context.options, traced.compilation.context.use.platform
     if platform == "cpu" and options.memory_limit is None:
         raise errors.NothingSimulatedError(what, traced.mesh.size, platform)
-    return limited(traced.compilation, options.memory_limit)
-
-
-def _largest(given: Size, count: int, unit: int, tried: Callable[[int], Size]) -> tuple[Size, ...]:
-    """The largest count that fits, in multiples of ``unit``, and the smallest that was seen not to.
-
-    Args:
-      given: what ``count`` takes.
-      tried: what others take.
-    """
-    good, bad = ((count, given), None) if given.fits else (None, (count, given))
-    too_large = [(0, given.state_bytes), *([] if given.fits else [(count, given.takes.needed_bytes)])]
-    for _ in range(_PLANS):
-        least = (good[0] // unit + 1) * unit if good else unit
-        most = (bad[0] - 1) // unit * unit if bad else _MOST_TIMES * least
-        if least > most or (good and bad and bad[0] <= _NEAR * good[0]):
-            break
-        guess = _beyond(*good) if good and not bad else _between(*too_large[-2:], given.takes.limit_bytes)
-        count = min(max(int(guess) // unit * unit, int(_NEAR * least) // unit * unit), most)
-        size = tried(count)
-        good, bad = ((count, size), bad) if size.fits else (good, (count, size))
-        too_large += [] if size.fits else [(count, size.takes.needed_bytes)]
-    return tuple(each[1] for each in (good, bad) if each is not None)
-
-
-def _beyond(count: int, size: Size) -> float:
-    """What may fit, by what does; that may have taken more memory than it had to, because that was there."""
-    room_bytes, used_bytes = (each - size.state_bytes for each in (size.takes.limit_bytes, size.takes.needed_bytes))
-    return count * max(_TIMES, room_bytes / max(used_bytes, 1))
-
-
-def _between(one: tuple[int, int], other: tuple[int, int], limit_bytes: int) -> float:
-    """What may fit: on the line through two sizes, which no plan could make smaller."""
-    bytes_each = (other[1] - one[1]) / (other[0] - one[0])
-    return other[0] - (other[1] - limit_bytes) / bytes_each if bytes_each > 0 else 0.0
-
-
-class _Shaped:
-    """A call's arguments as shapes, of any batch.
-
-    Attributes:
-      examples, length: as they were given; ``length`` is 0 where not all arrays of whole numbers are as long.
-    """
-
-    def __init__(self, args: tuple, batch: Sequence[int]) -> None:
-        self._args, self._batch = args, batch
-        leaves = [leaf for place in batch for leaf in jax.tree.leaves(args[place]) if np.ndim(leaf)]
-        self.examples = leaves[0].shape[0]
-        lengths = {leaf.shape[1] for leaf in leaves if leaf.ndim > 1 and np.issubdtype(leaf.dtype, np.integer)}
-        given = lengths.pop() if len(lengths) == 1 else 0
-        self._more = 1 if given > 1 and (given - 1) % _BLOCK == 0 else 0
-        self.length = given - self._more
-
-    def of(self, examples: int, length: int) -> tuple:
-        """With so many examples, so long each."""
-
-        def shaped(leaf: Any) -> Any:
-            shape = list(np.shape(leaf))
-            if shape:
-                shape[0] = shape[0] * examples // self.examples
-            if self.length and len(shape) > 1 and shape[1] == self.length + self._more:
-                shape[1] = length + self._more
-            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype) if shape else leaf
-
-        return tuple(jax.tree.map(shaped, arg) if place in self._batch else arg for place, arg in enumerate(self._args))

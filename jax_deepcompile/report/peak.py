@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import reached_from, variables
+from jax_deepcompile.analysis.first_use import lines_of_first_use
 from jax_deepcompile.analysis.gathers import derived, size_bytes
 from jax_deepcompile.costs.held import Content, Holds, held_at_peak
 from jax_deepcompile.costs.simulation import Simulation
@@ -49,7 +50,7 @@ class Block:
 
     Attributes:
       what: an argument's path, or the operation that makes it.
-      line: the user's ``file:line``; empty for arguments, and if unknown.
+      line: the user's ``file:line``, of an argument the first that computes with it; empty if unknown.
       role: as of ``Size``.
       bytes: of all ``count`` blocks.
     """
@@ -110,7 +111,7 @@ def _said(told: Size | Block) -> str:
 def peak_memory_of(program: Program, sharded: Program, planned: Planned | None) -> PeakMemory:
     """Of ``program``, in the global view, and as planned, or else ``sharded``, in the local view."""
     local = sharded if planned is None else planned.program
-    blocks = list(_arguments(local))
+    blocks = list(_arguments(local, lines_of_first_use(program)))
     expected = None if planned is None else planned.plan.prediction
     if planned is None or expected is None:
         return PeakMemory(None, None if planned is None else planned.limit_bytes, 0, _roles(blocks), _largest(blocks))
@@ -126,10 +127,10 @@ def peak_memory_of(program: Program, sharded: Program, planned: Planned | None) 
     )
 
 
-def _arguments(local: Program) -> Iterator[Block]:
+def _arguments(local: Program, lines: Mapping[str, str]) -> Iterator[Block]:
     for var, port in zip(open_jaxpr(local.jaxpr).invars, local.inputs, strict=True):
         if port.memory_kind == "device":
-            yield Block(port.path, "", _ARGUMENTS[port.role], size_bytes(var), 1)
+            yield Block(port.path, lines.get(port.path, ""), _ARGUMENTS[port.role], size_bytes(var), 1)
 
 
 def _temporaries(planned: Planned, program: Program, expected: Prediction, given_bytes: int) -> Iterator[Block]:

@@ -11,7 +11,8 @@ import pytest
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
 from jax_deepcompile.cli import main as cli
-from jax_deepcompile.cli.fit import Fit, Size, _largest, _Shaped, _takes, what_fits
+from jax_deepcompile.cli.fit import Fit, _takes, what_fits
+from jax_deepcompile.cli.sizes import Shaped, Size, largest
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.report.memory_curve import LimitedStep, monotone
 from tests.transforms.programs import h100s
@@ -50,7 +51,7 @@ def test_the_largest_that_fits_is_found_by_few_plans(start, most):
         seen.append(count)
         return size(count, most)
 
-    good, bad = _largest(size(start, most), start, 8, tried)
+    good, bad = largest(size(start, most), start, 8, tried)
     assert good.examples <= most < bad.examples
     assert bad.examples <= 1.125 * good.examples + 8
     assert len(seen) == len(set(seen)) <= 6
@@ -58,8 +59,22 @@ def test_the_largest_that_fits_is_found_by_few_plans(start, most):
 
 
 @pytest.mark.pure
+def test_what_grows_faster_than_the_count_is_found_as_soon():
+    seen = []
+
+    def tried(count: int) -> Size:
+        seen.append(count)
+        fits = Prediction(1.0, 1.0, 0.0, 0.0, count**2) if count**2 <= 1_000_000 else None
+        return Size(1, count, 50, LimitedStep(1_000_050, fits, 50 + count**2))
+
+    good, bad = largest(tried(64), 64, 8, tried)
+    assert 1000 / 1.125 <= good.length <= 1000 < bad.length <= 1.125 * good.length
+    assert len(seen) <= 4
+
+
+@pytest.mark.pure
 def test_nothing_fits():
-    (bad,) = _largest(size(64, 0), 64, 8, lambda count: size(count, 0))
+    (bad,) = largest(size(64, 0), 64, 8, lambda count: size(count, 0))
     assert bad.examples == 8
 
 
@@ -86,14 +101,14 @@ def test_less_memory_never_is_faster_and_what_fits_it_is_not_planned_again():
 
 @pytest.mark.pure
 def test_sequences_may_have_a_token_more_than_is_learned_from():
-    shaped = _Shaped(({}, jax.ShapeDtypeStruct((16, 2049), jnp.int32)), (1,))
+    shaped = Shaped(({}, jax.ShapeDtypeStruct((16, 2049), jnp.int32)), (1,))
     assert (shaped.examples, shaped.length) == (16, 2048)
     assert shaped.of(8, 4096)[1].shape == (8, 4097)
 
 
 @pytest.mark.pure
 def test_what_has_no_sequences_has_no_length():
-    shaped = _Shaped(({}, {"x": jnp.ones((16, 8)), "y": jnp.ones(16, jnp.int32), "scale": jnp.float32(1)}), (1,))
+    shaped = Shaped(({}, {"x": jnp.ones((16, 8)), "y": jnp.ones(16, jnp.int32), "scale": jnp.float32(1)}), (1,))
     assert shaped.length == 0
     given = shaped.of(32, 0)[1]
     assert (given["x"].shape, given["y"].shape, given["scale"].shape) == ((32, 8), (32,), ())
