@@ -44,7 +44,7 @@ _SIDE_BY_SIDE = (
     "Keep together what belongs to one example: jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:]) in the place of "
     "jnp.concatenate([a, b]), and h.reshape(-1, 2, *h.shape[1:]) of what is made of it, h[:, 0] for a and h[:, 1] for b"
 )
-_NOT_IN_LOOPS = "Take it out of the loop or branch"
+_NOT_IN_LOOPS = "Take out of the loop or branch what needs all examples, or call what has none inside"
 _EXAMPLES_ALONE = (
     "Make what the loss is a sum or mean over examples of from each example alone (LayerNorm or GroupNorm in the place "
     "of BatchNorm, counts and weights from the batch, no function of a mean)"
@@ -381,7 +381,7 @@ def _refuse_exchanges(jaxpr: jex.Jaxpr, axis: str, length: int) -> None:
             continue
         reason, remedy = "parts of examples would change places", _MIX_BEFORE
         if id(eqn) not in outer:
-            reason, remedy = "a loop or branch of the step goes on with the result", _NOT_IN_LOOPS
+            reason, remedy = "a loop or branch, there or in what is called there, goes on with the result", _NOT_IN_LOOPS
         raise _needed(eqn, length, reason, remedy)
 
 

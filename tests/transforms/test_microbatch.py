@@ -392,4 +392,4 @@ def test_a_statistic_inside_a_loop_of_layers_is_refused():
         return jax.lax.scan(layer, batch, params)[0].sum()
 
     text = refused(loss, params=(3, 16, 16), batch=(32, 16))
-    assert "a loop or branch of the step goes on with the result" in text
+    assert "a loop or branch, there or in what is called there, goes on with the result" in text
