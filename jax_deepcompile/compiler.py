@@ -77,11 +77,8 @@ class Runs:
     compiled: jax.stages.Compiled | None = None
     fastest: Planned | None = None
     """Of the plans that were run to choose one."""
-
-    @property
-    def profile(self) -> Profile | None:
-        """Of what runs, if that was chosen by running it."""
-        return self.fastest and self.fastest.profile
+    profile: Profile | None = None
+    """Of what runs, if that was chosen by running it: later than what it was planned by."""
 
     @cached_property
     def _launches(self) -> Mapping[str, int]:
@@ -200,6 +197,8 @@ class Compilation:
         """``planned``, if anybody asked for it before, with what was measured since."""
         planned = self.runs.fastest or vars(self).get("_simulated")
         among = f"; the fastest of microbatches: {', '.join(self.tried)}" * (len(self.tried) > 1)
+        is_to_run = self.context.options.measure and planned and planned.rivals
+        among += "; the first call of the step runs it and the next best, and takes the fastest" * bool(is_to_run)
         return planned and replace(planned, measured=self.runs.measured, origin=planned.origin + among)
 
     def examine(self, in_steps: bool = False, assume: bool = False) -> None:
@@ -255,8 +254,8 @@ class Compilation:
             runs=_PROFILED_RUNS,
             compiler_options=each[best].plan.compiler_options(),
         )
-        self.runs.fastest = fastest_of(each, seconds, taken.profile, self.context.options)
-        self.runs.measured = taken.profile.step
+        self.runs.fastest = fastest_of(each, seconds, self.context.options)
+        self.runs.profile, self.runs.measured = taken.profile, taken.profile.step
         vars(self).pop("jitted", None)
 
     def compile(self, args: tuple, processes: Alone) -> None:

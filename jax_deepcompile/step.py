@@ -285,15 +285,18 @@ class ShardedStep(Summarized, Generic[P, R]):
         self._last = made
         return agreement(as_written, sharded, leaves, made.traced.program, tolerance)
 
-    def explain(self) -> Explanation:
+    def explain(self, assume: bool = False) -> Explanation:
         """What was decided for the last shapes traced, and why: fields, which print as text.
+
+        Args:
+          assume: as of ``TracedStep.explain``.
 
         Raises:
           NotTracedError: none were.
         """
         if self._last is None:
             raise errors.NotTracedError(self._context.name)
-        return explain_compilation(self._last)
+        return explain_compilation(self._last, assume)
 
     def plot_memory_curve(self, limits: Sequence[MemoryLimit | LimitedStep], ax: Any = None) -> Any:
         """As ``TracedStep.plot_memory_curve``, for the last shapes traced."""
@@ -409,8 +412,8 @@ class BoundStep(Summarized):
         summary = self._step._summary()
         return Summary(summary.title + bound, summary.rows, summary.trees)
 
-    def explain(self) -> Explanation:
-        return self._step.explain()
+    def explain(self, assume: bool = False) -> Explanation:
+        return self._step.explain(assume)
 
     @property
     def mesh(self) -> Mesh | AbstractMesh:

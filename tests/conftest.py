@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test, and quick compilation: set before JAX starts."""
 
+import gc
 import os
 from importlib.metadata import version
 
@@ -28,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--all"):
         settings.register_profile("quick", max_examples=settings.default.max_examples // 2, derandomize=True)
         settings.load_profile("quick")
+
+
+def pytest_collection_finish() -> None:
+    """Collects rarely, and not what is there for good: of a test's time a tenth is spent in looking for cycles."""
+    gc.set_threshold(20_000)
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from jax_deepcompile._jax_compat import open_jaxpr, user_source
+from jax_deepcompile._jax_compat import open_jaxpr, user_function, user_source
 from jax_deepcompile.analysis.dataflow import paired, variables
 from jax_deepcompile.analysis.gathers import derived
 from jax_deepcompile.ir.primitives import Cond, While
@@ -33,7 +33,7 @@ def _uses(jaxpr: Any, given: dict[Any, str]) -> Iterator[tuple[str, str]]:
         inside = [(open_jaxpr(body), operands) for body, operands in zip(bodies(eqn), _operands(eqn), strict=True)]
         for body, operands in inside:
             yield from _uses(body, dict(paired(body.invars, operands, known)))
-        line = "" if inside else user_source(eqn)
+        line = "" if inside or not user_function(eqn) else user_source(eqn)
         yield from ((each, line) for each in read if line)
 
 

@@ -56,7 +56,8 @@ class Options:
       passes: strategies and kinds of decisions to leave out, such as --passes=-unshard,-narrow_stacks.
       plan: file with a plan to carry out instead of making one.
       profile: file with what `deepcompile profile` measured, to plan and simulate by.
-      measure: run the last few plans on the devices of this process, and take the fastest.
+      measure: run the last few plans on the devices of this process, and take the fastest, where the command runs the
+        step, as profile and validate do.
       cache_dir: where plans are kept between runs.
       devices: virtual CPU devices where there is no accelerator; 8 where it is not said.
     """

@@ -87,6 +87,7 @@ _MOVES = frozenset({"bitcast", "broadcast", "constant", "convert", "copy", "dyna
 )
 _ADDS = _MOVES | {"add"}
 _REDUCTIONS = ("reduce-scatter", "all-reduce")
+_PASSED_ON = ("copy", "parameter", "while")
 
 
 @dataclass
@@ -250,14 +251,21 @@ class _Blocks:
         steps = self.module.body(instruction).instructions
         return {each.opcode for each in steps if any(array.dims for _, array in leaves(each.shape))}
 
-    def _maker(self, number: int) -> Instruction:
-        """What made the most of a block; of a stack, what makes each part of it."""
-        order, position = self.schedule.order, self.schedule.position
+    def _maker(self, number: int, around: frozenset[int] = frozenset()) -> Instruction:
+        """What made the most of a block, in a loop if any is; of a stack what makes each part, of a copy the original.
+
+        Args:
+          around: the blocks whose parts are looked for.
+        """
+        order, position, around = self.schedule.order, self.schedule.position, around | {number}
         writers = self.writers.get(number) or [order[position[self.buffers[number].values[0].name]]]
-        maker = max(writers, key=lambda each: bool(each.op_name))
-        if "dynamic-update-slice" not in self._does(maker):
+        in_loops = [each for each in writers if self.schedule.home[each.name] is not self.module.entry]
+        maker = max(in_loops or writers, key=lambda each: bool(each.op_name))
+        if not self._does(maker) & {"copy", "dynamic-update-slice"}:
             return maker
-        made_of = [place for place in self.read_by(maker) if self.block_at.get(place) != number]
+        made_of = [place for place in self.read_by(maker) if self.block_at.get(place) not in around]
         largest = max(made_of, key=lambda place: self.flow.arrays[place].bytes, default=None)
         part = order[position[largest[0]]] if largest else maker
-        return part if part.op_name and part.opcode not in ("parameter", "while") else maker
+        if largest in self.block_at and part.opcode in _PASSED_ON:
+            part = self._maker(self.block_at[largest], around)
+        return part if part.op_name and part.opcode not in _PASSED_ON else maker

@@ -131,13 +131,12 @@ MEASURE = "measure"
 """The strategy of records of plans that were run."""
 
 
-def fastest_of(each: Sequence[Planned], seconds: Sequence[float], profile: Profile, options: PlanOptions) -> Planned:
+def fastest_of(each: Sequence[Planned], seconds: Sequence[float], options: PlanOptions) -> Planned:
     """The program that ran fastest, with a record of all that ran; its plan is kept where plans are.
 
     Args:
       each: the simulated best first, then its rivals.
       seconds: of a step of each, measured.
-      profile: of the fastest.
     """
     best, simulated = min(range(len(each)), key=seconds.__getitem__), each[0].plan
     before = simulated.prediction
@@ -151,7 +150,7 @@ def fastest_of(each: Sequence[Planned], seconds: Sequence[float], profile: Profi
     if options.cache_dir is not None:
         PlanCache(Path(options.cache_dir), Selection.of(options.passes).kinds).store(plan)
     origin = f"{each[best].origin}, the fastest of {len(each)} that were run"
-    return replace(each[best], plan=plan, origin=origin, profile=profile, rivals=(), way=())
+    return replace(each[best], plan=plan, origin=origin, rivals=(), way=())
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,13 @@ class Taken(Summarized):
     timelines: Mapping[int, tuple[Event, ...]] = field(default_factory=dict)
 
     def measured_run(self, simulated: Simulation) -> Simulation | None:
-        """What the first device of this process ran, told as ``simulated`` is, of the same step: on one page with
-        ``traced.page({"measured": taken.measured_run(deepcompile.simulate(traced))})``; None if nothing was traced."""
+        """What the first device of this process ran, told as ``simulated`` is, of the same step, compiled.
+
+        None if nothing was traced. On one page with others, simulated or measured::
+
+            simulated = deepcompile.simulate(traced.lower().compile(), step.mesh)
+            traced.page({"measured": taken.measured_run(simulated)}).write("step.html")
+        """
         return measured_run(self.timelines[min(self.timelines)], simulated) if self.timelines else None
 
     def _summary(self) -> Summary:

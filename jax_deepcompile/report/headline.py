@@ -20,7 +20,10 @@ from jax_deepcompile.report.words import bytes_text, count_text, percent_text, s
 
 _SIMULATED = "simulated of XLA's schedule"
 
-_MEASURABLE = "; with cache_dir=, or measure=True, it is planned by what these CPU devices are measured to take"
+_MEASURABLE = (
+    "; explain(assume=True) compiles and simulates it by assumed figures of a CPU; with cache_dir=, or "
+    "measure=True, it is planned by what these CPU devices are measured to take"
+)
 
 _WHOLE = 1000
 """From here on rates have no decimals."""
@@ -93,12 +96,12 @@ class Headline:
         """Seconds, and how they are known."""
         if self.step_s is None:
             return self.basis
-        said = f"{seconds_text(self.step_s)}, {self.basis}"
-        if self.simulated_s is not None and self.simulated_s != self.step_s:
-            said += f" ({seconds_text(self.simulated_s)} simulated)"
+        said, gained = f"{seconds_text(self.step_s)}, {self.basis}", ""
         if self.before_s and self.simulated_s and self.before_s != self.simulated_s:
-            said += f"; {self.before_s / self.simulated_s:.2f}x as fast as before planning"
-        return said
+            gained = f"{self.before_s / self.simulated_s:.2f}x as fast as before planning"
+        if self.simulated_s is None or self.simulated_s == self.step_s:
+            return f"{said}; {gained}" if gained else said
+        return f"{said}; simulated {seconds_text(self.simulated_s)}" + f", {gained} as simulated" * bool(gained)
 
     def _throughput(self) -> str:
         each = ((self.tokens_per_s, "tokens"), (self.examples_per_s, "examples"))

@@ -101,7 +101,8 @@ def closing(summary: Summary, folder: Path, target: str) -> str:
         f"compiled in {summary.compile_s:.1f} s",
         f"{'unigram entropy':<17}{in_nats_and_bits(summary.unigram_entropy)}",
         f"{'final loss':<17}{in_nats_and_bits(summary.final_loss)}, "
-        f"{_distance(summary.unigram_entropy - summary.final_loss)} the entropy",
+        f"{_distance(summary.unigram_entropy - summary.final_loss)} the entropy; the mean of the last "
+        f"{min(summary.steps, _MEAN_OVER_STEPS)} steps",
     ]
     if summary.held_out_loss is not None:
         lines.append(f"{'held-out loss':<17}{in_nats_and_bits(summary.held_out_loss)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,21 @@ def test_what_ran_is_said(measured):
     fastest = min(ran, key=lambda record: record.wall_s)
     assert fastest.accepted
     assert fastest.reason == f"measured {fastest.wall_s:.4g} s"
+
+
+def test_simulated_figures_stay_those_that_it_was_planned_by(measured):
+    headline = measured[0].explain().headline
+    assert "kernels" not in headline.costs
+    assert re.fullmatch(
+        r"[\d.]+ \w+, measured; simulated [\d.]+ \w+, [\d.]+x as fast as before planning as simulated",
+        headline.step_text(),
+    )
+
+
+def test_before_the_first_call_nothing_is_measured_which_is_said(measured):
+    state = measured[1]
+    text = measured[0].reshard(cache_dir=None).trace(state, BATCH).explain()
+    assert "the first call of the step runs it and the next best, and takes the fastest" in text
 
 
 def test_the_profile_has_it_and_nothing_runs_again(measured):

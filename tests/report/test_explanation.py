@@ -38,9 +38,7 @@ def test_where_nothing_is_compiled_nothing_is_made_up():
     explained = made.explain()
     assert (explained.headline.step_s, explained.headline.mfu, explained.headline.tokens) == (None, None, None)
     assert explained.headline.parameters == 8 * 32 + 32 + 32 * 4 + 4
-    assert (
-        "\n  step        unknown: nothing was compiled to plan it; with cache_dir=, or measure=True, it is" in explained
-    )
+    assert "\n  step        unknown: nothing was compiled to plan it; explain(assume=True) compiles" in explained
     assert explained.seconds.lines() == ["where the time goes: unknown, nothing was compiled to plan the step"]
     assert explained.memory.peak_bytes is None
     assert json.loads(explained.to_json()) == json.loads(json.dumps(dataclasses.asdict(explained)))

@@ -36,6 +36,8 @@ from tests.report.pages import SHAPES, data_of, step, traced
 
 pytestmark = pytest.mark.pure
 
+SHAPES_OF_LAYERS = {"embed": (64,), "layers": (64, 64)}
+
 HOSTILE = "</script><script>alert(1)</script><!-- ' \" & \u2028"
 LINE = 'metadata={op_name="step/dot_general" source_file="train.py" source_line=7}'
 
@@ -128,6 +130,26 @@ def test_blocks_are_for_what_explain_says_at_the_peak_of_unrolled_layers():
         drawn[block.role] += block.bytes * (block.begin_s <= peak < block.end_s)
     assert +drawn == +said
     assert {"logits", "kept for the backward pass", "gathered from other devices"} <= (+drawn).keys()
+
+
+@pytest.mark.cpu_mesh
+def test_what_layers_begin_with_is_of_the_layers_which_make_all_but_the_first():
+    def step(params, tokens):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w), None
+
+        def loss(params):
+            x = params["embed"][tokens]
+            return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params["layers"])[0] ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = {name: jax.ShapeDtypeStruct((64, *shape), jnp.float32) for name, shape in SHAPES_OF_LAYERS.items()}
+    found = deepcompile.shard(step, {"fsdp": 8}, state_argnums=0).trace(params, jax.ShapeDtypeStruct((16, 512), int))
+    run = deepcompile.simulate(found.lower().compile(), found.compilation.context.use.mesh)
+    kept = [each for each in held_at_peak(run.module, run.memory, batch_of(found.program)) if each.holds == Holds.KEPT]
+    assert kept[0].dims == (64, 2, 512, 64)
+    assert "/while/body/" in kept[0].op_name
 
 
 def test_a_program_that_is_not_compiled_has_no_blocks(run):

@@ -20,7 +20,8 @@ from jax_deepcompile.report.words import line_text, users_line
 WITHIN = " in a node"
 
 REST = "first trips of loops, and what ends after the last kernel"
-"""The seconds of a step that no line has."""
+UNRECORDED = "waits for what nobody recorded"
+"""The seconds that no line has, of a step that was simulated and of one that was measured."""
 
 NO_LINE = "no line of yours"
 
@@ -108,7 +109,7 @@ def line_seconds(run: Run) -> dict[str, list[float]]:
             seconds[sources[event.name]][0] += event.trips * (event.end_s - event.start_s)
     for wait in simulation.waits:
         seconds[sources.get(wait.name, NO_LINE)][1] += wait.trips * (wait.end_s - wait.start_s)
-    seconds[REST][1] = simulation.step_s - sum(map(sum, seconds.values()))
+    seconds[UNRECORDED if simulation.is_measured else REST][1] = simulation.step_s - sum(map(sum, seconds.values()))
     return {line: [round(each, 9) for each in both] for line, both in seconds.items()}
 
 

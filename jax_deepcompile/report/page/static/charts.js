@@ -129,7 +129,7 @@ function memoryChart(runs) {
   const step = niceStep(top);
   const made = chart("memory", 340, [taken, ...curves, limit, selection()], {
     splits: () => Array.from({ length: Math.floor(top / step) + 1 }, (_, place) => place * step),
-    values: (u, splits) => splits.map(bytesText), grid: { stroke: () => style("--line"), width: 1 },
+    values: (u, splits) => splits.map((bytes) => (top > 2 ? bytesText(bytes) : "")), grid: { stroke: () => style("--line"), width: 1 },
   }, [0, top]);
   made.find = (time, value) => {
     for (let at = blocks.starts.length - 1; at >= 0; at--) {

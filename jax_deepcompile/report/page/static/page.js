@@ -154,7 +154,7 @@ function legends(runs) {
   const categories = new Set(lanes.flatMap((lane) => lane.items.map((item) => item.category)));
   legend("timeline-legend", [...categories].map((each) => [each === "exposed" ? "exposed: compute waits" : each, colourOf(each)]));
   const roles = [...new Set(runs[0].blocks.items.map((item) => (isArgument(item.category) ? "arguments and results" : item.category)))];
-  const curves = runs.map((run, place) => [`needed, ${"AB"[place]} ${run.name}`, style("--ink"), place ? "stroke dashed" : "stroke"]);
+  const curves = runs.map((run, place) => [run.measured ? `${"AB"[place]} ${run.name}: no memory is measured` : `needed, ${"AB"[place]} ${run.name}`, style("--ink"), place ? "stroke dashed" : "stroke"]);
   const limit = page.limit_bytes ? [[`memory limit ${bytesText(page.limit_bytes)}${isLimitDrawn(runs) ? "" : ", higher than is drawn"}`, style("--limit"), "stroke dashed"]] : [];
   legend("memory-legend", [...roles.map((each) => [each, colourOf(each === "arguments and results" ? RESULTS : each)]), ...curves, ...limit]);
 }
@@ -182,7 +182,7 @@ function draw() {
 
 function start() {
   const measured = page.runs.filter((run) => run.measured).map((run) => run.name).join(", "), others = measured ? "all other" : "all";
-  const said = [page.devices, `plan: ${page.origin}`, measured && `run ${measured}: its seconds are measured`];
+  const said = [page.devices, `plan: ${page.origin}`, measured && `run ${measured}: seconds of it are measured`];
   if (page.runs.every((run) => run.scheduled)) said.push(`${others} seconds are simulated from XLA's schedule`);
   document.getElementById("origin").textContent = said.filter(Boolean).join(" · ");
   page.shown.forEach((run, place) => {
