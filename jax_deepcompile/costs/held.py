@@ -266,6 +266,6 @@ class _Blocks:
         made_of = [place for place in self.read_by(maker) if self.block_at.get(place) not in around]
         largest = max(made_of, key=lambda place: self.flow.arrays[place].bytes, default=None)
         part = order[position[largest[0]]] if largest else maker
-        if largest in self.block_at and part.opcode in _PASSED_ON:
+        if largest and largest in self.block_at and part.opcode in _PASSED_ON:
             part = self._maker(self.block_at[largest], around)
         return part if part.op_name and part.opcode not in _PASSED_ON else maker

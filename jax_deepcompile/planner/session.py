@@ -228,7 +228,8 @@ def environment_of(mesh: Mesh, platform: str, options: PlanOptions) -> Environme
     is_known = known_hardware(mesh.devices.flat[0].device_kind) and costs.hardware is not CPU_HOST
     own_bytes = costs.hardware.memory_bytes if is_known else None  # virtual CPU devices share the host's
     device_bytes = limit_bytes(options.memory_limit, own_bytes, allocator_bytes)
-    host_bytes = host_limit_bytes(options.host_memory_limit, host_bytes_of(mesh)) if platform == "cuda" else 0
+    has_host = platform == "cuda" and has_host_memory(mesh)
+    host_bytes = host_limit_bytes(options.host_memory_limit, host_bytes_of(mesh)) if has_host else 0
     return Environment(mesh, platform, costs, device_bytes, host_bytes)
 
 

@@ -157,6 +157,13 @@ def test_a_step_may_take_of_the_hosts_memory_as_of_the_devices(monkeypatch, plat
     assert session.environment_of(mesh, platform, options).host_bytes == expected  # pyright: ignore
 
 
+def test_a_limit_is_of_no_use_where_devices_have_no_memory_of_their_host(monkeypatch):
+    _, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
+    monkeypatch.setattr(session, "has_host_memory", lambda mesh: False)
+    options = session.PlanOptions(host_memory_limit="100GiB")
+    assert session.environment_of(mesh, "cuda", options).host_bytes == 0  # pyright: ignore
+
+
 def test_what_is_compiled_is_kept_beside_the_plans_whatever_the_plan_is(tmp_path, monkeypatch):
     kept: list = []
     monkeypatch.setattr(session, "_keep_executables", lambda cache, mesh: kept.append(cache.directory))
