@@ -381,10 +381,8 @@ def _refuse_exchanges(jaxpr: jex.Jaxpr, axis: str, length: int) -> None:
             continue
         reason, remedy = "parts of examples would change places", _MIX_BEFORE
         if id(eqn) not in outer:
-            reason, remedy = (
-                "a loop or branch, there or in what is called there, goes on with the result",
-                _NOT_IN_LOOPS,
-            )
+            reason = "a loop or branch, there or in what is called there, goes on with the result"
+            remedy = _NOT_IN_LOOPS
         raise _needed(eqn, length, reason, remedy)
 
 
