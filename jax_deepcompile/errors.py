@@ -403,7 +403,7 @@ class MemoryExceededError(DeepCompileError, MemoryError):
     ``largest`` are the temporaries at the peak: bytes, and the line of the step that they stem from. Where
     ``needed_bytes`` are ``argument_bytes`` nothing was compiled: state and batch alone are too much, even with
     ``movable_bytes`` of them on the host. It may take ``host_limit_bytes`` of the host's memory for each device; with
-    ``host_bytes``, if not 0, it would fit.
+    ``host_bytes``, if not 0, it would fit, where the environment says what is ``pinned``.
     """
 
     def __init__(
@@ -415,6 +415,7 @@ class MemoryExceededError(DeepCompileError, MemoryError):
         largest: Sequence[tuple[int, str]] = (),
         host_bytes: int = 0,
         host_limit_bytes: int = 0,
+        pinned: str = "",
         movable_bytes: int = 0,
     ) -> None:
         self.needed_bytes, self.limit_bytes, self.host_bytes = needed_bytes, limit_bytes, host_bytes
@@ -426,7 +427,10 @@ class MemoryExceededError(DeepCompileError, MemoryError):
         raised = f"or raise memory_limit to {_limit(needed_bytes)}"
         if host_bytes:
             more = f"{sized(host_bytes - host_limit_bytes)} more than it is"
-            raised += f", or host_memory_limit to {_limit(host_bytes)} ({more}), for state and activations to be there"
+            raised += (
+                f", or host_memory_limit to {_limit(host_bytes)} ({more}){_pinning(pinned)}, for state and activations "
+            )
+            raised += "to be there"
         if needed_bytes == argument_bytes:
             away = f", with {sized(movable_bytes)} of them on the host" * bool(movable_bytes)
             what = f"""state and batch of {function} alone take {sized(needed_bytes)} a device{away}, {excess}. Use more
@@ -439,12 +443,17 @@ class MemoryExceededError(DeepCompileError, MemoryError):
         super().__init__(f"{what}, {raised}.")
 
 
+def _pinning(pinned: str) -> str:
+    """For XLA to give programs as much of the host's memory."""
+    return f", with {pinned} in the environment" * bool(pinned)
+
+
 class HostMemoryExceededError(DeepCompileError, MemoryError):
-    def __init__(self, function: str, needed_bytes: int, limit_bytes: int) -> None:
+    def __init__(self, function: str, needed_bytes: int, limit_bytes: int, pinned: str = "") -> None:
         self.needed_bytes, self.limit_bytes = needed_bytes, limit_bytes
         super().__init__(f"""{function} takes {sized(needed_bytes)} of the host's memory for each device as the plan has
         it, {needed_bytes - limit_bytes:,} bytes more than the limit of {sized(limit_bytes)}. Raise host_memory_limit to
-        {_limit(needed_bytes)}, or drop the plan, and the step is planned anew.""")
+        {_limit(needed_bytes)}{_pinning(pinned)}, or drop the plan, and the step is planned anew.""")
 
 
 class PlanError(DeepCompileError, ValueError):

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import is_tracing
 from jax_deepcompile.compiler import Compilation, Context, OtherTypes, compile_init
-from jax_deepcompile.costs.devices import as_if_here, machine_of
+from jax_deepcompile.costs.devices import as_if_here, has_host_memory, machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.frontend.arguments import are_plain, free_moved, join_rows, move, refuse_deleted, shapes_only
@@ -23,12 +23,13 @@ from jax_deepcompile.frontend.objects import Creation, holds_objects
 from jax_deepcompile.frontend.roles import Roles
 from jax_deepcompile.frontend.signature import Signature
 from jax_deepcompile.ir.placement import attached
-from jax_deepcompile.ir.program import Port
+from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
 from jax_deepcompile.microbatch_counts import compilation_of
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.planner.limits import MemoryLimit
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.state_on_host import born
 from jax_deepcompile.profilers.agreement import Agreement, agreement, made_up
 from jax_deepcompile.profilers.take import Taken, take_profile
 from jax_deepcompile.report.explanation import Explanation
@@ -140,7 +141,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         creation, mesh, processes = Creation(create_state), self.mesh, self._processes()
         with processes.together():
             program = compile_init(creation, args, kwargs, self._context.use)
-            shardings = [sharding_of(port, program, mesh) for port in self._placed(program.outputs)]
+            shardings = [sharding_of(port, program, mesh) for port in self._placed(program)]
             if not attached(mesh):
                 return creation.finish(jax.tree.unflatten(program.out_tree, abstract_outputs(program, shardings)))
             run, inputs = jax.jit(emit(program, mesh), out_shardings=shardings), jax.tree.leaves((args, kwargs))
@@ -152,15 +153,20 @@ class ShardedStep(Summarized, Generic[P, R]):
                 processes.agree(f"run {what}")
             return creation.finish(jax.tree.unflatten(program.out_tree, run(*inputs)))
 
-    def _placed(self, created: Sequence[Port]) -> Sequence[Port]:
-        """``created``, a state's leaves, in the memory where the last step that was planned for such a one has them."""
+    def _placed(self, program: Program) -> Sequence[Port]:
+        """The leaves of the state that ``program`` creates, in the memory where steps have them.
+
+        That is as the last was planned for such a state; before any was, as the plan that was given says.
+        """
+        created, plan = program.outputs, self._context.options.plan
         for made in reversed(self._compilations.values()):
-            planned = made.planned if self._context.options.plan is not None else made.planned_already
+            planned = made.planned if plan is not None else made.planned_already
             ports = [port for port in planned.program.inputs if port.role.is_state] if planned else []
             if [(port.shape, port.dtype) for port in ports] == [(port.shape, port.dtype) for port in created]:
                 pairs = zip(created, ports, strict=True)
                 return [replace(port, memory_kind=there.memory_kind) for port, there in pairs]
-        return created
+        has_host = isinstance(self.mesh, Mesh) and has_host_memory(self.mesh)
+        return created if plan is None or not has_host else born(program, plan)
 
     def trace(self, *args, **kwargs) -> TracedStep:
         """Traces and partitions the step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import warnings
 from collections import Counter
@@ -90,11 +91,27 @@ def host_bytes_of(mesh: Mesh) -> int:
     if not has_host_memory(mesh):
         return 0
     of_node = max(Counter(map(_node, devices)).values())
-    of_process = max(Counter(device.process_index for device in devices).values())
     own_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // of_node
-    given = os.environ.get(PINNED_GB, "")
-    pinned_bytes = (int(given) if given.isdecimal() else _PINNED_GB) * 10**9 // of_process
+    pinned_bytes = _pinned_gb() * 10**9 // _most_of_a_process(mesh)
     return min(own_bytes, pinned_bytes) >> 30 << 30
+
+
+def to_pin(mesh: AnyMesh, size_bytes: int) -> str:
+    """What the environment has to say for XLA to pin that much of the host's memory for each device of ``mesh``."""
+    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform not in _GPU:
+        return ""
+    needed_gb = math.ceil(size_bytes * _most_of_a_process(mesh) / 10**9)
+    return f"{PINNED_GB}={needed_gb}" if needed_gb > _pinned_gb() else ""
+
+
+def _most_of_a_process(mesh: Mesh) -> int:
+    """Devices of the process that has most of them."""
+    return max(Counter(device.process_index for device in mesh.devices.flat).values())
+
+
+def _pinned_gb() -> int:
+    given = os.environ.get(PINNED_GB, "")
+    return int(given) if given.isdecimal() else _PINNED_GB
 
 
 def has_host_memory(mesh: Mesh) -> bool:

@@ -21,6 +21,7 @@ from jax_deepcompile.analysis.residuals import Residual, residuals
 from jax_deepcompile.analysis.segments import Tape
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.program_time import equation_times
+from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.state_on_host import LAYERS_IN_FLIGHT
 from jax_deepcompile.transforms.keep_activations import activation_names
@@ -41,9 +42,10 @@ class RecomputeRegion:
       layers: how many of each activation there are; as long as the two loops.
       times: how often all that happens in a step.
       copy_s: what copying each activation takes.
-      residuals: what the first loop keeps for the second as it is; where no loop runs layers, forward for backward.
+      residuals: what the first loop keeps for the second as it is; where no loop runs most layers, forward for
+        backward.
       passes_s: where no loop runs layers, what forward and backward take.
-      soon: names of what is read there before it could have been copied to the host and back.
+      stays: names of what is not copied to the host: where no loop runs layers, what is read before it could be back.
       written: positions of the activations that the first loop writes into memory anyway.
       given_s: what a copy takes, on the device, of each residual that layers are given, by its name: on its way to the
         host it must not be what the next layer writes into.
@@ -59,7 +61,7 @@ class RecomputeRegion:
     copy_s: tuple[float, ...]
     residuals: tuple[Residual | Left, ...] = ()
     passes_s: tuple[float, float] = (0.0, 0.0)
-    soon: frozenset[str] = frozenset()
+    stays: frozenset[str] = frozenset()
     written: frozenset[int] = frozenset()
     given_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -73,6 +75,11 @@ class RecomputeRegion:
         """Whether one loop computes what another one computed."""
         return self.loops[0] != self.loops[1]
 
+    @property
+    def shared_bytes(self) -> int:
+        """What the first loop leaves for the second, or could, of all layers."""
+        return self.layers * sum(each.size_bytes for each in (*self.residuals, *self.activations))
+
     def kept_bytes(self, positions: Collection[int]) -> int:
         """What the activations at ``positions`` take, of all layers."""
         return self.layers * sum(self.activations[position].size_bytes for position in positions)
@@ -85,6 +92,10 @@ class RecomputeRegion:
     def step_s(self, layer_s: float) -> float:
         """In a step what takes ``layer_s`` in every layer."""
         return self.layers * self.times * layer_s
+
+    def staying(self) -> RecomputeRegion:
+        """The same where nothing is copied to the host."""
+        return replace(self, stays=frozenset({*self.names, *(each.name for each in self.residuals)}))
 
     def copying_s(self, position: int) -> float:
         """What it takes in a step to bring an activation from one loop to the other."""
@@ -139,6 +150,7 @@ def find_recomputation(program: Program, costs: CostModel) -> list[RecomputeRegi
     places = {path: Place(jaxpr) for path, jaxpr in jaxprs.items()}
     regions: list[RecomputeRegion] = []
     taken: set[str] = set()
+    stacks: set[Any] = set()
 
     def add(
         loops: tuple[str, str],
@@ -154,18 +166,18 @@ def find_recomputation(program: Program, costs: CostModel) -> list[RecomputeRegi
             names = activation_names(first, activations, outside_of_loops=not loops[0])
             seconds = tuple(time.compute_s for time in equation_times(body, program.mesh, costs))
             copy_s = tuple(costs.memory_s(2 * activation.size_bytes) for activation in activations)
-            passes_s, soon = (0.0, 0.0), frozenset[str]()
+            passes_s, stays = (0.0, 0.0), frozenset[str]()
             if tape is not None:
                 backward_s = sum(seconds[place] for place in tape.readers)
                 passes_s = sum(seconds) - backward_s, backward_s
                 known = value_names(body, phased=not loops[0])
-                soon = _read_soon(tape, activations, known, seconds, costs) if residuals else soon
+                stays = _read_soon(tape, activations, known, seconds, costs) if residuals else stays
             found = RecomputeRegion(loops, body, activations, names, seconds, layers, often, copy_s)
             given = [each for each in residuals if isinstance(each, Residual) and each.is_given]
             given_s = {each.name: costs.memory_s(2 * each.size_bytes) for each in given}
             made = {each.first: place for place, each in enumerate(activations)}
             written = frozenset(made[each] for each in between_products(first, made))
-            found = replace(found, residuals=residuals, passes_s=passes_s, soon=soon)
+            found = replace(found, residuals=residuals, passes_s=passes_s, stays=stays)
             regions.append(replace(found, written=written, given_s=given_s))
             taken.update(loops if activations else ())
 
@@ -176,12 +188,16 @@ def find_recomputation(program: Program, costs: CostModel) -> list[RecomputeRegi
             names = forward.name, backward.name
             kept = residuals(jaxprs[around], forward, backward)
             add(names, shared.forward, shared.backward, shared.activations, forward.length, times[around], kept)
-    has_layers = bool(regions)
+            stacks.update(Scan(forward.eqn).results.ys)
+    of_loops = tuple(regions)
     for path, name in [((), ""), *((loop.path, loop.name) for loop in loops)]:
         if name not in taken:
             body, again = open_jaxpr(jaxprs[path]), places[path].repeated()
             tape = Tape(body)
-            kept = () if has_layers else _left(tape, again, phased=not name)
+            kept = _left(tape, {*stacks, *(each.first for each in again)}, phased=not name)
+            outside_bytes = sum(each.size_bytes for each in (*kept, *again))
+            if outside_bytes <= sum(each.shared_bytes for each in of_loops):
+                kept = ()
             add((name, name), body, body, again, 1, times[path], kept, tape)
     return regions
 
@@ -199,11 +215,10 @@ class Left:
     size_bytes: int
 
 
-def _left(tape: Tape, activations: Collection[Activation], phased: bool) -> tuple[Left, ...]:
-    """Without what is computed ``activations`` of, again."""
-    again = {activation.first for activation in activations}
+def _left(tape: Tape, others: Collection, phased: bool) -> tuple[Left, ...]:
+    """Without ``others``: stacks of layer loops, and what is computed again."""
     known = offloadable(tape, phased)
-    return tuple(Left(name, size_bytes(var)) for name, var in known.items() if var not in again)
+    return tuple(Left(name, size_bytes(var)) for name, var in known.items() if var not in others)
 
 
 def _read_soon(

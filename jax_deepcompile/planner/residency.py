@@ -271,13 +271,13 @@ class _Region:
         for place, (activation, worth) in enumerate(zip(region.activations, _worths(region), strict=True)):
             cost = worth * region.step_s(region.copy_s[place])
             self.keep[place] = model.variable(cost)
-            if can_move and activation.size_bytes >= COPIED_BYTES and region.names[place] not in region.soon:
+            if can_move and activation.size_bytes >= COPIED_BYTES and region.names[place] not in region.stays:
                 self.send[place] = model.variable(cost + self._least_s(activation.size_bytes))
                 model.at_least({self.keep[place]: -1.0, self.send[place]: -1.0}, -1.0)
             terms = {each[place]: 1.0 for each in (self.keep, self.send) if place in each}
             there |= dict.fromkeys(activation.again, terms)
         for place, residual in enumerate(region.residuals):
-            if can_move and residual.size_bytes >= COPIED_BYTES and residual.name not in region.soon:
+            if can_move and residual.size_bytes >= COPIED_BYTES and residual.name not in region.stays:
                 cost = region.moving_s(residual.name) + self._least_s(residual.size_bytes)
                 self.move[place] = model.variable(cost)
         demand = region.demand

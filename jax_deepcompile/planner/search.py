@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from jax_deepcompile import errors
+from jax_deepcompile.costs.devices import to_pin
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment, evaluate
 from jax_deepcompile.planner.journal import Evaluated, Journal, Yardstick, step_s
@@ -91,21 +92,22 @@ def _fitting(
     candidate: Candidate,
     environment: Environment,
     records: Sequence[Record],
-    would_fit: Callable[[], Candidate | None] = lambda: None,
+    other: Candidate | None = None,
 ) -> Candidate:
     """``candidate``, its plan with its prediction and how it came about.
 
     Args:
-      would_fit: finds what fits the device with more of the host's memory.
+      other: what fits the device with more of the host's memory.
     """
     limit, peak, on_host = environment.limit_bytes, candidate.prediction.peak_bytes, candidate.prediction.host_bytes
     if limit is not None and peak > limit:
-        other, largest = would_fit(), largest_temporaries(candidate.evaluated.module, candidate.simulation.memory)
+        largest = largest_temporaries(candidate.evaluated.module, candidate.simulation.memory)
         arguments, host_bytes = candidate.evaluated.argument_bytes, other.prediction.host_bytes if other else 0
-        host = host_bytes, environment.host_bytes
+        host = host_bytes, environment.host_bytes, to_pin(environment.mesh, host_bytes)
         raise errors.MemoryExceededError(candidate.program.name, peak, limit, arguments, largest, *host)
     if on_host > environment.host_bytes:
-        raise errors.HostMemoryExceededError(candidate.program.name, on_host, environment.host_bytes)
+        pinned = to_pin(environment.mesh, on_host)
+        raise errors.HostMemoryExceededError(candidate.program.name, on_host, environment.host_bytes, pinned)
     plan = candidate.plan.replace(prediction=candidate.prediction, records=tuple(records))
     return dataclasses.replace(candidate, plan=plan)
 
@@ -135,21 +137,28 @@ class _Search:
         for strategy in closing:
             best = schedules.closed(strategy.name, self._proposed(strategy, best, "another schedule"), best)
         best = schedules.steadied(best)
+        other = None
+        if not self.environment.fits(best):
+            best, other = self._with_any_host(main, best)
+            best = schedules.best([*self.accepted, best]) if best is other else best
         records = self.journal.that_led_to(best.prediction)
-        found = _fitting(best, self.environment, records, partial(self._with_more_on_host, main, best))
+        found = _fitting(best, self.environment, records, other)
         way = (("", self.accepted[0].simulation), *self.journal.simulations(records))
         return dataclasses.replace(found, rivals=self._rivals(best), way=way)
 
-    def _with_more_on_host(self, strategies: Sequence[Strategy], best: Candidate) -> Candidate | None:
-        """What would fit the device if its host had more memory, where nothing fits with what it has."""
-        larger = self.environment.replace(host_bytes=_ANY_BYTES)
+    def _with_any_host(self, strategies: Sequence[Strategy], best: Candidate) -> tuple[Candidate, Candidate | None]:
+        """The best where ``best`` does not fit, and what fits the device whatever it takes of its host, if anything."""
+        larger, start = self.environment.replace(host_bytes=_ANY_BYTES), best
         known = {each.plan for each in self.journal.candidates}
         for strategy in strategies:
-            for proposal in proposed(strategy, self.base, best, larger):
+            for proposal in proposed(strategy, self.base, start, larger):
                 for each in self._evaluated_or_less(proposal) if proposal.plan not in known else ():
-                    if each.candidate is not None and larger.fits(each.candidate):
-                        return each.candidate
-        return None
+                    found = each.candidate
+                    if found is not None and found.prediction.host_bytes <= self.environment.host_bytes:
+                        best = self.journal.best(strategy.name, best, [each], self._by, of=start)
+                    if found is not None and larger.fits(found):
+                        return best, found
+        return best, None
 
     def _rivals(self, best: Candidate) -> tuple[Plan, ...]:
         """The plans that simulate fastest after ``best``, of those that fit."""

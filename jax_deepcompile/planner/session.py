@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import keep_executables
-from jax_deepcompile.costs.devices import allocator_bytes_of, has_host_memory, host_bytes_of, machine_of
+from jax_deepcompile.costs.devices import allocator_bytes_of, has_host_memory, host_bytes_of, machine_of, to_pin
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.hardware import CPU_HOST, known_hardware
@@ -124,7 +124,10 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, options: PlanOp
     foreign = "; the kernels of the profile are another program's, and not used" * (known is not options.profile)
     unknown = f"; there is no table for {kind}, and that of an H100 is used" * (known_hardware(kind) is None)
     no_host = f"; nothing is in the host's memory: {kind} has none of kind {HOST_KIND}" * (not has_host_memory(mesh))
-    return replace(planned, profile=known, origin=planned.origin + foreign + unknown + no_host)
+    expected = planned.plan.prediction
+    pinned = "" if expected is None else to_pin(mesh, expected.host_bytes)
+    pinned = f"; where it runs it needs {pinned} in the environment" * bool(pinned)
+    return replace(planned, profile=known, origin=planned.origin + foreign + unknown + no_host + pinned)
 
 
 MEASURE = "measure"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathers import size_bytes
-from jax_deepcompile.ir.program import Program, Role
+from jax_deepcompile.analysis.names import parameter_names
+from jax_deepcompile.ir.memory import HOST_KIND
+from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.lowering.compile import memory_options
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
@@ -70,6 +72,14 @@ def host_leaves(program: Program, disabled: Collection[str] = ()) -> dict[str, H
         elif name in streamed:
             leaves[name] = HostLeaf(size, streamed[name], size // var.aval.shape[0])
     return leaves
+
+
+def born(program: Program, plan: Plan) -> Sequence[Port]:
+    """What ``program`` makes, which creates the state, in the memory where ``plan`` has what goes by the same name."""
+    away = {name for each in plan.of(OffloadedState) for name in each.leaves}
+    names = parameter_names(program.replace(inputs=program.outputs))
+    there = zip(program.outputs, names, strict=True)
+    return [replace(port, memory_kind=HOST_KIND) if name in away else port for port, name in there]
 
 
 def with_state_on_host(

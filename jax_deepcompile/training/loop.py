@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -12,14 +12,14 @@ from jax_deepcompile.training.config import ConfigError
 from jax_deepcompile.training.metrics import Record, memory_in_use
 
 
-def compile_s(step: Any, state: Any, batch: Any) -> float:
-    """Traces, plans and compiles the step before the first one, and returns the seconds that takes.
+def seconds_of(call: Callable, *args: Any) -> float:
+    """What ``call(*args)`` takes, such as planning and compiling before the first step.
 
     Apart from the steps, so that ``step_s`` and ``tokens_per_s`` are of training alone, and that who stops the run now
     does not wait for the compiler: there is nothing to save yet.
     """
     started = time.perf_counter()
-    step.lower(state, batch).compile()
+    call(*args)
     return time.perf_counter() - started
 
 

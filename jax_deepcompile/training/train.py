@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax.training.train_state import TrainState
 from rich.console import Console
@@ -22,8 +23,8 @@ from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.training import report
 from jax_deepcompile.training.checkpoints import Checkpoints, abstract, claim_folder, parameters_of
 from jax_deepcompile.training.config import ConfigError, Experiment, Mesh, Optimizer
-from jax_deepcompile.training.data import held_out_batches, load_data, training_batches
-from jax_deepcompile.training.loop import compile_s, mean_loss, training_steps
+from jax_deepcompile.training.data import Dataset, held_out_batches, load_data, training_batches
+from jax_deepcompile.training.loop import mean_loss, seconds_of, training_steps
 from jax_deepcompile.training.metrics import MetricsWriter, Record, metrics_path, read_metrics, unreadable_lines
 from jax_deepcompile.training.model import Batch, Metrics, Model, build_model
 from jax_deepcompile.training.progress import progress_view
@@ -65,7 +66,8 @@ def make_create_state(model: Model, optimizer: optax.GradientTransformation) -> 
 
     def create_state(key: jax.Array) -> State:
         frozen = None if model.frozen is None else model.frozen(key)
-        return State.create(apply_fn=model.loss, params=model.init(key), tx=optimizer, frozen=frozen)
+        state = State.create(apply_fn=model.loss, params=model.init(key), tx=optimizer, frozen=frozen)
+        return state.replace(step=jnp.zeros((), jnp.int32))  # of the type that a checkpoint has it in
 
     return create_state
 
@@ -100,11 +102,14 @@ def abstract_step(experiment: Experiment) -> tuple[Step, Any, Any]:
     data, settings = experiment.data, experiment.train
     model = build_model(experiment.model, data)
     create_state = make_create_state(model, make_optimizer(experiment.optimizer, settings.steps))
-    batch = {
-        name: jax.ShapeDtypeStruct((data.batch_size, *leaf.shape), leaf.dtype)
-        for name, leaf in load_data(data).training[0].items()
-    }
+    batch = abstract_batch(load_data(data), data.batch_size)
     return make_train_step(model, settings.seed), jax.eval_shape(create_state, jax.random.key(0)), batch
+
+
+def abstract_batch(dataset: Dataset, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a global batch of ``size`` rows."""
+    row = dataset.training[0]
+    return {name: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype) for name, leaf in row.items()}
 
 
 def make_mesh(config: Mesh) -> jax.sharding.Mesh:
@@ -172,8 +177,12 @@ def train(
     create_state = make_create_state(model, make_optimizer(experiment.optimizer, settings.steps))
     batches = training_batches(dataset.training, experiment.data, **share_of_batch())
     with contextlib.closing(Checkpoints(folder, settings)) as checkpoints:
+        key = jax.random.key(settings.seed)
+        with Progress("planning the step"):
+            shapes = jax.eval_shape(create_state, key), abstract_batch(dataset, experiment.data.batch_size)
+            plan_s = seconds_of(step.plan, *shapes)
         with Progress("making the state"):
-            state = step.init(create_state, jax.random.key(settings.seed))
+            state = step.init(create_state, key)  # born in the memory where the plan has it
         if settings.base is not None and not resume:
             if state.frozen is None:
                 raise ConfigError(f"train.base={settings.base}: all parameters of this model are trained")
@@ -195,7 +204,7 @@ def train(
         console.print(report.opening(experiment, folder, dataset, mesh, parameters))
         stop = StopRequest(checkpoints.reached_preemption, watch)
         state, records = run_steps(
-            experiment, folder, step, state, batches, checkpoints, stop, done=done, console=console
+            experiment, folder, step, state, batches, checkpoints, stop, done=done, plan_s=plan_s, console=console
         )
 
     held_out_loss = None
@@ -230,6 +239,7 @@ def run_steps(
     stop: StopRequest,
     *,
     done: int,
+    plan_s: float,
     console: Console,
 ) -> tuple[State, list[Record]]:
     """The steps after the first ``done``, with metrics, progress and checkpoints; ends early on Ctrl-C, after saving.
@@ -250,9 +260,10 @@ def run_steps(
             checkpoints.save(done, state, batches.get_state())
 
     with contextlib.closing(writer):
-        with Progress("planning and compiling the step"):
+        with Progress("compiling the step"):
             first = next(batches)
-            compiled = {"compile_s": compile_s(step, state, first)}
+            compile_s = seconds_of(lambda: step.lower(state, first).compile())
+        compiled = {"compile_s": plan_s + compile_s}
         all_batches = itertools.chain([first], batches)
         with view as show, stop:
             for new_state, record in training_steps(step, state, all_batches, steps, data.batch_size * data.targets):

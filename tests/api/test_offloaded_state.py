@@ -167,13 +167,19 @@ def test_objects_are_updated_in_place_on_the_host():
     assert_close(nnx.state(mine[0]), nnx.state(theirs[0]), 0, "network")
 
 
-def test_state_is_born_where_a_step_that_was_traced_has_it():
+def test_state_is_born_where_the_plan_has_it_traced_or_not():
     step, create = ADAMW
-    _, away = two(step, create)
-    assert on_host(away.init(create)) == set()
+    plain, away = two(step, create)
+    assert on_host(away.init(create)) == planned(away, create) != set()
     away.trace(jax.eval_shape(create), X)
     assert on_host(away.init(create)) == planned(away, create)
-    assert on_host(away.init(model)) == set()
+    assert on_host(away.init(model)) == on_host(plain.init(create)) == set()
+
+
+def test_what_a_plan_has_not_is_born_on_the_device():
+    step, create = ADAMW
+    other = deepcompile.shard(step, FLAT, plan=Plan("", (OffloadedState(("moments/of/another",)),)))
+    assert on_host(other.init(create)) == set()
 
 
 def test_state_on_the_device_is_moved_once_and_frees_the_device():

@@ -152,6 +152,25 @@ def test_the_hosts_memory_is_for_all_its_gpus(monkeypatch, gpus, pinned_gb, expe
     assert host_bytes_of(mesh) == expected
 
 
+@pytest.mark.parametrize(
+    ("gpus", "pinned_gb", "size_bytes", "expected"),
+    [
+        (NODES, None, 16 * 10**9, ""),
+        (NODES, None, 16 * 10**9 + 1, f"{devices.PINNED_GB}=65"),
+        (NODES, "100", 16 * 10**9 + 1, ""),
+        ([gpu(0, platform="gpu")] * 8, None, 10**10, f"{devices.PINNED_GB}=80"),
+        ([gpu(0, "cpu", client=HERE, platform="cpu")], None, 1 << 40, ""),
+    ],
+    ids=["as much as XLA pins", "a byte more", "as the environment says", "described", "CPU"],
+)
+def test_more_than_xla_pins_has_to_be_asked_for(monkeypatch, gpus, pinned_gb, size_bytes, expected):
+    monkeypatch.delenv(devices.PINNED_GB, raising=False)
+    if pinned_gb is not None:
+        monkeypatch.setenv(devices.PINNED_GB, pinned_gb)
+    monkeypatch.setattr(devices, "Mesh", SimpleNamespace)
+    assert devices.to_pin(SimpleNamespace(devices=np.array(gpus, object)), size_bytes) == expected
+
+
 def test_the_hosts_of_all_targets_have_a_source():
     assert all(each.host_bytes > each.memory_bytes for name, each in HARDWARE.items() if name != "cpu")
     lines = inspect.getsource(hardware).splitlines()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
@@ -23,8 +24,11 @@ from jax_deepcompile.planner.residency import Choice, Phases, Places, choose
 from jax_deepcompile.planner.stacks import Stack
 from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
 from jax_deepcompile.planner.strategy import Proposal
+from jax_deepcompile.transforms.keep_on_device import KeptOnDevice
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from tests.planner.situations import NO_MEMORY, candidate, in_pipelines
 from tests.transforms.programs import LAYERS, layer, plain_loss, run_stack, sharded, stack_loss, stack_shapes
 
@@ -167,12 +171,14 @@ def proposals(
     plan: Plan | None = None,
     peak_bytes: int = MIB,
     moved_bytes: int = MIB,
+    exposed_copy_s: float = 0.0,
     **more: Any,
 ) -> list[Proposal]:
     forward, backward = Totals(0.02), Totals(0.03, 0.0, gathered_bytes=moved_bytes, reduced_bytes=moved_bytes)
     loops = tuple(Loop(f"while.{at}", "", LAYERS, True, 1.0, trip) for at, trip in enumerate((forward, backward)))
     run = Simulation(step_s, Totals(), loops, (), NO_MEMORY)
-    best = candidate(program, plan or in_pipelines(program), Prediction(step_s, 0.0, 0.0, 0.0, peak_bytes), run)
+    expected = Prediction(step_s, 0.0, 0.0, 0.0, peak_bytes, exposed_copy_s=exposed_copy_s)
+    best = candidate(program, plan or in_pipelines(program), expected, run)
     environment = Environment(MESH, "cuda", CostModel(), limit_bytes, **more)
     return list(KeepActivations().propose(program, best, environment))
 
@@ -211,17 +217,59 @@ def test_what_the_device_has_no_room_for_is_copied_to_the_host_a_layer_at_a_time
     verify(proposal.plan.program(PROGRAM, MESH))
 
 
+def rungs(proposal: Proposal | None) -> list[Proposal]:
+    return [] if proposal is None else [proposal, *rungs(proposal.otherwise)]
+
+
 def test_a_step_that_does_not_fit_is_made_to_by_what_it_kept_anyway():
     over = LAYERS * INPUT_BYTES // 8
     (proposal,) = proposals(peak_bytes=GIB + over, limit_bytes=GIB, host_bytes=PLENTY, step_s=1000.0)
     assert OffloadedActivations(*TURN.loops, ("stack input",)) in proposal.plan.of(OffloadedActivations)
     assert proposals(peak_bytes=GIB + over, limit_bytes=GIB) == []
     (most,) = proposals(peak_bytes=GIB + 8 * over, limit_bytes=GIB, host_bytes=PLENTY)
-    assert most.otherwise.otherwise is None, "it is as much as there is: how much it takes is what a limit has to be"
+    *_, modest, least = rungs(most)
+    assert least.decision == f"{modest.decision}, with no layer ahead of its turn"
+    assert least.plan.decisions == modest.plan.without(LoopSchedule, StackCollectives).decisions
+
+
+def test_copies_of_a_policy_that_are_waited_for_are_done_without_where_there_is_room():
+    """Whatever else is kept; what there is no room for goes to the host by decisions of the plan."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["up"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def loss(params, batch):
+        def body(x, w):
+            return x + jnp.tanh(checkpoint_name(x @ w["up"], "up")) @ w["down"], None
+
+        return jnp.mean(lax.scan(jax.checkpoint(body, policy=policy), batch, params["stack"])[0] ** 2)
+
+    program, _ = sharded(loss, {"stack": wide_stack()}, batch=(8 * ROWS, WIDTH))
+    free = {"moved_bytes": 0, "host_bytes": PLENTY}
+    assert proposals(program, exposed_copy_s=0.0, **free) == []
+    (roomy,) = proposals(program, exposed_copy_s=0.005, **free)
+    assert roomy.plan.of(KeptOnDevice) == (KeptOnDevice(),)
+    assert roomy.plan.of(OffloadedActivations) == ()
+    verify(roomy.plan.program(program, MESH))
+    (narrow,) = proposals(program, exposed_copy_s=0.005, limit_bytes=PRODUCT_BYTES, **free)
+    assert narrow.plan.of(KeptOnDevice) == (KeptOnDevice(),)
+    assert narrow.plan.of(OffloadedActivations) != ()
+    verify(narrow.plan.program(program, MESH))
 
 
 def test_what_is_left_out_by_name_is_not_proposed():
     assert proposals(limit_bytes=PRODUCT_BYTES, host_bytes=PLENTY, disabled=frozenset({"offload_activations"})) == []
+
+
+def test_without_activations_on_the_host_there_is_still_its_memory_for_the_state():
+    over = {"peak_bytes": GIB + 8 * MIB, "limit_bytes": GIB, "host_bytes": PLENTY, "step_s": 1000.0}
+    *_, least = rungs(proposals(**over, disabled=frozenset({"offload_activations"}))[-1])
+    assert least.plan.of(OffloadedActivations) == ()
+    assert least.plan.of(OffloadedState) != ()
+    assert proposals(**over, disabled=frozenset({"offload_activations", "offload_state"})) == []
 
 
 def test_without_a_limit_nobody_knows_what_fits():

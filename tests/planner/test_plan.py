@@ -36,6 +36,7 @@ from jax_deepcompile.transforms.delay_reductions import DelayedReductions
 from jax_deepcompile.transforms.join_collectives import JoinedCollectives
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.keep_on_device import KeptOnDevice
 from jax_deepcompile.transforms.microbatch_loops import MicrobatchLoop
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_parameters import OffloadedParameters
@@ -57,6 +58,7 @@ pytestmark = pytest.mark.pure
 EXPECTED = Prediction(1.25, 1.0, 0.5, 0.25, 10**9)
 AHEAD, BACK = "layers @forward", "layers @backward"
 DECISIONS = (
+    KeptOnDevice(),
     Rematerialized(AHEAD, BACK),
     RematerializedSegments("", ("head add @forward",)),
     StackCollectives(AHEAD, ("norm", "bias"), ("bias",)),
@@ -150,7 +152,7 @@ def stacking(**fields: Any) -> Callable[[Any], None]:
     """Changes fields of the second decision, ``stack_collectives``; None takes them away."""
 
     def change(document: Any) -> None:
-        decision = document["decisions"][2]
+        decision = document["decisions"][3]
         decision.update(fields)
         for name in [name for name, value in fields.items() if value is None]:
             del decision[name]
@@ -168,7 +170,7 @@ def without_after(document: Any) -> None:
     [
         (
             stacking(kind="stack_collective"),
-            r"decisions\[2\].kind: 'stack_collective' is none; .*: 'stack_coll",
+            r"decisions\[3\].kind: 'stack_collective' is none; .*: 'stack_coll",
         ),
         (stacking(kind="__class__"), "'__class__' is none"),
         (stacking(kind="\x1b[31m" + "k" * 10**6), r"'\\x1b\[31mk+ is none"),
@@ -176,8 +178,8 @@ def without_after(document: Any) -> None:
         (stacking(kind=7), "7 is none"),
         (stacking(kind=["stack_collectives"]), r"\['stack_collectives'\] is none"),
         (stacking(kind={"kind": 1}), "{'kind': 1} is none"),
-        (stacking(loop=None), r"decisions\[2\] \(stack_collectives\): loop: missing"),
-        (stacking(loop=7), r"decisions\[2\] \(stack_collectives\): loop: .*str.* 7"),
+        (stacking(loop=None), r"decisions\[3\] \(stack_collectives\): loop: missing"),
+        (stacking(loop=7), r"decisions\[3\] \(stack_collectives\): loop: .*str.* 7"),
         (stacking(loop=True), "loop: .*str.* True"),
         (stacking(gathers="up"), "gathers: .*'up'"),
         (stacking(gathers=[["up"]]), r"gathers\[0\]: .*str"),
@@ -291,6 +293,7 @@ def test_a_plan_says_what_was_changed():
 def test_a_plan_reads_in_words():
     assert str(START) == "fully sharded, nothing more"
     assert str(PLAN.replace(options=(), latencies=(Latency("fusion", 1.5),))).splitlines() == [
+        "what the step copies to the host by itself stays on the device",
         "layers @backward: computes again what it reads of layers @forward, of each layer's input",
         "outside of loops: backward computes again what it reads, from head add @forward",
         "layers @forward: gathers norm, bias and reduces bias for all layers at once, outside of the loop",

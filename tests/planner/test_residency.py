@@ -282,7 +282,7 @@ def test_a_program_that_does_not_fit_fits_by_what_goes_to_the_host():
     [
         row(GIB),
         row(GIB, residuals=[MIB // 2]),
-        replace(row(GIB, residuals=[GIB], loops=("", "")), soon=frozenset([f"{INPUT} 0"])),
+        replace(row(GIB, residuals=[GIB], loops=("", "")), stays=frozenset([f"{INPUT} 0"])),
     ],
     ids=["nothing stays anyway", "little does", "what does is read at once"],
 )

@@ -17,6 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 from rich.console import Console
 
+import jax_deepcompile as deepcompile
+from jax_deepcompile import Plan
 from jax_deepcompile.cli.train import parse
 from jax_deepcompile.training import train as training
 from jax_deepcompile.training.checkpoints import claim_folder
@@ -26,6 +28,7 @@ from jax_deepcompile.training.loop import training_steps
 from jax_deepcompile.training.metrics import read_metrics
 from jax_deepcompile.training.model import build_model
 from jax_deepcompile.training.train import check_batch_size, make_mesh, make_optimizer, train
+from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 
 STEPS = 6
 FOLDERS = (Path(__file__).parents[2] / "experiments",)
@@ -117,6 +120,34 @@ def test_a_stopped_run_resumes_to_the_same_numbers(experiment, run, tmp_path, mo
 
     with pytest.raises(ConfigError, match=r"has done its 6 steps; raise train\.steps to go on$"):
         train(experiment, tmp_path, resume=True, console=console)
+
+
+@pytest.mark.cpu_mesh
+def test_what_the_plan_has_on_the_host_is_there_from_the_beginning(experiment, run, tmp_path, monkeypatch):
+    """The state is born there, and restored there."""
+    step, state, batch = training.abstract_step(experiment)
+    moments = [
+        name
+        for name in movable(deepcompile.shard(step).trace(state, batch).sharded).values()
+        if {"mu", "nu"} & {*name.split("/")}
+    ]
+    there, steps = list[int](), list[deepcompile.ShardedStep]()
+
+    def three_steps(step, state, *args):
+        steps.append(step)
+        there.append(sum(leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(state)))
+        return killed_after(3)(step, state, *args)
+
+    monkeypatch.setattr(training, "training_steps", three_steps)
+    options = {"plan": Plan("", (OffloadedState(tuple(moments)),))}
+    with pytest.raises(KeyboardInterrupt):
+        train(experiment, tmp_path, console=Console(quiet=True), options=options)
+    monkeypatch.setattr(training, "training_steps", lambda *args: three_steps(*args[:3], range(3, STEPS + 1), args[4]))
+    with pytest.raises(KeyboardInterrupt):
+        train(experiment, tmp_path, resume=True, console=Console(quiet=True), options=options)
+    assert there == [len(moments)] * 2
+    assert losses(tmp_path)[:3] == losses(run.folder)[:3]
+    assert [len(step._compilations) for step in steps] == [1, 1]
 
 
 def losses(folder) -> list[tuple[int, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.names import keeping_loop_names
@@ -21,9 +22,11 @@ from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.keep_on_device import KeptOnDevice, copies
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.offload_values import OffloadedValues
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.rematerialize import Rematerialized, recomputable
 from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments, segments_of
@@ -47,9 +50,9 @@ class KeepActivations:
     def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
         if environment.limit_bytes is None or best.plan.of(Prefetch) or best.plan.of(ReusedGathers):
             return
-        most_bytes = 0 if OffloadedActivations.kind in environment.disabled else environment.host_bytes
-        for start in _starts(base, best, environment):
-            chosen = (self._choices(base, best, environment, start, each) for each in dict.fromkeys((0, most_bytes)))
+        shares = dict.fromkeys((0, environment.host_bytes))
+        for start in chain(_starts(base, best, environment), _without_own_copies(base, best, environment)):
+            chosen = (self._choices(base, best, environment, start, each) for each in shares)
             ladders = {ladder.plan: ladder for each in chosen for ladder in budget.ladder(each)}
             yield from ladders.values()
 
@@ -63,10 +66,11 @@ class KeepActivations:
         for free_bytes in _budgets(best, environment):
             taken = None if free_bytes is None else now + start.freed_bytes + free_bytes
             choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, state)
-            if choice is None or choice.places == start.already:
+            if choice is None or (choice.places == start.already and not start.gained_s):
                 continue
             less_s = sum(saved_s(each, choice.places) - saved_s(each, start.already) for each in start.regions)
             gained_s = less_s if choice.stacks else choice.gained_s  # others find room for stacks alone
+            gained_s += start.gained_s
             if environment.fits(best) and gained_s < WORTH_TRYING * best.prediction.step_s:
                 continue
             plan = as_planned(start.plan, choice.places, start.regions)
@@ -74,9 +78,13 @@ class KeepActivations:
                 plan = plan.having(SavedGathers, saving(choice.stacks))
             for by_layer in (True, False) if choice.places.state else (False,):
                 there = with_state_on_host(plan, base, choice.places.state, environment, by_layer)
+                said = start.said + _said(choice) + ", updated a layer at a time" * by_layer
+                if taken is None:
+                    least = there.without(LoopSchedule, StackCollectives)
+                    yield Proposal(least, f"{said}, with no layer ahead of its turn")
                 there = copying_ahead(there, base, environment.mesh)
                 there = keep_over_loops(base, there, environment) if there.of(KeptGathers) else there
-                yield Proposal(there, start.said + _said(choice) + ", updated a layer at a time" * by_layer)
+                yield Proposal(there, said)
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ class _Start:
       stacks: what may stay gathered.
       said: what the plan decides more than that one, in words.
       freed_bytes: what the plan takes less on the device than that one, beside what ``already`` is at hand.
+      gained_s: what the plan itself may gain.
     """
 
     plan: Plan
@@ -96,13 +105,14 @@ class _Start:
     stacks: Sequence[Stack]
     said: str = ""
     freed_bytes: int = 0
+    gained_s: float = 0.0
 
 
 def _starts(base: Program, best: Candidate, environment: Environment) -> Iterator[_Start]:
     """The best plan; and one that computes everything again that it keeps from loop to loop, to begin with."""
-    mesh, costs = environment.mesh, environment.costs
+    mesh = environment.mesh
     gathers = best.plan.program(base, mesh, until=SavedGathers)
-    regions = find_recomputation(gathers, costs)
+    regions = _regions(gathers, environment)
     stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
     loops, segments = {}, {}
     if not any(map(best.plan.of, (Rematerialized, RematerializedSegments, KeptActivations))):
@@ -123,7 +133,7 @@ def _starts(base: Program, best: Candidate, environment: Environment) -> Iterato
     if less_bytes <= 0 and not loops:
         return
     plan, after = (again, after) if less_bytes > 0 else (plan, before)
-    regions = find_recomputation(after, costs)
+    regions = _regions(after, environment)
     dropped = {(each.forward, each.backward): names for each, names in loops.items()}
     dropped |= {(each.where, each.where): names for each, names in segments.items()}
     kept = {
@@ -135,6 +145,26 @@ def _starts(base: Program, best: Candidate, environment: Environment) -> Iterato
     already = Places(kept)
     freed_bytes = held_bytes - _held_bytes(regions) + max(less_bytes, 0) - taken_bytes(regions, already, {})
     yield _Start(plan, regions, already, (), said, freed_bytes)
+
+
+def _without_own_copies(base: Program, best: Candidate, environment: Environment) -> Iterator[_Start]:
+    """One that keeps on the device what the step copies to the host by itself."""
+    if best.plan.of(KeptOnDevice) or KeptOnDevice.kind in environment.disabled or not copies(base):
+        return
+    plan, mesh = best.plan.having(KeptOnDevice, [KeptOnDevice()]), environment.mesh
+    before, after = (_regions(each.program(base, mesh, until=SavedGathers), environment) for each in (best.plan, plan))
+    freed_bytes, said = _held_bytes(before) - _held_bytes(after), f"{KeptOnDevice.says}; "
+    yield _Start(plan, after, places_of(plan, after), (), said, freed_bytes, best.prediction.exposed_copy_s)
+
+
+def _regions(program: Program, environment: Environment) -> list[RecomputeRegion]:
+    """What of ``program`` there is to decide, and may go to the host."""
+
+    def goes_by(region: RecomputeRegion) -> str:
+        return OffloadedActivations.kind if region.is_of_loops else OffloadedValues.kind
+
+    found = find_recomputation(program, environment.costs)
+    return [each.staying() if goes_by(each) in environment.disabled else each for each in found]
 
 
 def _loops_again(
@@ -151,10 +181,10 @@ def _loops_again(
 def _segments_again(
     base: Program, regions: Sequence[RecomputeRegion], environment: Environment
 ) -> Iterator[tuple[RematerializedSegments, Collection[str]]]:
-    """Likewise, where no loop runs the layers."""
-    has_layers = any(each.is_of_loops for each in regions)
-    if not has_layers and RematerializedSegments.kind not in environment.disabled:
-        yield from segments_of(base)
+    """Likewise, where no loop runs most layers."""
+    leaving = {each.loops[0] for each in regions if not each.is_of_loops and each.residuals}
+    if leaving and RematerializedSegments.kind not in environment.disabled:
+        yield from (found for found in segments_of(base) if found[0].where in leaving)
 
 
 def _held_bytes(regions: Sequence[RecomputeRegion]) -> int:
