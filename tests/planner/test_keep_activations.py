@@ -28,6 +28,8 @@ from jax_deepcompile.transforms.keep_on_device import KeptOnDevice
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from jax_deepcompile.transforms.rematerialize import Rematerialized
+from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from tests.planner.situations import NO_MEMORY, candidate, in_pipelines
 from tests.transforms.programs import LAYERS, layer, plain_loss, run_stack, sharded, stack_loss, stack_shapes
@@ -230,6 +232,22 @@ def test_a_step_that_does_not_fit_is_made_to_by_what_it_kept_anyway():
     *_, modest, least = rungs(most)
     assert least.decision == f"{modest.decision}, with no layer ahead of its turn"
     assert least.plan.decisions == modest.plan.without(LoopSchedule, StackCollectives).decisions
+
+
+@pytest.mark.parametrize(("alone", "scanned", "again"), [(4, 2, True), (2, 8, False)])
+def test_layers_of_their_own_beside_a_loop_are_computed_again_where_most_is_held_by_them(alone, scanned, again):
+    def loss(params, batch):
+        for each in params["alone"]:
+            batch = layer(batch, each)
+        return jnp.mean(run_stack(params["stack"], batch, remat=False) ** 2)
+
+    one = {name: shape[1:] for name, shape in wide_stack().items()}
+    program, _ = sharded(loss, {"alone": [one] * alone, "stack": wide_stack(scanned)}, batch=(8 * ROWS, WIDTH))
+    found = proposals(program, plan=Plan("0"), peak_bytes=2 * GIB, limit_bytes=GIB, step_s=1000.0)
+    assert any(each.plan.of(RematerializedSegments) for each in found) == again
+    assert any(each.plan.of(Rematerialized) for each in found)
+    for each in found:
+        verify(each.plan.program(program, MESH))
 
 
 def test_copies_of_a_policy_that_are_waited_for_are_done_without_where_there_is_room():

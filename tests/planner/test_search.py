@@ -220,6 +220,18 @@ def test_what_does_not_fit_at_all_is_an_error(try_strategies):
 
 
 @pytest.mark.pure
+def test_what_is_found_with_more_of_the_hosts_memory_and_needs_none_is_taken(try_strategies):
+    @dataclass(frozen=True)
+    class AsksForMore(Proposes):
+        def propose(self, base, best, environment):
+            return super().propose(base, best, environment) if environment.host_bytes else []
+
+    best = try_strategies(AsksForMore((LARGER, WORSE)), limit=60)
+    assert decided(best) == WORSE
+    assert [record.accepted for record in best.plan.records] == [False, True]
+
+
+@pytest.mark.pure
 def test_closing_strategies_come_last_and_are_judged_by_the_step(try_strategies):
     best = try_strategies(Closes((LARGER, WORSE)), Proposes((BETTER,)))
     assert decided(best) == LARGER
