@@ -1,4 +1,4 @@
-"""A Llama whose gradients and Adam state do not fit the GPU, trained three ways: what each keeps on the host.
+"""A Llama whose Adam state does not fit the GPU, trained three ways: what each keeps on the host.
 
 Each way has a process of its own: the allocator keeps one high-water mark a process.
 """
@@ -30,8 +30,8 @@ from models.llama import Llama, LlamaConfig
 
 EVERYTHING, MOMENTS, PLAN = "jit, everything offloaded", "jit, moments by memory kind", "plan"
 
-TRAINING_BYTES = 16
-"""Of a float32 parameter, its gradient and two moments."""
+STATE_BYTES = 12
+"""Of a float32 parameter and two moments."""
 
 PLANNED_FRACTION = 0.93
 """Of the allocator's memory: it has temporaries in one piece, and what creates the state leaves gaps."""
@@ -123,10 +123,10 @@ def _steps(run: Callable, state: Any, batch: Any, sizes: OffloadSizes) -> Row:
 
 
 def sized(sizes: OffloadSizes, memory_bytes: int | None) -> LlamaConfig:
-    """The model with the fewest layers, within its bounds, of which the memory cannot hold all that trains it."""
+    """The model with the fewest layers, within its bounds, of which the memory cannot hold parameters and Adam's moments."""
 
     def fits(config: LlamaConfig) -> bool:
-        return memory_bytes is not None and TRAINING_BYTES * parameters(config) <= memory_bytes
+        return memory_bytes is not None and STATE_BYTES * parameters(config) <= memory_bytes
 
     low, high = sizes.layers
     deep = (dataclasses.replace(sizes.model, n_layers=layers) for layers in range(low, high))

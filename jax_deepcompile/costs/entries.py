@@ -188,18 +188,24 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True)
 class CopyFit:
-    """Seconds of a copy in one direction, all devices copying at once, by bytes on each device."""
+    """Seconds of a copy in one direction, all devices copying at once, by bytes on each device.
+
+    Attributes:
+      both_ways: how many times longer it takes while all devices copy the other way, too; None if not measured.
+    """
 
     direction: Direction
     fit: LinearFit | None
     source: Source
+    both_ways: float | None = None
 
     @property
     def key(self) -> str:
         return self.direction
 
     def said(self) -> str:
-        return str(self.fit or self.source)
+        beside = "" if self.both_ways is None else f", {self.both_ways:.2f} times longer beside copies the other way"
+        return f"{self.fit or self.source}{beside}"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jax_deepcompile.costs.overlap import overlap_of
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.rates import published_rates
 from jax_deepcompile.costs.simulation import Simulation
-from jax_deepcompile.costs.streams import Stream
+from jax_deepcompile.costs.streams import Stream, Timing
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,10 @@ class MeasuredCostModel(CostModel):
     def copy_s(self, size_bytes: float, direction: Direction) -> float:
         measured = self.profile.copy_s(direction, size_bytes)
         return super().copy_s(size_bytes, direction) if measured is None else measured
+
+    def copy(self, size_bytes: int, direction: Direction, kind: str = "copy") -> Timing:
+        both_ways, timing = self.profile.both_ways(direction), super().copy(size_bytes, direction, kind)
+        return timing if both_ways is None else replace(timing, both_ways=max(1.0, both_ways))
 
     def _devices(self, entry: CollectiveFit) -> int:
         sizes = {axis.name: axis.size for axis in self.profile.machine.axes}

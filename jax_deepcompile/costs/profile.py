@@ -90,6 +90,11 @@ class Profile(Summarized):
         entry = self._copies.get(direction)
         return entry.fit.seconds(size_bytes) if entry and entry.fit else None
 
+    def both_ways(self, direction: Direction) -> float | None:
+        """How many times longer a copy takes while others go the other way; None if that was not measured."""
+        entry = self._copies.get(direction)
+        return entry.both_ways if entry else None
+
     def op_s(self, name: str) -> float | None:
         """Seconds of one execution of the HLO op ``name``; None if that was not measured."""
         entry = self._ops.get(name)

@@ -1,9 +1,11 @@
-"""Times copies between the devices' memory and pinned memory of their hosts, all devices at once."""
+"""Times copies between the devices' memory and pinned memory of their hosts, all devices at once, one way and both."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +20,12 @@ from jax_deepcompile.profilers.timing import timed
 
 
 def measure_copies(mesh: AnyMesh, limits: ProbeLimits) -> tuple[CopyFit, ...]:
-    """Both directions; where one cannot be measured its entry has no fit and says why."""
-    return tuple(measure_copy(mesh, direction, limits) for direction in Direction)
+    """Both directions, alone and beside each other; where one cannot be measured its entry has no fit and says why."""
+    found = tuple(measure_copy(mesh, direction, limits) for direction in Direction)
+    if not isinstance(mesh, Mesh) or any(each.fit is None for each in found):
+        return found
+    longer = _beside_each_other(mesh, limits)
+    return tuple(replace(each, both_ways=longer) for each in found)
 
 
 def measure_copy(mesh: AnyMesh, direction: Direction, limits: ProbeLimits) -> CopyFit:
@@ -34,20 +40,51 @@ def measure_copy(mesh: AnyMesh, direction: Direction, limits: ProbeLimits) -> Co
 
 def _points(mesh: Mesh, direction: Direction, limits: ProbeLimits) -> Iterator[tuple[int, float]]:
     """Pairs (bytes on each device, seconds of the copy)."""
+    for size_bytes in limits.sizes_bytes(multiple_bytes=4):
+        with _original(mesh, direction, size_bytes) as (original, target):
+            yield size_bytes, _seconds([(original, target)], limits.runs)
+
+
+def _beside_each_other(mesh: Mesh, limits: ProbeLimits) -> float | None:
+    """How many times longer copies take that begin together, one each way; None where two do not fit.
+
+    Both are as large, and slower as long as both run: then the longer one goes on as if alone.
+    """
+    *_, largest = limits.sizes_bytes(multiple_bytes=4)
+    size_bytes = largest // 8 * 4
+    with (
+        _original(mesh, Direction.TO_HOST, size_bytes) as out,
+        _original(mesh, Direction.FROM_HOST, size_bytes) as back,
+    ):
+        try:
+            shorter_s, longer_s = sorted(_seconds([each], limits.runs) for each in (out, back))
+            together_s = _seconds([out, back], limits.runs)
+        except RuntimeError:
+            return None
+    return max(1.0, 1 + (together_s - longer_s) / shorter_s)
+
+
+@contextlib.contextmanager
+def _original(mesh: Mesh, direction: Direction, size_bytes: int) -> Iterator[tuple[jax.Array, NamedSharding]]:
+    """What is copied, of that many bytes on each device, and where to."""
     device = NamedSharding(mesh, PartitionSpec(mesh.axis_names), memory_kind="device")
     host = device.with_memory_kind(HOST_KIND)
     source, target = (host, device) if direction is Direction.FROM_HOST else (device, host)
-    for size_bytes in limits.sizes_bytes(multiple_bytes=4):
-        shape = (mesh.size * size_bytes // 4,)
-        original = jax.block_until_ready(jax.jit(lambda shape=shape: jnp.zeros(shape), out_shardings=source)())
-        try:
-            seconds = [_copy_seconds(original, target) for _ in range(limits.runs + 1)]
-        finally:
-            original.delete()
-        yield size_bytes, statistics.median(seconds[1:])
+    make = jax.jit(lambda: jnp.zeros((mesh.size * size_bytes // 4,)), out_shardings=source)
+    original = jax.block_until_ready(make())
+    try:
+        yield original, target
+    finally:
+        original.delete()
 
 
-def _copy_seconds(original: jax.Array, target: NamedSharding) -> float:
-    seconds, copy = timed(lambda: jax.device_put(original, target))
-    copy.delete()
-    return seconds
+def _seconds(copies: Sequence[tuple[jax.Array, NamedSharding]], runs: int) -> float:
+    """The median of all ``copies`` at a time."""
+
+    def once() -> float:
+        seconds, made = timed(lambda: [jax.device_put(original, target) for original, target in copies])
+        for copy in made:
+            copy.delete()
+        return seconds
+
+    return statistics.median([once() for _ in range(runs + 1)][1:])

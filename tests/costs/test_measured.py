@@ -55,6 +55,17 @@ def test_measured_collectives_and_copies_are_used():
 
 
 @pytest.mark.pure
+def test_copies_are_as_much_slower_beside_those_the_other_way_as_was_measured():
+    def slower(both_ways: float | None, direction: Direction = Direction.TO_HOST) -> float:
+        profile = replace(PROFILE, copies=(CopyFit(Direction.TO_HOST, FIT, MEASURED, both_ways),))
+        return MeasuredCostModel(profile=profile).copy(1 << 20, direction).both_ways
+
+    tabled = CostModel().copy(1 << 20, Direction.TO_HOST).both_ways
+    assert (slower(1.5), slower(None), slower(1.5, Direction.FROM_HOST)) == (1.5, tabled, tabled)
+    assert slower(0.5) == 1.0, "a file may say anything"
+
+
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("kind", "group_size"), [("reduce-scatter", 4), ("all-reduce", 4), ("all-gather", 2), ("all-gather", 8)]
 )

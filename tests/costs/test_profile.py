@@ -80,7 +80,7 @@ profiles = st.builds(
     st.builds(Machine, words, tuples(axes), tuples(st.tuples(words, words))),
     ops=entries(OpTime, words, tuples(seconds), wholes, tuples(wholes), words, sources),
     collectives=entries(CollectiveFit, st.sampled_from(CollectiveKind), tuples(words), fits, sources),
-    copies=entries(CopyFit, st.sampled_from(Direction), fits, sources),
+    copies=entries(CopyFit, st.sampled_from(Direction), fits, sources, st.none() | st.floats(1, 9)),
     step=st.none() | st.builds(StepTime, seconds, sources),
     memory=st.none() | st.builds(memory, live_bytes=tuples(wholes)),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator
@@ -123,7 +124,27 @@ def test_copies_both_ways():
     for entry in found:
         assert entry.fit is not None, entry.source
         assert [size for size, _ in entry.fit.points] == [1024, 8192, 65536]
+    assert found[0].both_ways == found[1].both_ways >= 1.0
     assert len(jax.live_arrays()) == before
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("alone_s", "together_s", "longer"),
+    [
+        ((2.0, 2.0), 2.0, 1.0),
+        ((2.0, 2.0), 4.0, 2.0),
+        ((1.0, 3.0), 3.0, 1.0),
+        ((1.0, 3.0), 4.0, 2.0),
+        ((2.0, 2.0), 1.9, 1.0),
+    ],
+    ids=["beside each other", "in turn", "the shorter within the longer", "one after the other", "noise"],
+)
+def test_copies_beside_each_other(monkeypatch, alone_s, together_s, longer):
+    times = iter([*alone_s, together_s])
+    monkeypatch.setattr(copies, "_seconds", lambda *_: next(times))
+    monkeypatch.setattr(copies, "_original", lambda *_: contextlib.nullcontext())
+    assert copies._beside_each_other(None, LIMITS) == longer
 
 
 @pytest.mark.pure
