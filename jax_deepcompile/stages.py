@@ -194,14 +194,13 @@ def _bytes(limit: MemoryLimit) -> int:
 _MOST_BYTES = 1 << 62
 
 
-def limited(made: Compilation, limit: MemoryLimit, is_planned: bool = True) -> LimitedStep:
-    """``made`` planned under ``limit``, or as partitioned, which takes one compilation.
+def limited(made: Compilation, limit: MemoryLimit, **more: Any) -> LimitedStep:
+    """``made`` planned under ``limit``; ``more`` are other options of ``shard``.
 
     Raises:
       ArgumentError: no limit holds for its devices, and so nothing is simulated.
     """
-    options = replace(made.context.options, memory_limit=limit, plan=None, measure=False)
-    options = options if is_planned else replace(options, passes=())
+    options = replace(made.context.options, memory_limit=limit, plan=None, measure=False, **more)
     try:
         as_it_is = options == made.context.options
         planned = made.planned if as_it_is else plan(made.sharded, replace(made.context, options=options))

@@ -123,7 +123,7 @@ def _steps(run: Callable, state: Any, batch: Any, sizes: OffloadSizes) -> Row:
 
 
 def sized(sizes: OffloadSizes, memory_bytes: int | None) -> LlamaConfig:
-    """The model with the fewest layers, within its bounds, of which the memory cannot hold parameters and Adam's moments."""
+    """The model with the fewest layers, within its bounds, of which the memory cannot hold the state."""
 
     def fits(config: LlamaConfig) -> bool:
         return memory_bytes is not None and STATE_BYTES * parameters(config) <= memory_bytes

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
 from jax_deepcompile.report.memory_curve import LimitedStep
 from jax_deepcompile.runtime.progress import Progress
 from jax_deepcompile.stages import TracedStep, limited
 from jax_deepcompile.step import ShardedStep
 
-_PLANS = 6
-"""Sizes that are planned, at most, to find the largest that fits."""
+_SIZES = 10
+"""That are tried, at most, to find the largest that fits."""
 _NEAR = 1.125
 """How many times as large what does not fit may be."""
 _TIMES, _MOST_TIMES = 4, 64
@@ -58,9 +59,15 @@ class Sizes:
         return self._size(examples, length, _planned)
 
     def tried(self, examples: int, length: int, limit_bytes: int) -> Size:
-        """Planned only if it does not fit without: sizes on the way are many, and a plan has many compilations."""
-        size = self._size(examples, length, lambda traced: limited(traced.compilation, limit_bytes, False))
-        return size if size.fits else self.planned(examples, length)
+        """As partitioned, or planned to fit and not to be fast: sizes on the way are many, as are compilations."""
+
+        def takes(traced: TracedStep) -> LimitedStep:
+            own = traced.compilation.context.options.passes
+            found = limited(traced.compilation, limit_bytes, passes=())
+            more = (KeepActivations(),) if own is None else own
+            return found if found.fits else limited(traced.compilation, limit_bytes, passes=more)
+
+        return self._size(examples, length, takes)
 
     def _size(self, examples: int, length: int, takes: Callable[[TracedStep], LimitedStep]) -> Size:
         with Progress(f"{examples:,} examples" + f" of {length:,}" * bool(length)):
@@ -69,7 +76,8 @@ class Sizes:
 
     def whole(self, size: Size) -> Size:
         """As it trains."""
-        return self.planned(size.examples, size.length) if size.fits else size
+        planned = self.planned(size.examples, size.length) if size.fits else size
+        return planned if planned.fits else size
 
 
 def _planned(traced: TracedStep) -> LimitedStep:
@@ -85,7 +93,7 @@ def largest(given: Size, count: int, unit: int, tried: Callable[[int], Size]) ->
     """
     good, bad = ((count, given), None) if given.fits else (None, (count, given))
     too_large = [(0, given.state_bytes), *([] if given.fits else [(count, given.takes.needed_bytes)])]
-    for _ in range(_PLANS):
+    for _ in range(_SIZES):
         least = (good[0] // unit + 1) * unit if good else unit
         most = (bad[0] - 1) // unit * unit if bad else _MOST_TIMES * least
         if least > most or (good and bad and bad[0] <= _NEAR * good[0]):
