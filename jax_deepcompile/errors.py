@@ -427,10 +427,8 @@ class MemoryExceededError(DeepCompileError, MemoryError):
         raised = f"or raise memory_limit to {_limit(needed_bytes)}"
         if host_bytes:
             more = f"{sized(host_bytes - host_limit_bytes)} more than it is"
-            raised += (
-                f", or host_memory_limit to {_limit(host_bytes)} ({more}){_pinning(pinned)}, for state and activations "
-            )
-            raised += "to be there"
+            raised += f", or host_memory_limit to {_limit(host_bytes)} ({more}){_pinning(pinned)}"
+            raised += ", for state and activations to be there"
         if needed_bytes == argument_bytes:
             away = f", with {sized(movable_bytes)} of them on the host" * bool(movable_bytes)
             what = f"""state and batch of {function} alone take {sized(needed_bytes)} a device{away}, {excess}. Use more

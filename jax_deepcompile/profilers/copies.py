@@ -52,15 +52,13 @@ def _beside_each_other(mesh: Mesh, limits: ProbeLimits) -> float | None:
     """
     *_, largest = limits.sizes_bytes(multiple_bytes=4)
     size_bytes = largest // 8 * 4
-    with (
-        _original(mesh, Direction.TO_HOST, size_bytes) as out,
-        _original(mesh, Direction.FROM_HOST, size_bytes) as back,
-    ):
-        try:
+    there, here = (_original(mesh, direction, size_bytes) for direction in Direction)
+    try:
+        with there as out, here as back:
             shorter_s, longer_s = sorted(_seconds([each], limits.runs) for each in (out, back))
             together_s = _seconds([out, back], limits.runs)
-        except RuntimeError:
-            return None
+    except RuntimeError:
+        return None
     return max(1.0, 1 + (together_s - longer_s) / shorter_s)
 
 
