@@ -286,6 +286,12 @@ def fuses_slices() -> bool:
     return importlib.metadata.version("jaxlib").startswith("0.11.")
 
 
+def fuses_copies() -> bool:
+    """Whether XLA:GPU makes all copies of one value at once, those that loops begin with too."""
+    # 2026-11: jaxlib 0.10.2 and 0.11.2 do, 0.12.0 does not.
+    return _numbers(importlib.metadata.version("jaxlib")) < (0, 12)
+
+
 def compiles_on_gpus_only(eqn) -> bool:
     """Whether ``eqn`` is a Pallas kernel that Mosaic GPU compiles, and what it loads for that is not installed."""
     return _is_mosaic_gpu(eqn) and not _has_gpu_plugin()

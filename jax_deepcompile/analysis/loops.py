@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -74,6 +75,13 @@ def loops_in(jaxpr: Any, around: Path = ()) -> Iterator[tuple[Path, Any]]:
 def computing_scans(jaxpr: Any) -> list:
     """The scans among the equations of ``jaxpr`` that do more than gather."""
     return [eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive.name == "scan" and not is_gather_loop(eqn)]
+
+
+def has_layers_with_loops(program: Program) -> bool:
+    """Whether several loops, forward and backward, follow one another in one place: layers written one by one have
+    them, over time steps or over parts of a sequence."""
+    beside = Counter(loop.path[:-1] for loop in find_loops(program))
+    return max(beside.values(), default=0) >= 4
 
 
 def reduces_gradients(eqn) -> bool:

@@ -28,13 +28,15 @@ _LOOPS = frozenset({"scan", "while"})
 
 @dataclass(frozen=True)
 class Tape:
-    """What backward reads of forward in one jaxpr, loops left out.
+    """What backward reads of forward in one jaxpr.
 
     Attributes:
       jaxpr: open.
+      with_loops: whether a loop can be computed again, too, as a whole.
     """
 
     jaxpr: Any
+    with_loops: bool = False
 
     @cached_property
     def guarded(self) -> dict:
@@ -77,7 +79,7 @@ class Tape:
 
     def _is_again(self, eqn: Any) -> bool:
         """Of collectives those of parameters alone, which backward gathers anyway."""
-        if not is_repeatable(eqn) or contains(eqn, _LOOPS):
+        if not is_repeatable(eqn) or (contains(eqn, _LOOPS) and not self.with_loops):
             return False
         return not contains(eqn, COLLECTIVES) or all(var in self.cheap for var in eqn.outvars)
 
@@ -171,7 +173,8 @@ def _best_cuts(crossing: np.ndarray, left: np.ndarray) -> list[int]:
     """
     if not len(crossing) or not left[-1]:
         return []
-    lower = np.r_[True, crossing[1:] <= crossing[:-1]] & np.r_[crossing[:-1] < crossing[1:], False]
+    higher = (crossing[:-1] < crossing[1:]) | ((crossing[:-1] == crossing[1:]) & (np.diff(left) > 0))
+    lower = np.r_[True, crossing[1:] <= crossing[:-1]] & np.r_[higher, False]
     minima = [int(place) for place in np.flatnonzero(lower)]
     candidates = sorted(heapq.nsmallest(_MOST, minima, key=crossing.__getitem__))
     best: tuple[float, list[int]] = (_WORTH * left[-1], [])

@@ -43,10 +43,18 @@ GPU = Overlap(
     # https://github.com/NVIDIA/nvbandwidth/issues/11, /53
     both_ways=0.75,
     # Two sockets of eight channels of DDR5-4800, 614 GB/s, of which four fifths are assumed:
-    # https://www.ai-hpc.org/en/guide/02-cluster/stream-benchmark
+    # https://www.ai-hpc.org/en/guide/02-cluster/stream-benchmark. The hosts of H200s have the same CPUs:
+    # https://docs.nvidia.com/dgx-basepod/reference-architecture-infrastructure-foundation-enterprise-ai/latest
     host_bytes_per_s=490e9,
 )
 
+B200 = replace(
+    GPU,
+    # Two Xeon 8570 with 32 modules of DDR5 (https://docs.nvidia.com/dgx/dgxb200-user-guide/introduction-to-dgxb200.html),
+    # which two in a channel slow down to 4400 (of the generation before: https://www.wwt.com/article/
+    # memory-population-guidelines-for-intel-4th-gen-xeon-scalable-processors); of 563 GB/s four fifths
+    host_bytes_per_s=450e9,
+)
 
 GH200 = replace(
     GPU,
@@ -56,7 +64,7 @@ GH200 = replace(
     host_bytes_per_s=4 * 486e9,
 )
 
-_OF = {"CPU host": NOTHING_TAKEN, "GH200": GH200}
+_OF = {"CPU host": NOTHING_TAKEN, "H100 SXM": GPU, "H200 SXM": GPU, "GH200": GH200, "B200 SXM": B200}
 
 
 def overlap_of(hardware_name: str) -> Overlap:

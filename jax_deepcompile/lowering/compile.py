@@ -11,7 +11,9 @@ import jax
 from jax_deepcompile import _jax_compat
 from jax_deepcompile.lowering.xla_options import (
     AUTOTUNE_LEVEL,
+    COPY_FUSION,
     COPY_LIMIT,
+    DISABLED_PASSES,
     DOUBLE_BUFFERING,
     GATHER_COMBINER,
     KERNEL_CACHE,
@@ -81,6 +83,15 @@ def kernels_once() -> Options:
     With jax 0.11 XLA writes it by a second run of the kernel, a matrix product as any other (openxla/xla 43831).
     """
     return {SLICE_FUSION: False} if _jax_compat.fuses_slices() else {}
+
+
+def stacks_in_turn() -> Options:
+    """Each loop's stacks take memory from where it begins.
+
+    They begin as copies of zeros. XLA of jax up to 0.11 writes those of all loops by one kernel, where the step begins
+    (openxla/xla 27322).
+    """
+    return {DISABLED_PASSES: COPY_FUSION} if _jax_compat.fuses_copies() else {}
 
 
 def copies_at_once() -> Options:

@@ -25,7 +25,11 @@ REDUCE_COMBINER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 TRITON_GEMM = "xla_gpu_enable_triton_gemm"
 AUTOTUNE_LEVEL = "xla_gpu_autotune_level"
 SHARD_AUTOTUNING = "xla_gpu_shard_autotuning"
+DISABLED_PASSES = "xla_disable_hlo_passes"
 KERNEL_CACHE = "xla_gpu_kernel_cache_file"
+
+COPY_FUSION = "copy_fusion"
+"""A pass of XLA."""
 
 T = TypeVar("T")
 
@@ -49,6 +53,20 @@ class Range:
 
 
 @dataclass(frozen=True)
+class OneOf:
+    """Some texts."""
+
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " or ".join(map(repr, self.values))
+
+    def holds(self, value: object) -> bool:
+        """Whether ``value`` is one of them."""
+        return value in self.values
+
+
+@dataclass(frozen=True)
 class Option:
     """One option of XLA.
 
@@ -61,7 +79,7 @@ class Option:
     """
 
     name: str
-    takes: Range | type[bool] | type[str]
+    takes: Range | OneOf | type[bool] | type[str]
     is_planned: bool = True
     since: Version = (0, 10)
     until: Version | None = None
@@ -72,7 +90,7 @@ class Option:
 
     def objection_to(self, value: object) -> str:
         """What it takes, where that is not ``value``; else empty."""
-        if isinstance(self.takes, Range):
+        if isinstance(self.takes, Range | OneOf):
             return "" if self.takes.holds(value) else str(self.takes)
         return "" if type(value) is self.takes else {bool: "True or False", str: "text"}[self.takes]
 
@@ -91,6 +109,7 @@ _OPTIONS = (
     Option(MEMORY_SLOP, SLOP_PERCENT),
     Option(GATHER_COMBINER, _BYTES),
     Option(REDUCE_COMBINER, _BYTES),
+    Option(DISABLED_PASSES, OneOf((COPY_FUSION,))),
     Option(TRITON_GEMM, bool, is_planned=False),
     Option(AUTOTUNE_LEVEL, Range(0, 5), is_planned=False),
     Option(SHARD_AUTOTUNING, bool, is_planned=False),

@@ -48,14 +48,16 @@ class RematerializedSegments(Decision, kind="rematerialize_segments", after=("re
       where: the loop whose iterations have forward and backward, as those over microbatches do; empty for what is
         outside of loops.
       inputs: what is kept, by the scope that computes it: what a segment reads of those before it.
+      with_loops: whether segments have loops in them, of which each is computed again as a whole.
     """
 
     where: str
     inputs: tuple[str, ...]
+    with_loops: bool = False
 
     def describe(self) -> str:
-        where = self.where or "outside of loops"
-        return f"{where}: backward computes again what it reads, from {listed(self.inputs, self.where)}"
+        where, loops = self.where or "outside of loops", ", with the loops inside" * self.with_loops
+        return f"{where}: backward computes again what it reads, from {listed(self.inputs, self.where)}{loops}"
 
     @property
     def segments(self) -> int:
@@ -64,31 +66,35 @@ class RematerializedSegments(Decision, kind="rematerialize_segments", after=("re
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[RematerializedSegments]) -> Program:
-        inputs = {each.where: each.inputs for each in decisions}
+        choices = {each.where: each for each in decisions}
 
         def again(jaxpr: Any, where: str) -> Any:
-            return _computed_again(jaxpr, inputs[where], where)
+            return _computed_again(jaxpr, choices[where])
 
-        return replace_bodies(program, mesh, inputs, "computes segments again of", again)
+        return replace_bodies(program, mesh, choices, "computes segments again of", again)
 
 
-def segments_of(program: Program) -> Iterator[tuple[RematerializedSegments, tuple[str, ...]]]:
-    """What would save most memory, outside of loops and in each loop, and the names of what is not kept then."""
+def segments_of(program: Program, with_loops: bool = False) -> Iterator[tuple[RematerializedSegments, tuple[str, ...]]]:
+    """What would save most memory, outside of loops and in each loop, and the names of what is not kept then.
+
+    Args:
+      with_loops: as of the decision.
+    """
     bodies = {"": program.jaxpr} | {loop.name: loop.scan.closed for loop in find_loops(program)}
     for where, jaxpr in bodies.items():
         flat = open_jaxpr(jaxpr)
-        tape, names = Tape(flat), value_names(flat, phased=not where)
+        tape, names = Tape(flat, with_loops), value_names(flat, phased=not where)
         if inputs := segment_inputs(tape):
-            rest = tape.before(inputs)
-            yield RematerializedSegments(where, tuple(names[var] for var in inputs)), tuple(names[var] for var in rest)
+            choice = RematerializedSegments(where, tuple(names[var] for var in inputs), with_loops)
+            yield choice, tuple(names[var] for var in tape.before(inputs))
 
 
-def _computed_again(jaxpr: Any, inputs: Sequence[str], where: str) -> Any:
-    flat = open_jaxpr(jaxpr)
-    tape = Tape(flat)
+def _computed_again(jaxpr: Any, choice: RematerializedSegments) -> Any:
+    flat, where = open_jaxpr(jaxpr), choice.where
+    tape = Tape(flat, choice.with_loops)
     known = {name: var for var, name in value_names(flat, phased=not where).items() if var in tape.makers}
     what = f"computes again what {where!r} makes from" if where else "computes again, outside of loops, from"
-    kept = [list(known.values())[place] for place in positions(inputs, list(known), what)]
+    kept = [list(known.values())[place] for place in positions(choice.inputs, list(known), what)]
     return _Again(tape, frozenset(kept)).result()
 
 

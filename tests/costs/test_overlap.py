@@ -89,6 +89,11 @@ def test_virtual_cpu_devices_take_nothing():
     assert overlap_of(H100_SXM.name) is GPU
 
 
+def test_every_gpu_has_the_memory_of_its_own_host():
+    assert {hardware.name for hardware in HARDWARE.values()} == set(overlap._OF)
+    assert overlap_of(HARDWARE["b200"].name).host_bytes_per_s < overlap_of(HARDWARE["h200"].name).host_bytes_per_s
+
+
 def test_a_gh200_copies_over_its_own_link():
     costs = CostModel(HARDWARE["gh200"], Network(gpus_per_node=4), overlap=overlap_of("GH200"))
     assert costs.copy_s(375e9, Direction.FROM_HOST) == pytest.approx(1.0, rel=1e-3)

@@ -16,6 +16,7 @@ from jax_deepcompile.lowering.xla_options import (
     DOUBLE_BUFFERING,
     OPTIONS,
     OVERLAP_LIMIT,
+    OneOf,
     Option,
     Range,
     installed,
@@ -60,10 +61,21 @@ def test_options_of_others_are_theirs(monkeypatch):
     assert known({"xla_gpu_of_the_user": 1}) == {"xla_gpu_of_the_user": 1}
 
 
+def possible(option: Option) -> tuple:
+    """The least and the most that it takes, or all there is."""
+    match option.takes:
+        case Range(least, most):
+            return least, most
+        case OneOf(values):
+            return values
+        case takes:
+            return takes(0), takes(1)
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
 def test_a_plan_sets_what_planning_chooses(option):
-    value = option.takes.most if isinstance(option.takes, Range) else option.takes(1)
+    value = possible(option)[-1]
     assert not option.objection_to(value)
     assert bool(objection_to(option.name, value)) is not option.is_planned
     assert objection_to(option.name, None)
@@ -76,7 +88,5 @@ def test_xla_takes_every_option_with_the_least_and_the_most_of_its_values(tmp_pa
     lowered = jax.jit(lambda x: x + 1).trace(x).lower(lowering_platforms=("cuda",))
     base = compile_options("cuda") | kernel_options("cuda", tmp_path / "kernels")
     for option in OPTIONS.values():
-        takes = option.takes
-        values = (takes.least, takes.most) if isinstance(takes, Range) else (False, True)
-        for value in values if takes is not str else ():
+        for value in possible(option) if option.takes is not str else ():
             assert lowered.compile(compiler_options={**base, option.name: value}).as_text()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax import lax
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.analysis.names import value_names
@@ -25,12 +26,14 @@ from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
 from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.planner.strategies.prefetch import PrefetchGathers
 from jax_deepcompile.planner.strategies.reduce_in_order import ReduceInOrder
+from jax_deepcompile.planner.strategies.stacks_in_turn import StacksInTurn
 from jax_deepcompile.planner.strategies.unshard import Unshard
 from jax_deepcompile.planner.strategies.unshard_unrolled import UnshardUnrolled
 from jax_deepcompile.planner.unrolled import Repeat, choose_unsharded, chosen_anew, exposed_seconds
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions, reduction_buckets
+from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments
 from jax_deepcompile.transforms.unshard import ReusedGathers
 from tests.partition.steps import shapes, training_step
 from tests.planner.situations import (
@@ -234,3 +237,41 @@ def test_where_memory_may_not_have_the_room_gathers_start_later_otherwise():
         {each.gather: places[each.after] for each in plan.of(Prefetch)} for plan in (close.plan, close.otherwise.plan)
     )
     assert all(later[gather] >= after for gather, after in started.items())
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("loss", "params"), [(stack_loss, {"stack": stack_shapes()}), (unrolled_loss, UNROLLED)], ids=["layers", "no loops"]
+)
+def test_where_layers_have_no_loops_inside_no_stacks_wait(loss, params):
+    program, best, environment = situation(loss, params, Clock())
+    assert list(StacksInTurn().propose(program, best, environment)) == []
+
+
+@pytest.mark.h100_aot
+def test_layers_with_loops_inside_are_computed_again_as_a_whole_where_memory_needs_it():
+    """Eight recurrent layers on 8 H100s, in half of the memory that they take as they are written; iterations of their
+    loops by themselves would take 125 MiB."""
+    width, steps = 512, 128
+
+    def recurrent(x, weights):
+        def cell(h, now):
+            h = jnp.tanh(now @ weights["up"] + h @ weights["down"]) * jax.nn.sigmoid(now)
+            return h, h
+
+        return x + lax.scan(cell, jnp.zeros_like(x[0]), jnp.sin(x))[1]
+
+    def loss(params, x):
+        for name in sorted(params):
+            x = recurrent(x, params[name])
+        return jnp.mean(x**2)
+
+    params = {f"layer{index}": dict.fromkeys(("up", "down"), (width, width)) for index in range(8)}
+    mesh, optimizer = deepcompile.targets.h100().make_mesh((8,), ("fsdp",)), optax.sgd(0.1)
+    step = deepcompile.shard(training_step(loss, optimizer), mesh, passes=(StacksInTurn(), KeepActivations()))
+    state = {"params": shapes(params), "opt_state": jax.eval_shape(optimizer.init, shapes(params))}
+    batch = shapes((steps, 64, width))
+    roomy = step.reshard(memory_limit="40GiB").plan(state, batch)
+    tight = step.reshard(memory_limit="100MiB", host_memory_limit=1).plan(state, batch)
+    assert not roomy.of(RematerializedSegments)
+    assert [each.with_loops for each in tight.of(RematerializedSegments)] == [True]

@@ -170,8 +170,9 @@ def h100s():
     return deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
 
 
-def compiled_for_h100s(program: Program, mesh) -> jax.stages.Compiled:
-    return lower(program, mesh, "cuda").compile(compiler_options=compile_options("cuda") | double_buffering())
+def compiled_for_h100s(program: Program, mesh, **options) -> jax.stages.Compiled:
+    options = compile_options("cuda") | double_buffering() | options
+    return lower(program, mesh, "cuda").compile(compiler_options=options)
 
 
 def idle_loop_loss(params, batch):

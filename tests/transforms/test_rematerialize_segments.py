@@ -14,6 +14,7 @@ from jax_deepcompile.analysis.segments import Tape
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.lowering.compile import stacks_in_turn
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.keep_activations import KeptActivations
@@ -124,8 +125,8 @@ LOSSES = {
 PLAIN = LOSSES["layers"]
 
 
-def remade(program: Program, mesh) -> Program:
-    return carry_out(program, mesh, [choice for choice, _ in segments_of(program)])
+def remade(program: Program, mesh, with_loops: bool = False) -> Program:
+    return carry_out(program, mesh, [choice for choice, _ in segments_of(program, with_loops)])
 
 
 def live_bytes(program: Program) -> int:
@@ -160,6 +161,16 @@ def test_values_stay_the_same_in_less_memory(name):
 
 
 @pytest.mark.cpu_mesh
+def test_loops_inside_of_layers_are_computed_again_as_a_whole():
+    program, mesh = sharded(LOSSES["loops inside"], STACK, BATCH)
+    after = remade(program, mesh, with_loops=True)
+    assert live_bytes(after) < 0.9 * live_bytes(remade(program, mesh))
+    assert count(after, "scan") == count(program, "scan") + LAYERS - 1
+    assert "with the loops inside" in next(choice for choice, _ in segments_of(program, with_loops=True)).describe()
+    assert_same_values(after, program, mesh)
+
+
+@pytest.mark.cpu_mesh
 @pytest.mark.parametrize("of", but_slow(["two iterations", "microbatches"], ["two iterations"]))
 def test_inside_of_a_loop_values_stay_the_same(of):
     if of == "microbatches":
@@ -179,9 +190,11 @@ def test_inside_of_a_loop_values_stay_the_same(of):
 def test_whatever_is_kept_values_stay_the_same(name, random):
     """From any values of forward, not only from those that save most."""
     program, mesh = sharded(LOSSES[name], STACK, BATCH)
-    tape, names = Tape(program.jaxpr.jaxpr), value_names(program.jaxpr, phased=True)
+    with_loops = random.random() < 0.5
+    tape, names = Tape(program.jaxpr.jaxpr, with_loops), value_names(program.jaxpr, phased=True)
     known = [names[var] for var in tape.makers if var in names]
-    after = carry_out(program, mesh, [RematerializedSegments("", tuple(random.sample(known, random.randint(1, 9))))])
+    inputs = tuple(random.sample(known, random.randint(1, 9)))
+    after = carry_out(program, mesh, [RematerializedSegments("", inputs, with_loops)])
     for region in find_recomputation(after, CostModel()):
         kept = [each for each in region.names if random.random() < 0.5]
         after = carry_out(after, mesh, [KeptActivations(*region.loops, tuple(kept))]) if kept else after
@@ -206,6 +219,23 @@ def test_compiled_it_takes_less_memory():
     program, mesh = sharded(PLAIN, {"stack": wide}, (1 << 15, 512), h100s())
     compiled = [compiled_for_h100s(each, mesh).memory_analysis() for each in (program, remade(program, mesh))]
     before, after = (each.temp_size_in_bytes for each in compiled)
+    assert after < 0.6 * before
+
+
+@pytest.mark.h100_aot
+def test_loops_that_are_computed_again_take_memory_in_turn():
+    """What they stack up, that is; XLA merges nothing here either."""
+
+    def over_parts(x, params, place):
+        parts = x.reshape(-1, 8, x.shape[-1]).swapaxes(0, 1)
+        made = lax.scan(lambda none, part: (none, layer(part, params)), None, parts)[1]
+        return made.swapaxes(0, 1).reshape(x.shape)
+
+    wide = {"up": (LAYERS, 512, 2048), "bias": (LAYERS, 2048), "down": (LAYERS, 2048, 512)}
+    program, mesh = sharded(unrolled(over_parts), {"stack": wide}, (1 << 15, 512), h100s())
+    again = remade(program, mesh, with_loops=True)
+    compiled = [compiled_for_h100s(program, mesh), compiled_for_h100s(again, mesh, **stacks_in_turn())]
+    before, after = (each.memory_analysis().temp_size_in_bytes for each in compiled)
     assert after < 0.6 * before
 
 

@@ -12,6 +12,7 @@ from jax_deepcompile.planner.strategies.overlap_microbatches import OverlapMicro
 from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.planner.strategies.prefetch import PrefetchGathers
 from jax_deepcompile.planner.strategies.reduce_in_order import ReduceInOrder
+from jax_deepcompile.planner.strategies.stacks_in_turn import StacksInTurn
 from jax_deepcompile.planner.strategies.unshard import Unshard
 from jax_deepcompile.planner.strategies.unshard_microbatches import UnshardMicrobatches
 from jax_deepcompile.planner.strategies.unshard_unrolled import UnshardUnrolled
@@ -19,6 +20,7 @@ from jax_deepcompile.planner.strategy import Strategy
 
 STRATEGIES: tuple[Strategy, ...] = (
     PipelineLoops(),
+    StacksInTurn(),
     KeepActivations(),
     BucketCollectives(),
     Unshard(),
@@ -34,7 +36,7 @@ STRATEGIES: tuple[Strategy, ...] = (
 """The list: hide communication in loops, join what is small, spend the memory that is left on computing and
 communicating less."""
 
-ONE_DEVICE: tuple[Strategy, ...] = (KeepActivations(),)
+ONE_DEVICE: tuple[Strategy, ...] = (StacksInTurn(), KeepActivations())
 """Where there is nothing to communicate."""
 
 ON_A_HOST: tuple[Strategy, ...] = (KeepGathered(), JoinCollectives())

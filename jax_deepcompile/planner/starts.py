@@ -1,0 +1,192 @@
+"""Plans in which places of activations are chosen: the best so far, and others that compute again what it keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.analysis.names import keeping_loop_names
+from jax_deepcompile.costs.program_memory import memory_of_program
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.lowering.compile import stacks_in_turn
+from jax_deepcompile.planner.candidate import Candidate, Environment
+from jax_deepcompile.planner.layers import layer_stacks, not_pipelined
+from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
+from jax_deepcompile.planner.residency import Places, taken_bytes
+from jax_deepcompile.planner.stacks import Stack, saved_stacks
+from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
+from jax_deepcompile.transforms.keep_activations import KeptActivations
+from jax_deepcompile.transforms.keep_on_device import KeptOnDevice, copies
+from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.offload_state import OffloadedState
+from jax_deepcompile.transforms.offload_values import OffloadedValues
+from jax_deepcompile.transforms.rematerialize import Rematerialized, recomputable
+from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments, segments_of
+from jax_deepcompile.transforms.save_gathered import SavedGathers
+from jax_deepcompile.transforms.stack_collectives import StackCollectives
+
+
+@dataclass(frozen=True)
+class Start:
+    """A plan to choose places in.
+
+    Attributes:
+      already: what is where, in the best plan so far.
+      stacks: what may stay gathered.
+      said: what the plan decides more than that one, in words.
+      freed_bytes: what the plan takes less on the device than that one, beside what ``already`` is at hand.
+      gained_s: what the plan itself may gain.
+    """
+
+    plan: Plan
+    regions: Sequence[RecomputeRegion]
+    already: Places
+    stacks: Sequence[Stack] = ()
+    said: str = ""
+    freed_bytes: int = 0
+    gained_s: float = 0.0
+
+
+def starts(base: Program, best: Candidate, environment: Environment) -> Iterator[Start]:
+    """All there are: the best plan; one that computes again what loops and segments keep, each loop's iterations by
+    themselves; one that computes loops inside of layers again as a whole; one that copies nothing of itself."""
+    gathers = best.plan.program(base, environment.mesh, until=SavedGathers)
+    regions = _regions(gathers, environment)
+    stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
+    loops: Mapping[Rematerialized, Collection[str]] = {}
+    segments: Mapping[RematerializedSegments, Collection[str]] = {}
+    whole: Mapping[RematerializedSegments, Collection[str]] = {}
+    if not any(map(best.plan.of, (Rematerialized, RematerializedSegments, KeptActivations))):
+        loops = dict(_loops_again(base, regions, environment))
+        segments = dict(_segments_again(base, regions, environment))
+        whole = dict(_layers_again(base, regions, environment))
+    named = {(each.where, each.where) for each in segments}
+    here = [replace(each, residuals=()) if each.loops in named else each for each in regions]
+    yield Start(best.plan, here, places_of(best.plan, regions), stacks)
+    again = [_computing_again(base, best, environment, regions, *each) for each in ((loops, segments), ({}, whole))]
+    yield from filter(None, again)
+    yield from _without_own_copies(base, best, environment)
+
+
+def _computing_again(
+    base: Program,
+    best: Candidate,
+    environment: Environment,
+    regions: Sequence[RecomputeRegion],
+    loops: Mapping[Rematerialized, Collection[str]],
+    segments: Mapping[RematerializedSegments, Collection[str]],
+) -> Start | None:
+    """None if that takes no less memory."""
+    if not loops and not segments:
+        return None
+    plan = as_checkpointed(base, best.plan, tuple(loops), environment)
+    after = plan.program(base, environment.mesh, until=SavedGathers)
+    less_bytes = 0
+    if segments:
+        again = plan.having(RematerializedSegments, segments)
+        if any(each.with_loops for each in segments):
+            again = again.replace(options=dict(plan.options) | stacks_in_turn())
+        shorter = again.program(base, environment.mesh, until=SavedGathers)
+        less_bytes = memory_of_program(after).live_peak_bytes - memory_of_program(shorter).live_peak_bytes
+        if less_bytes > 0:
+            plan, after = again, shorter
+        elif not loops:
+            return None
+    found = _regions(after, environment)
+    dropped = {(each.forward, each.backward): names for each, names in loops.items()}
+    dropped |= {(each.where, each.where): names for each, names in segments.items()}
+    kept = {
+        region.loops: tuple(place for place, name in enumerate(region.names) if name in dropped.get(region.loops, ()))
+        for region in found
+    }
+    said = f"{len(loops)} backward loops compute again what they read of forward ones; " * bool(loops)
+    said += f"{sum(each.segments for each in segments)} segments are computed again; " * (less_bytes > 0)
+    already = Places(kept)
+    freed_bytes = max(less_bytes, 0) - taken_bytes(found, already, {})
+    freed_bytes += _held_bytes(regions) - _held_bytes(found) if loops else 0
+    return Start(plan, found, already, said=said, freed_bytes=freed_bytes)
+
+
+def _without_own_copies(base: Program, best: Candidate, environment: Environment) -> Iterator[Start]:
+    """One that keeps on the device what the step copies to the host by itself."""
+    if best.plan.of(KeptOnDevice) or KeptOnDevice.kind in environment.disabled or not copies(base):
+        return
+    plan, mesh = best.plan.having(KeptOnDevice, [KeptOnDevice()]), environment.mesh
+    before, after = (_regions(each.program(base, mesh, until=SavedGathers), environment) for each in (best.plan, plan))
+    freed_bytes, said = _held_bytes(before) - _held_bytes(after), f"{KeptOnDevice.says}; "
+    gained_s = best.prediction.exposed_copy_s
+    yield Start(plan, after, places_of(plan, after), said=said, freed_bytes=freed_bytes, gained_s=gained_s)
+
+
+def _regions(program: Program, environment: Environment) -> list[RecomputeRegion]:
+    """What of ``program`` there is to decide, and may go to the host."""
+
+    def goes_by(region: RecomputeRegion) -> str:
+        return OffloadedActivations.kind if region.is_of_loops else OffloadedValues.kind
+
+    found = find_recomputation(program, environment.costs)
+    return [each.staying() if goes_by(each) in environment.disabled else each for each in found]
+
+
+def _loops_again(
+    base: Program, regions: Sequence[RecomputeRegion], environment: Environment
+) -> Iterator[tuple[Rematerialized, Collection[str]]]:
+    """Pairs of loops of which the second could compute again what the first keeps for it, and what that is called."""
+    loops = {loop.name: loop for loop in find_loops(base)}
+    for ahead, behind in (each.loops for each in regions if each.is_of_loops and each.residuals):
+        again = recomputable(base, loops[ahead], loops[behind])
+        if again is not None and Rematerialized.kind not in environment.disabled:
+            yield Rematerialized(ahead, behind), again.names
+
+
+def _segments_again(
+    base: Program, regions: Sequence[RecomputeRegion], environment: Environment
+) -> Iterator[tuple[RematerializedSegments, Collection[str]]]:
+    """Likewise, where no loop runs most layers."""
+    leaving = {each.loops[0] for each in regions if not each.is_of_loops and each.residuals}
+    if leaving and RematerializedSegments.kind not in environment.disabled:
+        yield from (found for found in segments_of(base) if found[0].where in leaving)
+
+
+def _layers_again(
+    base: Program, regions: Sequence[RecomputeRegion], environment: Environment
+) -> Iterator[tuple[RematerializedSegments, Collection[str]]]:
+    """Likewise, where layers that no loop runs have loops inside, over time steps or parts of a sequence."""
+    loops = {loop.name: loop for loop in find_loops(base)}
+    names = {loop.path: loop.name for loop in loops.values()} | {(): ""}
+    kept = [loops[each.loops[0]].path[:-1] for each in regions if each.is_of_loops and each.residuals]
+    unrolled = {names[path] for path, pairs in Counter(kept).items() if pairs > 1 and path in names}
+    if unrolled and RematerializedSegments.kind not in environment.disabled:
+        yield from (found for found in segments_of(base, with_loops=True) if found[0].where in unrolled)
+
+
+def _held_bytes(regions: Sequence[RecomputeRegion]) -> int:
+    """What forward loops leave for backward ones."""
+    return sum(region.layers * each.size_bytes for region in regions if region.is_of_loops for each in region.residuals)
+
+
+def as_checkpointed(
+    base: Program, plan: Plan, rematerialized: Sequence[Rematerialized], environment: Environment
+) -> Plan:
+    """``plan`` where loops compute again what is ``rematerialized``, all layer loops pipelined."""
+    start = not_pipelined(plan).without(SavedGathers, StackCollectives, OffloadedActivations, OffloadedValues)
+    program = Rematerialized.apply(base, environment.mesh, rematerialized)
+    program = keeping_loop_names(program, base)
+    for proposal in PipelineLoops().propose(program, Candidate(start, program), environment):
+        start = proposal.plan
+    return start.having(Rematerialized, rematerialized)
+
+
+def places_of(plan: Plan, regions: Sequence[RecomputeRegion]) -> Places:
+    """What ``plan`` says of ``regions``."""
+    names = {region.loops: region.names for region in regions}
+    kept = {(each.forward, each.backward): each.values for each in plan.of(KeptActivations)}
+    positions = {
+        loops: tuple(names[loops].index(value) for value in values) for loops, values in kept.items() if loops in names
+    }
+    offloaded = {(each.forward, each.backward): each.values for each in plan.of(OffloadedActivations)}
+    offloaded |= {(each.where, each.where): each.values for each in plan.of(OffloadedValues)}
+    return Places(positions, offloaded, tuple(name for each in plan.of(OffloadedState) for name in each.leaves))
