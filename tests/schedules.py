@@ -54,8 +54,8 @@ def work_while_under_way(body: Computation) -> list[tuple[str, int]]:
     return found
 
 
-def products_beside_copies(body: Computation) -> list[int]:
-    """For every value that is copied between device and host the products between its start and its done."""
+def kernels_beside_copies(body: Computation, products_only: bool = False) -> list[int]:
+    """For every value that is copied between device and host what is computed between its start and its done."""
     order = {each.name: place for place, each in enumerate(body.instructions)}
     found = []
     for each in body.instructions:
@@ -63,8 +63,14 @@ def products_beside_copies(body: Computation) -> list[int]:
         if is_copy and any(array.is_on_host for _, array in leaves(each.shape)):
             (done,) = (user for user in body.users[each.name] if user.opcode.endswith("-done"))
             between = body.instructions[order[each.name] + 1 : order[done.name]]
-            found.append(sum(other.target.startswith("__cublas$") for other in between))
+            is_fusion = [other.opcode == "fusion" and not products_only for other in between]
+            found.append(sum(is_fusion) + sum(other.target.startswith("__cublas$") for other in between))
     return found
+
+
+def products_beside_copies(body: Computation) -> list[int]:
+    """Likewise, products alone."""
+    return kernels_beside_copies(body, products_only=True)
 
 
 def _size(shape) -> int:

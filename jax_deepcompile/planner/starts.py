@@ -11,6 +11,7 @@ from jax_deepcompile.analysis.names import keeping_loop_names
 from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import stacks_in_turn
+from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.layers import layer_stacks, not_pipelined
 from jax_deepcompile.planner.plan import Plan
@@ -23,6 +24,7 @@ from jax_deepcompile.transforms.keep_on_device import KeptOnDevice, copies
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.offload_values import OffloadedValues
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.rematerialize import Rematerialized, recomputable
 from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments, segments_of
 from jax_deepcompile.transforms.save_gathered import SavedGathers
@@ -51,8 +53,9 @@ class Start:
 
 
 def starts(base: Program, best: Candidate, environment: Environment) -> Iterator[Start]:
-    """All there are: the best plan; one that computes again what loops and segments keep, each loop's iterations by
-    themselves; one that computes loops inside of layers again as a whole; one that copies nothing of itself."""
+    """All there are: the best plan; one with pipelined loops, if those did not fit; one that computes again what loops
+    and segments keep, each loop's iterations by themselves; one that computes loops inside of layers again as a whole;
+    one that copies nothing of itself."""
     gathers = best.plan.program(base, environment.mesh, until=SavedGathers)
     regions = _regions(gathers, environment)
     stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
@@ -66,9 +69,24 @@ def starts(base: Program, best: Candidate, environment: Environment) -> Iterator
     named = {(each.where, each.where) for each in segments}
     here = [replace(each, residuals=()) if each.loops in named else each for each in regions]
     yield Start(best.plan, here, places_of(best.plan, regions), stacks)
+    yield from _pipelined(base, best, environment)
     again = [_computing_again(base, best, environment, regions, *each) for each in ((loops, segments), ({}, whole))]
     yield from filter(None, again)
     yield from _without_own_copies(base, best, environment)
+
+
+def _pipelined(base: Program, best: Candidate, environment: Environment) -> Iterator[Start]:
+    """One whose loops gather a layer ahead, for which there is no memory unless something else makes room."""
+    if best.plan.of(LoopSchedule):
+        return
+    plan = as_checkpointed(base, best.plan, (), environment)
+    if plan.of(LoopSchedule):
+        before, after = (each.program(base, environment.mesh, until=SavedGathers) for each in (best.plan, plan))
+        more_bytes = memory_of_program(after).live_peak_bytes - memory_of_program(before).live_peak_bytes
+        if more_bytes > budget.free_bytes(best, environment):
+            regions, gained_s = _regions(after, environment), best.prediction.exposed_s
+            said = f"{len(plan.of(LoopSchedule))} loops gather a layer ahead; "
+            yield Start(plan, regions, places_of(plan, regions), (), said, -more_bytes, gained_s)
 
 
 def _computing_again(

@@ -22,7 +22,7 @@ from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 from jax_deepcompile.transforms.rematerialize import Rematerialized
 from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments
 from tests.partition.steps import shapes, training_step
-from tests.schedules import loop_bodies, products_beside_copies
+from tests.schedules import kernels_beside_copies, loop_bodies, products_beside_copies
 from tests.transforms.programs import h100s
 
 pytestmark = pytest.mark.h100_aot
@@ -153,6 +153,15 @@ def test_what_is_refused_says_which_limits_would_do():
     assert step.reshard(memory_limit=needed.needed_bytes).plan(*args).prediction.host_bytes == 0
     plan = step.reshard(host_memory_limit=needed.host_bytes).plan(*args)
     assert 0 < plan.prediction.host_bytes <= needed.host_bytes
+    away = {type(each) for each in plan.decisions if each.on_host}
+    for kind in away:
+        here = (
+            step.reshard(memory_limit=None, host_memory_limit=None, plan=plan.without(kind))
+            .trace(*args)
+            .lower()
+            .compile()
+        )
+        assert peak_bytes(here.memory_analysis()) > plan.prediction.peak_bytes, f"{kind.kind} saves nothing"
     with pytest.raises(errors.HostMemoryExceededError, match=r"more than the limit of 10\.00 MiB"):
         step.reshard(host_memory_limit="10MiB", plan=plan).plan(*args)
 
@@ -169,9 +178,11 @@ def test_parameters_on_the_host_come_a_layer_at_a_time_beside_products():
     assert len(parameters) == 2
     assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == 3 * shard_bytes
     assert memory.argument_size_in_bytes < shard_bytes
-    beside = [products_beside_copies(body) for body in loop_bodies(read(compiled.as_text()))]
-    forward, backward = (each for each in beside if any(each))
+    bodies = loop_bodies(read(compiled.as_text()))
+    forward, backward = (beside for body in bodies if any(beside := products_beside_copies(body)))
     assert min(*forward, *backward) >= 1
+    (updates,) = (kernels_beside_copies(body) for body in bodies if not any(products_beside_copies(body)))
+    assert sum(map(bool, updates)) >= len(updates) / 2, "one leaf is updated while the next comes in"
     update = next(loop.trip for loop in deepcompile.simulate(compiled, h100s()).loops if not loop.trip.gathered_bytes)
     assert memory.host_temp_size_in_bytes == 0
     assert update.exposed_copy_s + update.compute_s < 0.75 * update.copy_s, "copies run both ways at once"

@@ -173,13 +173,14 @@ def proposals(
     plan: Plan | None = None,
     peak_bytes: int = MIB,
     moved_bytes: int = MIB,
+    exposed_s: float = 0.0,
     exposed_copy_s: float = 0.0,
     **more: Any,
 ) -> list[Proposal]:
     forward, backward = Totals(0.02), Totals(0.03, 0.0, gathered_bytes=moved_bytes, reduced_bytes=moved_bytes)
     loops = tuple(Loop(f"while.{at}", "", LAYERS, True, 1.0, trip) for at, trip in enumerate((forward, backward)))
     run = Simulation(step_s, Totals(), loops, (), NO_MEMORY)
-    expected = Prediction(step_s, 0.0, 0.0, 0.0, peak_bytes, exposed_copy_s=exposed_copy_s)
+    expected = Prediction(step_s, 0.0, 0.0, exposed_s, peak_bytes, exposed_copy_s=exposed_copy_s)
     best = candidate(program, plan or in_pipelines(program), expected, run)
     environment = Environment(MESH, "cuda", CostModel(), limit_bytes, **more)
     return list(KeepActivations().propose(program, best, environment))
@@ -232,6 +233,18 @@ def test_a_step_that_does_not_fit_is_made_to_by_what_it_kept_anyway():
     *_, modest, least = rungs(most)
     assert least.decision == f"{modest.decision}, with no layer ahead of its turn"
     assert least.plan.decisions == modest.plan.without(LoopSchedule, StackCollectives).decisions
+
+
+def test_loops_that_had_no_room_for_a_layer_ahead_gather_one_beside_what_makes_it():
+    at = {"limit_bytes": GIB, "host_bytes": PLENTY, "plan": Plan("0"), "moved_bytes": 0}
+    full = proposals(peak_bytes=GIB, exposed_s=0.005, **at)
+    assert [len(each.plan.of(LoopSchedule)) for each in full] == [2]
+    assert full[0].plan.of(OffloadedActivations) != ()
+    assert full[0].decision.startswith("2 loops gather a layer ahead; ")
+    verify(full[0].plan.program(PROGRAM, MESH))
+    assert proposals(peak_bytes=GIB, exposed_s=0.0, **at) == []
+    roomy = proposals(peak_bytes=GIB // 2, exposed_s=0.005, **at)
+    assert not any(each.plan.of(LoopSchedule) for each in roomy)
 
 
 @pytest.mark.parametrize(("alone", "scanned", "again"), [(4, 2, True), (2, 8, False)])
