@@ -41,6 +41,7 @@ class Start:
       said: what the plan decides more than that one, in words.
       freed_bytes: what the plan takes less on the device than that one, beside what ``already`` is at hand.
       gained_s: what the plan itself may gain.
+      is_ahead: whether it is the best one with layers ahead of their turn.
     """
 
     plan: Plan
@@ -50,6 +51,7 @@ class Start:
     said: str = ""
     freed_bytes: int = 0
     gained_s: float = 0.0
+    is_ahead: bool = False
 
 
 def starts(base: Program, best: Candidate, environment: Environment) -> Iterator[Start]:
@@ -86,7 +88,7 @@ def _pipelined(base: Program, best: Candidate, environment: Environment) -> Iter
         if more_bytes > budget.free_bytes(best, environment):
             regions, gained_s = _regions(after, environment), best.prediction.exposed_s
             said = f"{len(plan.of(LoopSchedule))} loops gather a layer ahead; "
-            yield Start(plan, regions, places_of(plan, regions), (), said, -more_bytes, gained_s)
+            yield Start(plan, regions, places_of(plan, regions), (), said, -more_bytes, gained_s, is_ahead=True)
 
 
 def _computing_again(

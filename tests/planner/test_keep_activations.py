@@ -225,14 +225,18 @@ def rungs(proposal: Proposal | None) -> list[Proposal]:
 
 
 def test_a_step_that_does_not_fit_is_made_to_by_what_it_kept_anyway():
+    """With layers ahead of their turn, and without; in either way with all of the state on the host, if need be."""
     over = LAYERS * INPUT_BYTES // 8
-    (proposal,) = proposals(peak_bytes=GIB + over, limit_bytes=GIB, host_bytes=PLENTY, step_s=1000.0)
-    assert OffloadedActivations(*TURN.loops, ("stack input",)) in proposal.plan.of(OffloadedActivations)
+    for proposal in proposals(peak_bytes=GIB + over, limit_bytes=GIB, host_bytes=PLENTY, step_s=1000.0):
+        assert OffloadedActivations(*TURN.loops, ("stack input",)) in proposal.plan.of(OffloadedActivations)
     assert proposals(peak_bytes=GIB + over, limit_bytes=GIB) == []
-    (most,) = proposals(peak_bytes=GIB + 8 * over, limit_bytes=GIB, host_bytes=PLENTY)
-    *_, modest, least = rungs(most)
-    assert least.decision == f"{modest.decision}, with no layer ahead of its turn"
-    assert least.plan.decisions == modest.plan.without(LoopSchedule, StackCollectives).decisions
+    ahead, alone = proposals(peak_bytes=GIB + 8 * over, limit_bytes=GIB, host_bytes=PLENTY)
+    away = [[leaf for each in rung.plan.of(OffloadedState) for leaf in each.leaves] for rung in rungs(ahead)]
+    assert [len(leaves) for leaves in away] == sorted(map(len, away))
+    assert away[0] == []
+    for rung, least in zip(rungs(ahead), rungs(alone), strict=True):
+        assert least.decision == f"{rung.decision}, with no layer ahead of its turn"
+        assert least.plan.decisions == rung.plan.without(LoopSchedule, StackCollectives).decisions
 
 
 def test_loops_that_had_no_room_for_a_layer_ahead_gather_one_beside_what_makes_it():

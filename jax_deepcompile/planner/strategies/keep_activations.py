@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner import budget
@@ -14,7 +15,7 @@ from jax_deepcompile.planner.recomputation import RecomputeRegion
 from jax_deepcompile.planner.residency import Choice, Phases, Places, choose, saved_s, taken_bytes
 from jax_deepcompile.planner.stacks import every_layer, saving
 from jax_deepcompile.planner.starts import Start, starts
-from jax_deepcompile.planner.state_on_host import host_leaves, with_state_on_host
+from jax_deepcompile.planner.state_on_host import HostLeaf, host_leaves, with_state_on_host
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
@@ -44,20 +45,25 @@ class KeepActivations:
             return
         shares = dict.fromkeys((0, environment.host_bytes))
         for start in starts(base, best, environment):
-            chosen = (self._choices(base, best, environment, start, each) for each in shares)
+            chosen = chain.from_iterable(self._choices(base, best, environment, start, each) for each in shares)
             ladders = {ladder.plan: ladder for each in chosen for ladder in budget.ladder(each)}
             yield from ladders.values()
 
     def _choices(
         self, base: Program, best: Candidate, environment: Environment, start: Start, host_bytes: int
-    ) -> Iterator[Proposal]:
-        """One for each share of the memory that there is."""
+    ) -> tuple[list[Proposal], list[Proposal]]:
+        """One for each share of the memory that there is, with layers ahead of their turn; and without.
+
+        The latter takes longer and needs less: that is proposed where a step does not fit, or is so already.
+        """
+        ahead, least = list[Proposal](), list[Proposal]()
+        needs_least = not start.is_ahead and not (environment.fits(best) and best.plan.of(LoopSchedule))
         phases = Phases.of(best, start.regions, environment.costs)
         state = host_leaves(base, environment.disabled)
         now = taken_bytes(start.regions, start.already, state)
-        for free_bytes in _budgets(best, environment):
+        for free_bytes, movable in _budgets(best, environment, state):
             taken = None if free_bytes is None else now + start.freed_bytes + free_bytes
-            choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, state)
+            choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, movable)
             if choice is None or (choice.places == start.already and not start.gained_s):
                 continue
             less_s = sum(saved_s(each, choice.places) - saved_s(each, start.already) for each in start.regions)
@@ -71,25 +77,31 @@ class KeepActivations:
             for by_layer in (True, False) if choice.places.state else (False,):
                 there = with_state_on_host(plan, base, choice.places.state, environment, by_layer)
                 said = start.said + _said(choice) + ", updated a layer at a time" * by_layer
-                if taken is None:
-                    least = there.without(LoopSchedule, StackCollectives)
-                    yield Proposal(least, f"{said}, with no layer ahead of its turn")
+                alone = there.without(LoopSchedule, StackCollectives)
                 there = copying_ahead(there, base, environment.mesh)
                 there = keep_over_loops(base, there, environment) if there.of(KeptGathers) else there
-                yield Proposal(there, said)
+                ahead.append(Proposal(there, said))
+                if needs_least and alone.decisions != there.decisions:
+                    least.append(Proposal(alone, f"{said}, with no layer ahead of its turn"))
+        return ahead, least
 
 
-def _budgets(best: Candidate, environment: Environment) -> Iterator[float | None]:
-    """Bytes that may be taken more, the fewest first; less than nothing where ``best`` does not fit.
+def _budgets(
+    best: Candidate, environment: Environment, state: Mapping[str, HostLeaf]
+) -> Iterator[tuple[float | None, Mapping[str, HostLeaf]]]:
+    """Bytes that may be taken more, the fewest first, and what of the state may be on the host; less than nothing where
+    ``best`` does not fit.
 
-    There the first are as few as can be, None: if not even those fit, how many they are is what a limit has to be.
+    There the first are as few as can be, None: if not even those fit, how many they are is what a limit has to be. As
+    what that frees may be more than it is known to, it is also proposed without parameters, and without any state.
     """
     free_bytes = budget.free_bytes(best, environment)
     if free_bytes >= 0:
-        yield from (share * free_bytes for share in _SHARES)
+        yield from ((share * free_bytes, state) for share in _SHARES)
     else:
-        yield None
-        yield from (free_bytes - share * best.prediction.peak_bytes for share in _LESS)
+        moments = {name: leaf for name, leaf in state.items() if not leaf.reads}
+        yield from ((None, movable) for movable in (state, moments, {}))
+        yield from ((free_bytes - share * best.prediction.peak_bytes, state) for share in _LESS)
 
 
 _SHARES = (0.6, 0.8, 0.92)
