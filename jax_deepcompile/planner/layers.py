@@ -13,10 +13,11 @@ from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.ir.memory import is_fetch, is_offload
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.lowering.compile import copies_at_once
+from jax_deepcompile.lowering.compile import combiner_options, copies_at_once, double_buffering
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.stacks import small_stacks
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
 from jax_deepcompile.transforms.compute_once import ComputeOnce
 from jax_deepcompile.transforms.decision import Decision
@@ -27,6 +28,7 @@ from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_parameters import OffloadedParameters
 from jax_deepcompile.transforms.offload_values import OffloadedValues
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
+from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops, ReduceBeforeLoops
 
 AROUND_PIPELINED: tuple[Decision, ...] = (
@@ -48,6 +50,28 @@ def pipelined(plan: Plan, program: Program, schedules: Sequence[LoopSchedule]) -
     for each in AROUND_PIPELINED:
         plan = plan.having(type(each), [each] if schedules else [])
     return plan.having(MicrobatchLoop, [MicrobatchLoop(name) for name in loops_around(program, schedules)])
+
+
+def all_pipelined(plan: Plan, program: Program, environment: Environment) -> Plan:
+    """``plan``, which pipelines no loop, with all layer loops of ``program`` pipelined, one bucket a layer each way,
+    and their small collectives done once for all layers."""
+    plan = plan.having(StackCollectives, small_stacks(program, environment))
+    stacked = plan.program(program, environment.mesh, until=AS_READ)
+    schedules = choose_schedules(stacked)
+    options = dict(plan.options)
+    if schedules:
+        options |= double_buffering() | combiner_options(*_layer_bytes(stacked, schedules))
+    return pipelined(plan, program, schedules).replace(options=options)
+
+
+def _layer_bytes(program: Program, schedules: Sequence[LoopSchedule]) -> tuple[int, int]:
+    """The most bytes that one iteration of a layer loop gathers, and keeps of what it reduces."""
+    wanted = {schedule.loop for schedule in schedules}
+    splits = [split_body(loop.eqn) for loop in find_loops(program) if loop.name in wanted]
+    gathered = max(sum(map(size_bytes, split.gathered)) for split in splits)
+    late = [[eqn for eqn in split.late.jaxpr.eqns if eqn.primitive.name == "reduce_scatter"] for split in splits]
+    reduced = max(sum(size_bytes(var) for eqn in eqns for var in eqn.outvars) for eqns in late)
+    return gathered, reduced
 
 
 def copying_ahead(plan: Plan, program: Program, mesh: AnyMesh) -> Plan:

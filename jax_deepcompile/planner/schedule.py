@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import strictly_limited, two_collectives
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment, compiled, evaluate
-from jax_deepcompile.planner.journal import AS_COMPILED, Evaluated, Journal, Yardstick, step_s
+from jax_deepcompile.planner.journal import AS_COMPILED, Evaluated, Journal, step_s
+from jax_deepcompile.planner.other_networks import best_on_average
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.scheduler_latencies import scheduler_latencies
 from jax_deepcompile.planner.strategy import Proposal
@@ -26,9 +25,8 @@ _MISSED = 0.02
 _LESS = 0.95
 """Of what collectives take: what the scheduler is told where all of it finds no room."""
 
-_LONGER, _NETWORKS, _LOST = 1.5, (0.8, 1.25), 0.005
-"""Of what collectives take: what the scheduler is told at last; networks on which that is judged, by what it takes
-there; and the share of the step that it may cost on this one."""
+_LONGER = 1.5
+"""Of what collectives take: what the scheduler is told at last."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Schedules:
             return best
         return self._better(other, best)
 
-    def closed(self, name: str, proposals: Sequence[Proposal], now: Candidate) -> Candidate:
+    def closed(self, name: str, proposals: Iterable[Proposal], now: Candidate) -> Candidate:
         """The best of ``now`` and of what the closing strategy ``name`` proposes, once that is scheduled."""
         evaluated = results_of(
             partial(Evaluated.of, each.decision, partial(self._carried_out, each.plan)) for each in proposals
@@ -83,12 +81,12 @@ class Schedules:
         longer = scheduler_latencies(best.simulation, at_a_time, _LONGER)
         decision = f"as if collectives took {_LONGER:g} times as long"
         evaluated = self._scheduled(best.plan.replace(latencies=longer), decision, best)
+        return best_on_average(self.environment, self.journal, "schedule", best, [evaluated], AS_COMPILED)
 
-        candidate, by = evaluated.candidate, AS_COMPILED
-        if candidate is not None and step_s(candidate) <= (1 + _LOST) * step_s(best):
-            means = {each.plan: self._on_networks_s(each) for each in (best, candidate)}
-            by = Yardstick(lambda each: means[each.plan], "on average of slower and faster networks")
-        return self.journal.best("schedule", best, [evaluated], by)
+    def elsewhere(self, candidate: Candidate, best: Candidate) -> Candidate:
+        """``best``, or ``candidate`` once it is scheduled, likewise."""
+        evaluated, of = self._with_latencies(candidate), (self.environment, self.journal)
+        return best_on_average(*of, "schedule", best, evaluated, AS_COMPILED, of=candidate)
 
     def _fastest_rejected(self, accepted: Sequence[Candidate]) -> Candidate | None:
         """Of what fits and was rejected the one that is expected to be fastest: what was rather taken may miss that."""
@@ -98,6 +96,10 @@ class Schedules:
 
     def _better(self, candidate: Candidate, best: Candidate) -> Candidate:
         """The better of ``best`` and ``candidate`` with XLA given the times to schedule it by."""
+        return self.journal.best("schedule", best, self._with_latencies(candidate), AS_COMPILED, of=candidate)
+
+    def _with_latencies(self, candidate: Candidate) -> list[Evaluated]:
+        """``candidate`` with XLA given the times to schedule it by, in one way or several."""
         fits, expected_s = self.environment.fits, (1 + _MISSED) * self.environment.expected_s(candidate)
         plan = candidate.plan.replace(latencies=scheduler_latencies(candidate.simulation))
         evaluated = [self._scheduled(plan, "scheduler latencies", candidate)]
@@ -106,7 +108,7 @@ class Schedules:
             evaluated.append(self._scheduled(strict, "and held to the limit", candidate))
         elif scheduled is not None and fits(scheduled) and step_s(scheduled) > expected_s:
             evaluated += self._otherwise(plan, candidate)
-        return self.journal.best("schedule", best, evaluated, AS_COMPILED, of=candidate)
+        return evaluated
 
     def _otherwise(self, plan: Plan, candidate: Candidate) -> list[Evaluated]:
         """Other schedules of ``candidate``, where the latencies of ``plan`` made none that hides enough.
@@ -132,9 +134,3 @@ class Schedules:
             return candidate
         plan = candidate.plan.replace(latencies=scheduler_latencies(candidate.simulation))
         return compiled(candidate.program, candidate.evaluated.lowered, plan, self.environment)
-
-    def _on_networks_s(self, candidate: Candidate) -> float:
-        """The step on average of the network as it is and of slower and faster ones."""
-        costs = self.environment.costs
-        others = [dataclasses.replace(costs, collectives_take=times) for times in _NETWORKS]
-        return statistics.mean([step_s(candidate), *(step_s(candidate.simulated_by(each)) for each in others)])

@@ -16,6 +16,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment, evaluate
 from jax_deepcompile.planner.journal import Evaluated, Journal, Yardstick, step_s
 from jax_deepcompile.planner.limits import largest_temporaries
+from jax_deepcompile.planner.other_networks import best_on_average, bounds_elsewhere, other_networks
 from jax_deepcompile.planner.plan import Plan, Record
 from jax_deepcompile.planner.schedule import Schedules
 from jax_deepcompile.planner.strategy import Proposal, Stage, Strategy
@@ -134,6 +135,7 @@ class _Search:
         self._spend_memory()
         schedules = Schedules(self.base, self.environment, self.journal)
         best = schedules.best(self.accepted)
+        best = self._elsewhere(main, known, schedules, best)
         for strategy in closing:
             best = schedules.closed(strategy.name, self._proposed(strategy, best, "another schedule"), best)
         best = schedules.steadied(best)
@@ -146,12 +148,39 @@ class _Search:
         way = (("", self.accepted[0].simulation), *self.journal.simulations(records))
         return dataclasses.replace(found, rivals=self._rivals(best), way=way)
 
+    def _elsewhere(
+        self, strategies: Sequence[Strategy], known: set[Plan], schedules: Schedules, best: Candidate
+    ) -> Candidate:
+        """``best``, or what slower and faster networks gain by where those matter, in memory that is left.
+
+        Args:
+          known: plans that are not evaluated again.
+        """
+        if not self.environment.fits(best) or not best.plan.latencies or not bounds_elsewhere(best):
+            return best
+        now = before = self._unscheduled(best)
+        for there in other_networks(self.environment):
+            for strategy in strategies:
+                start = now.simulated_by(there.costs)
+                proposals = self._proposed(strategy, start, "a change for other networks", there)
+                proposals = [each for each in proposals if each.plan not in known]
+                known |= {each.plan for each in proposals}
+                (evaluated,) = self._all_evaluated([proposals])
+                compared = self.environment, self.journal, strategy.name, now, evaluated, self._by
+                now = best_on_average(*compared, least=before)
+        return best if now is before else schedules.elsewhere(now, best)
+
+    def _unscheduled(self, best: Candidate) -> Candidate:
+        """What ``best`` is a schedule of."""
+        others = [self.accepted[0], *self.journal.candidates]
+        return next(each for each in others if each.plan.decisions == best.plan.decisions)
+
     def _with_any_host(self, strategies: Sequence[Strategy], best: Candidate) -> tuple[Candidate, Candidate | None]:
         """The best where ``best`` does not fit, and what fits the device whatever it takes of its host, if anything."""
         larger, start = self.environment.replace(host_bytes=_ANY_BYTES), best
         known = {each.plan for each in self.journal.candidates}
         for strategy in strategies:
-            for proposal in proposed(strategy, self.base, start, larger):
+            for proposal in self._proposed(strategy, start, "what takes more of the host", larger):
                 for each in self._evaluated_or_less(proposal) if proposal.plan not in known else ():
                     found = each.candidate
                     if found is not None and found.prediction.host_bytes <= self.environment.host_bytes:
@@ -220,13 +249,14 @@ class _Search:
         self.journal.accept_after_all(fastest, f"{self._by.change(now, fastest)}, in memory that nothing else needs")
         self.accepted.append(fastest)
 
-    def _proposed(self, strategy: Strategy, best: Candidate, what: str) -> list[Proposal]:
-        """What ``strategy`` proposes; of ``what`` it cannot, a record."""
+    def _proposed(
+        self, strategy: Strategy, best: Candidate, what: str, environment: Environment | None = None
+    ) -> Iterator[Proposal]:
+        """What ``strategy`` proposes, here or for another ``environment``; of ``what`` it cannot, a record."""
         try:
-            return list(proposed(strategy, self.base, best, self.environment))
+            yield from proposed(strategy, self.base, best, environment or self.environment)
         except (errors.InvariantError, errors.PlanError) as error:
             self.journal.not_proposed(strategy.name, what, best, error)
-            return []
 
     def _all_evaluated(self, proposals: Sequence[Sequence[Proposal]]) -> list[list[Evaluated]]:
         """What became of the ``proposals`` of each of several strategies.

@@ -13,18 +13,17 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import stacks_in_turn
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import Candidate, Environment
-from jax_deepcompile.planner.layers import layer_stacks, not_pipelined
+from jax_deepcompile.planner.layers import all_pipelined, layer_stacks, not_pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
 from jax_deepcompile.planner.residency import Places, taken_bytes
 from jax_deepcompile.planner.stacks import Stack, saved_stacks
-from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_on_device import KeptOnDevice, copies
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.offload_values import OffloadedValues
-from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.rematerialize import Rematerialized, recomputable
 from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments, segments_of
 from jax_deepcompile.transforms.save_gathered import SavedGathers
@@ -81,7 +80,7 @@ def _pipelined(base: Program, best: Candidate, environment: Environment) -> Iter
     """One whose loops gather a layer ahead, for which there is no memory unless something else makes room."""
     if best.plan.of(LoopSchedule):
         return
-    plan = as_checkpointed(base, best.plan, (), environment)
+    plan = as_checkpointed(base, best.plan, best.plan.of(Rematerialized), environment)
     if plan.of(LoopSchedule):
         before, after = (each.program(base, environment.mesh, until=SavedGathers) for each in (best.plan, plan))
         more_bytes = memory_of_program(after).live_peak_bytes - memory_of_program(before).live_peak_bytes
@@ -192,11 +191,13 @@ def as_checkpointed(
     base: Program, plan: Plan, rematerialized: Sequence[Rematerialized], environment: Environment
 ) -> Plan:
     """``plan`` where loops compute again what is ``rematerialized``, all layer loops pipelined."""
-    start = not_pipelined(plan).without(SavedGathers, StackCollectives, OffloadedActivations, OffloadedValues)
+    start = not_pipelined(plan).without(
+        Rematerialized, SavedGathers, StackCollectives, OffloadedActivations, OffloadedValues
+    )
     program = Rematerialized.apply(base, environment.mesh, rematerialized)
     program = keeping_loop_names(program, base)
-    for proposal in PipelineLoops().propose(program, Candidate(start, program), environment):
-        start = proposal.plan
+    if choose_schedules(program):
+        start = all_pipelined(start, program, environment)
     return start.having(Rematerialized, rematerialized)
 
 

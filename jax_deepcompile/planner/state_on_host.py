@@ -17,6 +17,7 @@ from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.offload_parameters import OffloadedParameters, reads
 from jax_deepcompile.transforms.offload_state import OffloadedState, movable
+from jax_deepcompile.transforms.stack_collectives import StackCollectives
 
 COPIED_BYTES = 1 << 20
 """What is less is not worth a copy."""
@@ -96,6 +97,11 @@ def with_state_on_host(
     held_bytes = argument_bytes(base) - sum(leaves[name].size_bytes for name in away)
     options = memory_options(environment.limit_bytes, held_bytes, environment.costs.hardware.memory_bytes)
     streamed = tuple(name for name in away if leaves[name].reads)
+    by_slices = (
+        replace(each, gathers=tuple(name for name in each.gathers if name not in streamed))
+        for each in plan.of(StackCollectives)
+    )
+    plan = plan.having(StackCollectives, [each for each in by_slices if each.gathers or each.reductions])
     plan = plan.having(OffloadedParameters, [OffloadedParameters(streamed)] if streamed else [])
     plan = plan.having(OffloadedState, [OffloadedState(tuple(away), by_layer)])
     return plan.replace(options=dict(plan.options) | options)

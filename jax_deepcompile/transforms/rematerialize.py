@@ -25,10 +25,11 @@ from typing import Any
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import bind, new_jaxpr
+from jax_deepcompile._jax_compat import bind, dce, new_jaxpr
 from jax_deepcompile.analysis.dataflow import literal_bits, needed_for, without_barriers
 from jax_deepcompile.analysis.equal_work import is_repeatable, work_key
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
+from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.analysis.residuals import residuals
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
@@ -74,7 +75,9 @@ class Recomputation:
       made: the variable of the forward body by position among the stacked inputs of the backward loop.
       dropped: positions among the stacked outputs of the forward loop that nobody reads then.
       carried: the variables of the forward body's carry that ``eqns`` read.
-      names: what the forward loop's residuals are called.
+      body: what is left of the forward body.
+      places: of what that stacks, among its stacked outputs.
+      names: what is computed again and ``body`` has too, as it is called there.
     """
 
     forward: Any
@@ -82,23 +85,18 @@ class Recomputation:
     made: Mapping[int, Any]
     dropped: frozenset[int]
     carried: list
+    body: Any
+    places: Mapping[Any, int]
     names: tuple[str, ...]
     given: dict = field(default_factory=dict)
     stacks: list = field(default_factory=list)
 
     def write(self, eqn: Any, operands: list) -> list:
         scan = Scan(eqn)
-        body, outputs = scan.body, scan.outputs
         consts, _, stacks = scan.split(operands)
         self.given = constants_of(eqn) | dict(zip(scan.inputs.consts, consts, strict=True))
-        kept = [place for place in range(len(outputs.ys)) if place not in self.dropped]
-        places = {outputs.ys[place]: at for at, place in enumerate(kept) if isinstance(outputs.ys[place], jex.Var)}
-        more = [var for var in self.carried if var not in places]
-        places |= {var: len(kept) + at for at, var in enumerate(more)}
-        results = [*outputs.carry, *(outputs.ys[place] for place in kept), *more]
-        inner = new_jaxpr([*body.constvars, *body.invars], results, body.eqns)
-        made = scan.split_results(rerun(eqn, inner, operands))
-        self.stacks = [*stacks, *(made.ys[places[var]] for var in self.carried)]
+        made = scan.split_results(rerun(eqn, self.body, operands))
+        self.stacks = [*stacks, *(made.ys[self.places[var]] for var in self.carried)]
         rest = iter(made.ys)
         ys = [
             lax.empty(var.aval.shape, var.aval.dtype) if place in self.dropped else next(rest)
@@ -180,4 +178,12 @@ def recomputable(program: Program, forward: Loop, backward: Loop) -> Recomputati
     carried = [var for var in scan.inputs.carry if var in reads]
     made = {place: atoms[each.output] for each in wanted for place in each.inputs}
     dropped = frozenset(each.output for each in wanted)
-    return Recomputation(forward.eqn, eqns, made, dropped, carried, tuple(each.name for each in wanted))
+    kept = [place for place in range(len(atoms)) if place not in dropped]
+    places = {atoms[place]: at for at, place in enumerate(kept) if isinstance(atoms[place], jex.Var)}
+    more = [var for var in carried if var not in places]
+    places |= {var: len(kept) + at for at, var in enumerate(more)}
+    results = [*scan.outputs.carry, *(scan.outputs.ys[place] for place in kept), *more]
+    left = dce(new_jaxpr([*scan.body.constvars, *scan.body.invars], results, scan.body.eqns))
+    known = value_names(left)
+    names = tuple(known[var] for var in dict.fromkeys(made.values()) if var in known)
+    return Recomputation(forward.eqn, eqns, made, dropped, carried, left, places, names)

@@ -26,6 +26,7 @@ from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
 from jax_deepcompile.planner.strategy import Proposal
 from jax_deepcompile.transforms.keep_on_device import KeptOnDevice
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.offload_parameters import OffloadedParameters
 from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.rematerialize import Rematerialized
@@ -249,6 +250,30 @@ def test_loops_that_had_no_room_for_a_layer_ahead_gather_one_beside_what_makes_i
     assert proposals(peak_bytes=GIB, exposed_s=0.0, **at) == []
     roomy = proposals(peak_bytes=GIB // 2, exposed_s=0.005, **at)
     assert not any(each.plan.of(LoopSchedule) for each in roomy)
+
+
+def test_loops_that_compute_again_what_they_kept_still_do_where_they_gather_a_layer_ahead():
+    program, _ = sharded(plain_loss, {"stack": wide_stack()}, batch=(8 * ROWS, WIDTH))
+    plan = Plan("0").having(Rematerialized, [Rematerialized("stack @forward", "stack @backward")])
+    at = {"limit_bytes": GIB, "host_bytes": PLENTY, "peak_bytes": GIB + 64 * MIB}
+    ahead = [each for each in proposals(program, plan=plan, **at) if each.plan.of(LoopSchedule)]
+    assert ahead
+    for proposal in ahead:
+        assert proposal.plan.of(Rematerialized) == plan.of(Rematerialized)
+        verify(proposal.plan.program(program, MESH))
+
+
+def test_parameters_that_are_copied_by_layer_are_not_gathered_for_all_layers_at_once():
+    names = "stack/up", "stack/down", "stack/bias"
+    stacked = [StackCollectives(f"stack @{phase}", names) for phase in ("forward", "backward")]
+    plan = Plan("0").having(StackCollectives, stacked)
+    found = proposals(plan=plan, peak_bytes=2 * GIB, limit_bytes=GIB // 2, host_bytes=PLENTY)
+    away = [each.plan for ladder in found for each in rungs(ladder) if each.plan.of(OffloadedParameters)]
+    assert away
+    for each in away:
+        copied = {leaf for decision in each.of(OffloadedParameters) for leaf in decision.leaves}
+        assert all(copied.isdisjoint(decision.gathers) for decision in each.of(StackCollectives))
+        verify(each.program(PROGRAM, MESH))
 
 
 @pytest.mark.parametrize(("alone", "scanned", "again"), [(4, 2, True), (2, 8, False)])

@@ -149,15 +149,15 @@ def test_what_is_over_the_limit_is_left_however_fast(try_strategies):
 
 @pytest.mark.pure
 @pytest.mark.parametrize("stage", [Stage.MAIN, Stage.CLOSING])
-def test_what_cannot_even_be_proposed_is_left_and_reported(try_strategies, stage):
+def test_what_cannot_even_be_proposed_is_left_and_reported_and_what_can_is_tried(try_strategies, stage):
     class Deepens(Closes):
         def propose(self, base, best, environment):
             yield Proposal(BETTER, "better")
             raise errors.PlanError("the plan", "no iterations are left in layers")
 
     best = try_strategies(Deepens((), stage=stage))
-    assert decided(best) == START
-    (record,) = best.plan.records
+    assert decided(best) == BETTER
+    record = best.plan.records[0]
     assert (record.accepted, record.after) == (False, None)
     assert record.reason.startswith("could not be proposed: the plan cannot be used: no iterations are left in layers")
 
@@ -359,7 +359,7 @@ def test_the_best_rejected_is_scheduled_where_what_was_accepted_misses(monkeypat
     def made_up(plan, step_s):
         known = plan.replace(latencies=(), options=START.options)
         simulation = SimpleNamespace(attainable_s=attainable[known], timeline=(gather,), loops=(), module=None)
-        return candidate(program, plan, Prediction(step_s, 1.0, 1.0, step_s - 1.0, 100), simulation)
+        return candidate(program, plan, Prediction(step_s, 0.5, 1.0, step_s - 0.5, 100), simulation)
 
     def scheduled(program, lowered, plan, environment):
         return made_up(plan, other_s if plan.of(LoopSchedule) == other.of(LoopSchedule) else 1.5)
@@ -405,6 +405,39 @@ def test_a_schedule_that_keeps_its_speed_on_slower_networks_is_rather_taken(monk
     if kept:
         told = "1.5 s to 1.505 s (1.56 s to 1.502 s on average of slower and faster networks)"
         assert best.plan.records[1].reason == told
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("here_s", "elsewhere_s", "compute_s", "kept"),
+    [(1.505, 1.3, 1.0, True), (1.51, 1.3, 1.0, False), (1.5, 1.9, 1.0, False), (1.505, 1.3, 0.7, False)],
+    ids=["worth more", "slower here", "worth less", "the network bounds it on all"],
+)
+def test_memory_is_spent_on_what_slower_and_faster_networks_gain_by(monkeypatch, here_s, elsewhere_s, compute_s, kept):
+    """For a slower network than there is another plan is proposed than for this one."""
+
+    class ProposesElsewhere(Proposes):
+        def propose(self, base, best, environment):
+            return super().propose(base, best, environment) if environment.costs.collectives_take > 1 else []
+
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
+    gather = SimpleNamespace(name="all-gather-start", start_s=0.0, end_s=1e-3, stream=Stream.ALL_GATHER, loop="")
+
+    def made_up(plan, times=1.0):
+        is_other = plan.decisions == BETTER.decisions
+        other_s = {1.0: here_s, 1.25: elsewhere_s}.get(times, 1.4)
+        step_s = (other_s if is_other else {0.8: 1.4, 1.0: 1.5, 1.25: 1.8}[times]) + 0.5 * (not plan.latencies)
+        simulation = SimpleNamespace(attainable_s=step_s, timeline=(gather,), loops=(), module=None)
+        return candidate(program, plan, Prediction(step_s, compute_s, 1.0, 0.5, 100), simulation)
+
+    evaluate_as(monkeypatch, lambda base, plan, environment: made_up(plan))
+    monkeypatch.setattr(schedule_module, "compiled", lambda program, lowered, plan, environment: made_up(plan))
+    monkeypatch.setattr(Candidate, "simulated_by", lambda self, costs: made_up(self.plan, costs.collectives_take))
+    environment = Environment(mesh, "cuda", CostModel(), None)
+    best = search(program, environment, (ProposesElsewhere((BETTER,)),), START)
+    assert best.plan.decisions == (BETTER if kept else START).decisions
+    if kept:
+        assert any("on average of slower and faster networks" in each.reason for each in best.plan.records)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.rematerialize import Rematerialized, recomputable
+from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from tests.cases import examples
 from tests.transforms.programs import (
     LAYERS,
@@ -284,3 +285,23 @@ def test_what_a_layer_prints_is_printed_once():
     after = remade(program, mesh)
     assert count(after, "dot_general") > count(program, "dot_general")
     assert [eqn.primitive.name for eqn in equations(after.jaxpr)].count("debug_print") == 1
+
+
+@pytest.mark.pure
+def test_what_values_are_called_does_not_depend_on_what_is_gathered_for_all_layers():
+    """Nothing is left of what was made for backward alone: names count what a body has."""
+
+    def swish(x, params):
+        return x + jax.nn.silu(x @ params["up"] + params["bias"]) @ params["down"], None
+
+    program, mesh = sharded(scanned(swish), {"stack": stack_shapes()})
+    (pair,) = pairs(program)
+    again = carry_out(program, mesh, [pair])
+    stacked = carry_out(program, mesh, [pair, *(StackCollectives(loop, ("stack/bias",)) for loop in LOOPS)])
+    (names,) = [each.names for each in regions(again)]
+    assert [each.names for each in regions(stacked)] == [names]
+    loops = {loop.name: loop for loop in find_loops(program)}
+    found = recomputable(program, loops[pair.forward], loops[pair.backward])
+    assert found is not None
+    assert found.names
+    assert set(found.names) <= set(names)
