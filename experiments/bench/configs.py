@@ -13,6 +13,7 @@ from experiments.bench.systems import (
     ALL_60,
     ALL_64,
     ALL_FOR_400,
+    ALL_FOR_KNOWN_COPIES,
     CONSTRAINED_EVERYTHING_AWAY,
     CONSTRAINED_MOMENTS_AWAY,
     FULLY_SHARDED,
@@ -48,6 +49,15 @@ _HEADLINE = (
     Workload("mixtral_8x7b_cudnn", 2048),
     Workload("mixtral_8x7b_cudnn", 4096),
 )
+
+_WITH_HOST_MEMORY = (
+    Workload("llama3_70b", 1024, batch=4),
+    Workload("llama3_70b_cudnn", 1024),
+    Workload("llama3_70b_cudnn", 4096),
+    Workload("llama3_70b_cudnn", 8192),
+    Workload("llama3_70b_cudnn", 1024, microbatches=16),
+)
+"""Of these."""
 
 _PUBLISHED = {
     Workload("llama3_70b", 512): Published(225, 215, 251),
@@ -163,6 +173,16 @@ BENCHMARKS: Mapping[str, Simulated] = {
             for gbps in (320.0, 500.0)
         ),
         (JIT, ALL_FOR_400, ALL),
+    ),
+    "sensitivity_copies": Simulated(
+        "The headline's plans that use the host's memory, where copies take 25 % longer and 20 % less than they were "
+        "made for",
+        tuple(
+            dataclasses.replace(workload, cluster=Cluster(copies_take=takes))
+            for workload in _WITH_HOST_MEMORY
+            for takes in (1.25, 0.8)
+        ),
+        (JIT, ALL_FOR_KNOWN_COPIES, ALL),
     ),
     "paper_llama3_70b": Simulated(
         "Llama-3-70B in the settings of the DeepCompile paper", _paper("llama3_70b"), _EVERY_PASS, published=_PUBLISHED

@@ -125,12 +125,12 @@ class Ours:
       name: in the table.
       memory_limit: of a GPU.
       passes: that planning may use, or by name what it may not; None for all.
-      planned_gbps: of the network cards that the plan is made for, in Gbit/s; None for those that the row has.
+      planned_for: what of the cluster is another in what the plan is made for: its ``nic_gbps`` or ``copies_take``.
     """
 
     name: str
     passes: tuple[Any, ...] | str | None
-    planned_gbps: float | None = None
+    planned_for: Mapping[str, float] = field(default_factory=dict)
     memory_limit: str = MEMORY_LIMIT
 
     def trains(self, workload: Workload) -> bool:
@@ -139,10 +139,8 @@ class Ours:
     def measure(self, workload: Workload, mesh: Mesh) -> Figures:
         gradients, state = MODELS[workload.model](False)
         given = state, tokens_of(workload, mesh)
-        planned_for = mesh
-        if self.planned_gbps is not None:
-            cluster = dataclasses.replace(workload.cluster, nic_gbps=self.planned_gbps)
-            planned_for = cluster.make_mesh()
+        profile, cluster = workload.cluster.profile(mesh), dataclasses.replace(workload.cluster, **self.planned_for)
+        planned_for = cluster.make_mesh() if self.planned_for else mesh
         with tempfile.TemporaryDirectory() as plans:
             step = deepcompile.shard(
                 training_step(gradients),
@@ -150,14 +148,15 @@ class Ours:
                 microbatches=workload.microbatches,
                 memory_limit=self.memory_limit,
                 passes=self.passes,
+                profile=cluster.profile(planned_for),
                 cache_dir=plans,
             )
             traced, plan_s = _timed(lambda: _planned(step, *given))
             _, warm_plan_s = _timed(lambda: _planned(step.reshard(), *given))
-        if planned_for is not mesh:
-            traced = step.reshard(mesh, plan=traced.plan()).trace(*given)
+        if self.planned_for:
+            traced = step.reshard(mesh, plan=traced.plan(), profile=profile).trace(*given)
         compiled, compile_s = _timed(traced.lower().compile)
-        return figures(compiled, mesh, traced, compile_s, plan_s, warm_plan_s, str(traced.plan()))
+        return figures(compiled, mesh, traced, compile_s, plan_s, warm_plan_s, str(traced.plan()), profile)
 
 
 def _planned(step: Any, *shapes: Any) -> Any:
@@ -200,7 +199,8 @@ ALL_64 = Ours("all, 64 GiB", None, memory_limit="64GiB")
 ALL_60 = Ours("all, 60 GiB", None, memory_limit="60GiB")
 ALL_32 = Ours("all, 32 GiB", None, memory_limit="32GiB")
 ALL_24 = Ours("all, 24 GiB", None, memory_limit="24GiB")
-ALL_FOR_400 = Ours("all, planned for 400 Gb/s", None, planned_gbps=400.0)
+ALL_FOR_400 = Ours("all, planned for 400 Gb/s", None, planned_for={"nic_gbps": 400.0})
+ALL_FOR_KNOWN_COPIES = Ours("all, planned for copies as known", None, planned_for={"copies_take": 1.0})
 
 
 def tokens_of(workload: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -217,9 +217,10 @@ def figures(
     plan_s: float = 0.0,
     warm_plan_s: float = 0.0,
     plan: str = "",
+    profile: deepcompile.Profile | None = None,
 ) -> Figures:
     """The figures of a compiled step, whose model is that of a traced one on the same mesh."""
-    simulation, memory = deepcompile.simulate(compiled, mesh), compiled.memory_analysis()
+    simulation, memory = deepcompile.simulate(compiled, mesh, profile), compiled.memory_analysis()
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     host_outputs = memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes
     return Figures(

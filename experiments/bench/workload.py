@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile.costs.devices import machine_of
+from jax_deepcompile.costs.entries import CopyFit, Direction, LinearFit, analytical
+from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.runtime.quiet import silenced, start_backends
 
 
@@ -21,6 +24,7 @@ class Cluster:
       gpus_per_node: GPUs in each.
       nics_per_node: network cards in each.
       nic_gbps: speed of each card, in Gbit/s.
+      copies_take: of what copies between a GPU and its host are known to take, what they take here.
     """
 
     gpu: str = "h100"
@@ -28,6 +32,7 @@ class Cluster:
     gpus_per_node: int = 8
     nics_per_node: int = 8
     nic_gbps: float = 400.0
+    copies_take: float = 1.0
 
     @property
     def gpus(self) -> int:
@@ -35,7 +40,8 @@ class Cluster:
 
     @property
     def network(self) -> str:
-        return f"{self.nics_per_node} x {self.nic_gbps:g} Gb/s"
+        copies = f", copies take {self.copies_take:g}" * (self.copies_take != 1)
+        return f"{self.nics_per_node} x {self.nic_gbps:g} Gb/s{copies}"
 
     def target(self) -> deepcompile.targets.Target:
         """The cluster to compile for."""
@@ -48,6 +54,21 @@ class Cluster:
         start_backends()
         with silenced():
             return self.target().make_mesh(tuple(axes.values()), tuple(axes))
+
+    def profile(self, mesh: Mesh) -> deepcompile.Profile | None:
+        """What copies take, where that is not what is known of them."""
+        if self.copies_take == 1:
+            return None
+        copy_s, source = costs_of(mesh).copy_s, analytical(f"{self.copies_take:g} of what is known of it")
+        copies = []
+        for direction in Direction:
+            latency_s, many_s = (self.copies_take * copy_s(size, direction) for size in (0, _MANY_BYTES))
+            fit = LinearFit(latency_s, (many_s - latency_s) / _MANY_BYTES, 0.0, ())
+            copies.append(CopyFit(direction, fit, source))
+        return deepcompile.Profile("", machine_of(mesh), copies=tuple(copies))
+
+
+_MANY_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
