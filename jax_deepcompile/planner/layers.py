@@ -17,7 +17,7 @@ from jax_deepcompile.lowering.compile import combiner_options, copies_at_once, d
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
-from jax_deepcompile.planner.stacks import small_stacks
+from jax_deepcompile.planner.stacks import by_layer, small_stacks
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
 from jax_deepcompile.transforms.compute_once import ComputeOnce
 from jax_deepcompile.transforms.decision import Decision
@@ -55,7 +55,8 @@ def pipelined(plan: Plan, program: Program, schedules: Sequence[LoopSchedule]) -
 def all_pipelined(plan: Plan, program: Program, environment: Environment) -> Plan:
     """``plan``, which pipelines no loop, with all layer loops of ``program`` pipelined, one bucket a layer each way,
     and their small collectives done once for all layers."""
-    plan = plan.having(StackCollectives, small_stacks(program, environment))
+    copied = {name for each in plan.of(OffloadedParameters) for name in each.leaves}
+    plan = plan.having(StackCollectives, by_layer(small_stacks(program, environment), copied))
     stacked = plan.program(program, environment.mesh, until=AS_READ)
     schedules = choose_schedules(stacked)
     options = dict(plan.options)

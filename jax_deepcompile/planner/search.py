@@ -177,6 +177,8 @@ class _Search:
 
     def _with_any_host(self, strategies: Sequence[Strategy], best: Candidate) -> tuple[Candidate, Candidate | None]:
         """The best where ``best`` does not fit, and what fits the device whatever it takes of its host, if anything."""
+        if self.environment.platform != "cuda":
+            return best, None
         larger, start = self.environment.replace(host_bytes=_ANY_BYTES), best
         known = {each.plan for each in self.journal.candidates}
         for strategy in strategies:

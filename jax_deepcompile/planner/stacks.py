@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,6 +118,12 @@ def without_gathers(taken: Iterable[StackCollectives], stacks: Iterable[Stack]) 
         replace(choice, gathers=tuple(name for name in choice.gathers if (choice.loop, name) not in dropped))
         for choice in taken
     )
+
+
+def by_layer(taken: Iterable[StackCollectives], names: Collection[str]) -> tuple[StackCollectives, ...]:
+    """``taken`` but for the gathers of parameters that go by these ``names``, in any loop."""
+    rest = (replace(choice, gathers=tuple(name for name in choice.gathers if name not in names)) for choice in taken)
+    return tuple(choice for choice in rest if choice.gathers or choice.reductions)
 
 
 def every_layer(stacks: Sequence[Stack]) -> str:

@@ -190,13 +190,13 @@ def _held_bytes(regions: Sequence[RecomputeRegion]) -> int:
 def as_checkpointed(
     base: Program, plan: Plan, rematerialized: Sequence[Rematerialized], environment: Environment
 ) -> Plan:
-    """``plan`` where loops compute again what is ``rematerialized``, all layer loops pipelined."""
+    """``plan`` where loops compute again what is ``rematerialized``, and where that hides anything are pipelined."""
     start = not_pipelined(plan).without(
         Rematerialized, SavedGathers, StackCollectives, OffloadedActivations, OffloadedValues
     )
     program = Rematerialized.apply(base, environment.mesh, rematerialized)
     program = keeping_loop_names(program, base)
-    if choose_schedules(program):
+    if environment.platform == "cuda" and choose_schedules(program):
         start = all_pipelined(start, program, environment)
     return start.having(Rematerialized, rematerialized)
 

@@ -15,6 +15,7 @@ from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.lowering.compile import memory_options
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.planner.stacks import by_layer
 from jax_deepcompile.transforms.offload_parameters import OffloadedParameters, reads
 from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
@@ -84,12 +85,12 @@ def born(program: Program, plan: Plan) -> Sequence[Port]:
 
 
 def with_state_on_host(
-    plan: Plan, base: Program, away: Sequence[str], environment: Environment, by_layer: bool
+    plan: Plan, base: Program, away: Sequence[str], environment: Environment, updated_by_layer: bool
 ) -> Plan:
     """``plan`` where the leaves that are ``away``, and no others, are on the host, and XLA knows what that leaves.
 
     Args:
-      by_layer: whether stacks are updated a layer at a time.
+      updated_by_layer: whether stacks are updated a layer at a time.
     """
     if not away or environment.limit_bytes is None:
         return plan.without(OffloadedState, OffloadedParameters)
@@ -97,11 +98,7 @@ def with_state_on_host(
     held_bytes = argument_bytes(base) - sum(leaves[name].size_bytes for name in away)
     options = memory_options(environment.limit_bytes, held_bytes, environment.costs.hardware.memory_bytes)
     streamed = tuple(name for name in away if leaves[name].reads)
-    by_slices = (
-        replace(each, gathers=tuple(name for name in each.gathers if name not in streamed))
-        for each in plan.of(StackCollectives)
-    )
-    plan = plan.having(StackCollectives, [each for each in by_slices if each.gathers or each.reductions])
+    plan = plan.having(StackCollectives, by_layer(plan.of(StackCollectives), streamed))
     plan = plan.having(OffloadedParameters, [OffloadedParameters(streamed)] if streamed else [])
-    plan = plan.having(OffloadedState, [OffloadedState(tuple(away), by_layer)])
+    plan = plan.having(OffloadedState, [OffloadedState(tuple(away), updated_by_layer)])
     return plan.replace(options=dict(plan.options) | options)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.planner import limits, session
+from jax_deepcompile.transforms.rematerialize import Rematerialized
 from tests.api.steps import assert_equal, batch, create, step
 
 pytestmark = pytest.mark.cpu_mesh
@@ -76,3 +79,21 @@ def test_state_and_batch_alone_are_compared_before_anything_is_planned(monkeypat
         "state and batch of step alone take 32,836 bytes a device, 31,812 bytes more than the limit of 1,024 bytes. "
         "Use more devices, or raise memory_limit to at least 32836 and what temporaries take besides."
     )
+
+
+def test_layers_of_a_loop_are_computed_again_where_a_cpu_has_no_room_for_what_they_keep():
+    def loss_of(layers, x):
+        return jnp.mean(lax.scan(lambda x, w: (x + jnp.tanh(x @ w) @ w.T, None), x, layers)[0] ** 2)
+
+    def layered(layers, x):
+        loss, gradients = jax.value_and_grad(loss_of)(layers, x)
+        return layers - 0.1 * gradients, loss
+
+    layers, x = jnp.ones((8, 32, 128)) / 32, jnp.ones((4096, 32))
+    loose = deepcompile.shard(layered, memory_limit="1GiB").plan(layers, x).prediction
+    assert loose is not None
+    limited = deepcompile.shard(layered, memory_limit=int(0.6 * loose.peak_bytes))
+    plan = limited.plan(layers, x)
+    assert plan.of(Rematerialized) == (Rematerialized("layers @forward", "layers @backward"),)
+    assert plan.options == ()
+    assert_equal(limited(layers, x), jax.jit(layered)(layers, x))

@@ -18,6 +18,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import copies_at_once
 from jax_deepcompile.planner.candidate import Environment
+from jax_deepcompile.planner.layers import all_pipelined, not_pipelined
 from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.planner.residency import Choice, Phases, Places, choose
@@ -264,16 +265,20 @@ def test_loops_that_compute_again_what_they_kept_still_do_where_they_gather_a_la
 
 
 def test_parameters_that_are_copied_by_layer_are_not_gathered_for_all_layers_at_once():
-    names = "stack/up", "stack/down", "stack/bias"
-    stacked = [StackCollectives(f"stack @{phase}", names) for phase in ("forward", "backward")]
-    plan = Plan("0").having(StackCollectives, stacked)
-    found = proposals(plan=plan, peak_bytes=2 * GIB, limit_bytes=GIB // 2, host_bytes=PLENTY)
+    width = 1024
+    shapes = {"up": (LAYERS, width, width), "down": (LAYERS, width, width), "bias": (LAYERS, width)}
+    program, _ = sharded(stack_loss, {"stack": shapes}, batch=(8 * ROWS, width))
+    environment = Environment(MESH, "cuda", CostModel(), GIB, PLENTY)
+    at = {"limit_bytes": GIB, "host_bytes": PLENTY}
+    plan = all_pipelined(Plan("0"), program, environment)
+    assert "stack/up" in plan.of(StackCollectives)[0].gathers
+    found = proposals(program, plan=plan, peak_bytes=2 * GIB, **at)
     away = [each.plan for ladder in found for each in rungs(ladder) if each.plan.of(OffloadedParameters)]
     assert away
-    for each in away:
+    for each in [*away, all_pipelined(not_pipelined(away[-1]), program, environment)]:
         copied = {leaf for decision in each.of(OffloadedParameters) for leaf in decision.leaves}
         assert all(copied.isdisjoint(decision.gathers) for decision in each.of(StackCollectives))
-        verify(each.program(PROGRAM, MESH))
+        verify(each.program(program, MESH))
 
 
 @pytest.mark.parametrize(("alone", "scanned", "again"), [(4, 2, True), (2, 8, False)])

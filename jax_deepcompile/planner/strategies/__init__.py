@@ -39,5 +39,5 @@ communicating less."""
 ONE_DEVICE: tuple[Strategy, ...] = (StacksInTurn(), KeepActivations())
 """Where there is nothing to communicate."""
 
-ON_A_HOST: tuple[Strategy, ...] = (KeepGathered(), JoinCollectives())
+ON_A_HOST: tuple[Strategy, ...] = (KeepGathered(), KeepActivations(), JoinCollectives())
 """Where devices share their host, and no collective runs beside compute."""
