@@ -54,7 +54,7 @@ TARGETS = {f"jax_deepcompile.costs.{name}" for name in ("hardware", "network", "
 """What ``lowering.targets``, which describes clusters, may import beyond its room."""
 
 MEASURES = {"call_overhead": {"frontend"}, "gpu_suite": {"costs", "hlo", "lowering", "profilers"},
-            "validation": {"costs", "hlo"}, "host_memory": {"costs", "lowering"}}  # fmt: skip
+            "validation": {"costs", "hlo"}, "host_memory": {"costs", "lowering"}, "copies": {"costs"}}  # fmt: skip
 """What an experiment that measures for the cost model may import besides what is public."""
 
 PUBLIC = {

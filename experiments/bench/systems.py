@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import jax_deepcompile as deepcompile
+from experiments.bench.copies import copies_profile
 from experiments.bench.steps import LINEN, MODELS, accumulated, constrained, training_step
 from experiments.bench.workload import Workload
 from experiments.host_memory import moments_passing_through, traced, with_moments_on_host
@@ -139,7 +140,8 @@ class Ours:
     def measure(self, workload: Workload, mesh: Mesh) -> Figures:
         gradients, state = MODELS[workload.model](False)
         given = state, tokens_of(workload, mesh)
-        profile, cluster = workload.cluster.profile(mesh), dataclasses.replace(workload.cluster, **self.planned_for)
+        profile = copies_profile(workload.cluster.copies_take, mesh)
+        cluster = dataclasses.replace(workload.cluster, **self.planned_for)
         planned_for = cluster.make_mesh() if self.planned_for else mesh
         with tempfile.TemporaryDirectory() as plans:
             step = deepcompile.shard(
@@ -148,7 +150,7 @@ class Ours:
                 microbatches=workload.microbatches,
                 memory_limit=self.memory_limit,
                 passes=self.passes,
-                profile=cluster.profile(planned_for),
+                profile=copies_profile(cluster.copies_take, planned_for),
                 cache_dir=plans,
             )
             traced, plan_s = _timed(lambda: _planned(step, *given))

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile.costs.devices import machine_of
-from jax_deepcompile.costs.entries import CopyFit, Direction, LinearFit, analytical
-from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.runtime.quiet import silenced, start_backends
 
 
@@ -54,21 +51,6 @@ class Cluster:
         start_backends()
         with silenced():
             return self.target().make_mesh(tuple(axes.values()), tuple(axes))
-
-    def profile(self, mesh: Mesh) -> deepcompile.Profile | None:
-        """What copies take, where that is not what is known of them."""
-        if self.copies_take == 1:
-            return None
-        copy_s, source = costs_of(mesh).copy_s, analytical(f"{self.copies_take:g} of what is known of it")
-        copies = []
-        for direction in Direction:
-            latency_s, many_s = (self.copies_take * copy_s(size, direction) for size in (0, _MANY_BYTES))
-            fit = LinearFit(latency_s, (many_s - latency_s) / _MANY_BYTES, 0.0, ())
-            copies.append(CopyFit(direction, fit, source))
-        return deepcompile.Profile("", machine_of(mesh), copies=tuple(copies))
-
-
-_MANY_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
