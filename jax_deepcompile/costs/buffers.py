@@ -37,6 +37,12 @@ class Value:
         return self.name, self.index
 
 
+def is_workspace(value: Value, schedule: Schedule) -> bool:
+    """Whether that is scratch memory of a library, such as cuBLAS."""
+    maker = schedule.order[schedule.position[value.name]]
+    return maker.opcode == "custom-call" and value.index not in ((), (0,)) and value.array.dtype in ("s8", "u8")
+
+
 @dataclass(frozen=True)
 class Buffer:
     """Values with one address.

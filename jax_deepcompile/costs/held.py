@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from jax_deepcompile.costs.buffers import Buffer, Value, buffers_of
+from jax_deepcompile.costs.buffers import Buffer, buffers_of, is_workspace
 from jax_deepcompile.costs.dataflow import Flow, Place
-from jax_deepcompile.costs.memory import Held, MemoryUse
+from jax_deepcompile.costs.memory import OF_LIBRARIES, Held, MemoryUse
 from jax_deepcompile.costs.schedule import Schedule, schedule_of
 from jax_deepcompile.hlo import opcodes
 from jax_deepcompile.hlo.reader import Instruction, Module, leaves
@@ -26,7 +26,7 @@ class Holds(StrEnum):
     KEPT = "kept for the backward pass"
     WORKING = "being computed"
     GATHERED = "gathered from other devices"
-    WORKSPACE = "workspace of libraries"
+    WORKSPACE = OF_LIBRARIES
     OTHER = "other"
 
 
@@ -198,7 +198,7 @@ class _Blocks:
         return Content(held.bytes, held.address, begin, end, holds, *made, dims)
 
     def holds(self, number: int) -> Holds:
-        if any(map(self._is_workspace, self.buffers[number].values)):
+        if any(is_workspace(value, self.schedule) for value in self.buffers[number].values):
             return Holds.WORKSPACE
         if self._comes_of(number, ("all-gather",), _MOVES):
             return Holds.GATHERED
@@ -209,10 +209,6 @@ class _Blocks:
         begin = self.buffers[number].values[0].begin
         last = max((self.schedule.position[each.name] for each in self.readers.get(number, ())), default=begin)
         return Holds.KEPT if begin < self.backward_from <= last else Holds.WORKING
-
-    def _is_workspace(self, value: Value) -> bool:
-        maker = self.schedule.order[self.schedule.position[value.name]]
-        return maker.opcode == "custom-call" and value.index not in ((), (0,)) and value.array.dtype in ("s8", "u8")
 
     def _is_gradient(self, number: int) -> bool:
         writers = self.writers.get(number, ())

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jax_deepcompile.costs.buffers import Value, buffers_of
+from jax_deepcompile.costs.buffers import Value, buffers_of, is_workspace
 from jax_deepcompile.costs.dataflow import Place
 from jax_deepcompile.costs.packing import Block, packed
 from jax_deepcompile.costs.schedule import NESTING, Schedule, schedule_of
 from jax_deepcompile.costs.sharing import overwrite
 from jax_deepcompile.hlo.reader import Module
+
+OF_LIBRARIES = "workspace of libraries"
 
 _POINTER_BYTES = 8
 
@@ -51,7 +53,8 @@ class MemoryUse:
       host_bytes: buffers in the host's memory.
       names: the instructions in the order in which they run, those of a loop's body once.
       live_bytes: what is needed while each of them runs: arguments, results and temporaries, without gaps.
-      peak_values: the temporaries needed where most are needed: pairs (bytes, instruction), largest first.
+      peak_values: the temporaries needed where most are needed: pairs (bytes, instruction), largest first; for
+        instruction ``OF_LIBRARIES`` where a library has it for itself.
       loops: for each of ``names`` the innermost while it is in; empty outside of loops. None of a program that is not
         compiled.
       held: where temporaries are and when; none of a program that is not compiled.
@@ -99,7 +102,7 @@ def memory_of(module: Module) -> MemoryUse:
         host_bytes=sum(buffer.bytes for buffer in buffers if buffer.is_on_host),
         names=tuple(instruction.name for instruction in schedule.order),
         live_bytes=tuple(int(size) + arguments + outputs for size in live),
-        peak_values=tuple(sorted(((value.array.bytes, value.name) for value in needed), reverse=True)),
+        peak_values=tuple(sorted(((value.array.bytes, _whose(value, schedule)) for value in needed), reverse=True)),
         loops=_loops(module, schedule),
         held=tuple(
             Held(block.size_bytes, address, begin, end, _places(group, begin, end))
@@ -107,6 +110,10 @@ def memory_of(module: Module) -> MemoryUse:
             for begin, end in block.stretches()
         ),
     )
+
+
+def _whose(value: Value, schedule: Schedule) -> str:
+    return OF_LIBRARIES if is_workspace(value, schedule) else value.name
 
 
 def _places(values: Sequence[Value], begin: int, end: int) -> tuple[Place, ...]:

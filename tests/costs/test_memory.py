@@ -127,7 +127,9 @@ ROOT %r = f32[] custom-call(%c), custom_call_target="sum"
 """
     aliased = entry.replace("ALIAS", ", output_to_operand_aliasing={{0}: (2, {})}")
     assert memory(aliased).temporary_bytes == SIZE + 256
-    assert memory(entry.replace("ALIAS", "")).temporary_bytes == 2 * SIZE + 256
+    apart = memory(entry.replace("ALIAS", ""))
+    assert apart.temporary_bytes == 2 * SIZE + 256
+    assert apart.peak_values == ((SIZE, "g"), (SIZE, "a"), (256, "workspace of libraries"))
 
 
 def test_an_outcome_may_take_a_donated_argument():
