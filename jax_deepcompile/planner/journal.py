@@ -138,7 +138,7 @@ class Journal:
                 reason = record.reason if record.accepted else f"{record.reason}, but it came out faster"
                 record = dataclasses.replace(record, accepted=True, reason=reason)
             elif record.accepted:
-                reason = f"{record.reason}, but a plan without it came out faster"
+                reason = f"{record.reason}, but a plan without it came out better"
                 record = dataclasses.replace(record, accepted=False, reason=reason)
             kept.insert(0, record)
         return kept

@@ -172,8 +172,9 @@ class _Search:
 
     def _unscheduled(self, best: Candidate) -> Candidate:
         """What ``best`` is a schedule of."""
+        before = next(record.before for record in self.journal.records if record.after is best.prediction)
         others = [self.accepted[0], *self.journal.candidates]
-        return next(each for each in others if each.plan.decisions == best.plan.decisions)
+        return next(each for each in others if each.prediction is before)
 
     def _with_any_host(self, strategies: Sequence[Strategy], best: Candidate) -> tuple[Candidate, Candidate | None]:
         """The best where ``best`` does not fit, and what fits the device whatever it takes of its host, if anything."""

@@ -279,7 +279,7 @@ def test_what_the_best_of_what_was_left_is_without_is_not_accepted(try_strategie
     best = try_strategies(Proposes((DEAR,), "dear"), Proposes((SMALL,), "small"), limit=200)
     assert decided(best) == DEAR
     assert accepted(best.plan) == ["dear"]
-    assert best.plan.records[1].reason == "2 s to 1.998 s, but a plan without it came out faster"
+    assert best.plan.records[1].reason == "2 s to 1.998 s, but a plan without it came out better"
 
 
 @pytest.mark.pure
@@ -289,7 +289,7 @@ def test_a_promise_that_the_schedule_did_not_keep_is_not_accepted(try_strategies
     assert accepted(best.plan) == []
     assert (
         best.plan.records[0].reason
-        == "2 s to 2.1 s (2 s to 1.5 s once scheduled), but a plan without it came out faster"
+        == "2 s to 2.1 s (2 s to 1.5 s once scheduled), but a plan without it came out better"
     )
 
 
