@@ -48,10 +48,11 @@ def best_on_average(
     if not evaluated:
         return now
     most_s = (1 + _MAY_LOSE) * here.seconds(least or now)
-    networks = environment, *other_networks(environment)
+    networks = other_networks(environment)
 
     def mean_s(candidate: Candidate) -> float:
-        return statistics.mean(here.seconds(candidate.simulated_by(each.costs)) for each in networks)
+        elsewhere = (candidate.simulated_by(each.costs) for each in networks)
+        return statistics.mean(map(here.seconds, (candidate, *elsewhere)))
 
     def is_rival(each: Evaluated) -> bool:
         return each.candidate is not None and here.seconds(each.candidate) <= most_s

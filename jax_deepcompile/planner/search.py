@@ -160,14 +160,16 @@ class _Search:
             return best
         now = before = self._unscheduled(best)
         for there in other_networks(self.environment):
+            start = now.simulated_by(there.costs)
             for strategy in strategies:
-                start = now.simulated_by(there.costs)
                 proposals = self._proposed(strategy, start, "a change for other networks", there)
                 proposals = [each for each in proposals if each.plan not in known]
                 known |= {each.plan for each in proposals}
                 (evaluated,) = self._all_evaluated([proposals])
                 compared = self.environment, self.journal, strategy.name, now, evaluated, self._by
-                now = best_on_average(*compared, least=before)
+                after = best_on_average(*compared, least=before)
+                if after is not now:
+                    now, start = after, after.simulated_by(there.costs)
         return best if now is before else schedules.elsewhere(now, best)
 
     def _unscheduled(self, best: Candidate) -> Candidate:

@@ -16,9 +16,12 @@ from jax_deepcompile.costs.cost_model import CostModel, Kernel
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.simulation import Totals
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.planner import schedule as schedule_module
+from jax_deepcompile.planner import search as search_module
 from jax_deepcompile.planner.candidate import Candidate, Environment, Evaluation
 from jax_deepcompile.planner.layers import pipelined
 from jax_deepcompile.planner.plan import Plan, Prediction
+from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.pipeline_loops import choose_schedules
 from tests.partition.steps import shapes, training_step
 from tests.transforms.programs import BATCH, WIDTH, layer, sharded, stack_shapes
@@ -102,3 +105,28 @@ def eight_layers(rows: int):
     step = deepcompile.shard(training_step(loss, optimizer), mesh, microbatches=4, memory_limit="40GiB")
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
     return step, state, shapes((4 * 32 * rows, width))
+
+
+@dataclass(frozen=True)
+class Proposes:
+    """Proposes the same plans whenever it is asked."""
+
+    plans: tuple[Plan, ...]
+    name: str = "fake"
+    stage: Stage = Stage.MAIN
+
+    def propose(self, base, best, environment):
+        return [Proposal(plan, "try it") for plan in self.plans]
+
+
+def evaluate_as(monkeypatch, made_up):
+    for module in (search_module, schedule_module):
+        monkeypatch.setattr(module, "evaluate", made_up)
+
+
+def accepted(plan: Plan) -> list[str]:
+    """The strategies that led to ``plan``, each of which began where the last one had ended."""
+    chain = [record for record in plan.records if record.accepted]
+    assert [record.after for record in chain[:-1]] == [record.before for record in chain[1:]]
+    assert not chain or chain[-1].after == plan.prediction
+    return [record.strategy for record in chain]
