@@ -1,4 +1,4 @@
-"""Copies between device memory and pinned host memory: alone, beside matrix products, beside one another."""
+"""Copies between device memory and pinned host memory: alone, beside kernels, beside one another."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Sharding
 
 from experiments.gpu_suite.cases import Row
@@ -19,10 +20,13 @@ TARGETS = {"to host": jax.memory.Space.Host, "from host": jax.memory.Space.Devic
 
 BOTH_WAYS = "both ways at once"
 
+KERNELS: dict[str, tuple[Callable, int]] = {"products": (jnp.matmul, 1), "sums": (jnp.add, 4)}
+"""By kind, what computes, and how often for each product: products are bound by arithmetic, sums by device memory."""
+
 
 def cases(sizes: Sizes) -> list[Row]:
     """``direction size_bytes how`` of each."""
-    copied = [("beside products", sizes.host_copies.overlap_bytes)]
+    copied = [(f"beside {kernels}", sizes.host_copies.overlap_bytes) for kernels in KERNELS]
     copied += [("alone", size_bytes) for size_bytes in sizes.host_copies.sizes_bytes]
     return [
         {"direction": direction, "size_bytes": size_bytes, "how": how}
@@ -32,8 +36,8 @@ def cases(sizes: Sizes) -> list[Row]:
 
 
 def rows(case: Row, sizes: Sizes, seconds: float) -> Iterator[Row]:
-    """The case with ``seconds bytes_per_s`` of a copy alone, or what ``_beside_products`` or ``_both_ways`` says."""
-    measure = {"alone": _alone, BOTH_WAYS: _both_ways}.get(case["how"], _beside_products)
+    """The case with ``seconds bytes_per_s`` of a copy alone, or what ``_beside_kernels`` or ``_both_ways`` says."""
+    measure = {"alone": _alone, BOTH_WAYS: _both_ways}.get(case["how"], _beside_kernels)
     yield case | measure(case, sizes)
 
 
@@ -45,31 +49,29 @@ def _alone(case: Row, sizes: Sizes) -> Row:
     return {"seconds": median_s, "bytes_per_s": case["size_bytes"] / median_s}
 
 
-def _beside_products(case: Row, sizes: Sizes) -> Row:
+def _beside_kernels(case: Row, sizes: Sizes) -> Row:
     """``hidden`` is the part of the shorter one that the two together do not take longer than the longer one."""
     original, _ = _original(case)
-    wanted, size = sizes.host_copies, sizes.host_copies.product_size
+    kernel, count = KERNELS[case["how"].removeprefix("beside ")]
+    size, space = sizes.host_copies.product_size, TARGETS[case["direction"]]
     # Scaled to keep the size of its values through any number of products.
     factor = (jax.random.normal(jax.random.key(0), (size, size)) / size**0.5).astype(jnp.bfloat16)
-    space = TARGETS[case["direction"]]
 
     def copy(x, factor):
         return jax.device_put(x, space)
 
-    def multiply(x, factor):
-        product = factor
-        for _ in range(wanted.products):
-            product = product @ factor
-        return product
+    def compute(x, factor):
+        result = factor
+        for _ in range(count * sizes.host_copies.kernels):
+            result = lax.optimization_barrier(kernel(result, factor))
+        return result
 
     def both(x, factor):
-        return copy(x, factor), multiply(x, factor)
+        return copy(x, factor), compute(x, factor)
 
-    copy_s, products_s, together_s = (
-        _program_s(run, (original, factor), sizes.effort) for run in (copy, multiply, both)
-    )
-    hidden = (copy_s + products_s - together_s) / min(copy_s, products_s)
-    return {"seconds": copy_s, "products_s": products_s, "together_s": together_s, "hidden": hidden}
+    copy_s, kernels_s, together_s = (_program_s(run, (original, factor), sizes.effort) for run in (copy, compute, both))
+    hidden = (copy_s + kernels_s - together_s) / min(copy_s, kernels_s)
+    return {"seconds": copy_s, "kernels_s": kernels_s, "together_s": together_s, "hidden": hidden}
 
 
 def _both_ways(case: Row, sizes: Sizes) -> Row:

@@ -1,4 +1,6 @@
-"""A Llama whose Adam state does not fit the GPU, trained three ways: what each keeps on the host.
+"""A Llama that Adam cannot train within the GPU, trained three ways: what each keeps on the host.
+
+A larger one, of which not even the state fits, has the plan alone; the other two would need more than the GPU has.
 
 Each way has a process of its own: the allocator keeps one high-water mark a process.
 """
@@ -33,13 +35,21 @@ EVERYTHING, MOMENTS, PLAN = "jit, everything offloaded", "jit, moments by memory
 STATE_BYTES = 12
 """Of a float32 parameter and two moments."""
 
+MODEL_STATES_BYTES = 16
+"""Of those and the gradient, as ZeRO counts what training keeps of a model: https://arxiv.org/abs/1910.02054."""
+
 PLANNED_FRACTION = 0.93
 """Of the allocator's memory: it has temporaries in one piece, and what creates the state leaves gaps."""
 
 
 def cases(sizes: Sizes) -> list[Row]:
     """The copies come last: they take this process's part of the GPU."""
-    systems = [{"system": name} for name in (EVERYTHING, MOMENTS, PLAN)]
+    systems = [
+        {"system": PLAN, "parameter_bytes": MODEL_STATES_BYTES},
+        {"system": MOMENTS, "parameter_bytes": MODEL_STATES_BYTES},
+        {"system": EVERYTHING, "parameter_bytes": MODEL_STATES_BYTES},
+        {"system": PLAN, "parameter_bytes": STATE_BYTES},
+    ]
     return [*systems, {"size_bytes": sizes.offload.copy_bytes, "how": host_copies.BOTH_WAYS}]
 
 
@@ -61,16 +71,16 @@ def trained(case: Row, sizes: OffloadSizes) -> Iterator[Row]:
     ``losses`` are of the first step, which does not count in ``step_s``, and of the last.
     """
     try:
-        yield case | _trained(case["system"], sizes)
+        yield case | _trained(**case, sizes=sizes)
     except Exception as error:
         yield case | {"error": error_text(error)}
 
 
-def _trained(system: str, sizes: OffloadSizes) -> Row:
+def _trained(system: str, parameter_bytes: int, sizes: OffloadSizes) -> Row:
     mesh = one_device_mesh()
     device = mesh.devices.flat[0]
     limit_bytes = (device.memory_stats() or {}).get("bytes_limit")
-    config = sized(sizes, limit_bytes)
+    config = sized(sizes, limit_bytes, parameter_bytes)
     if system == EVERYTHING:
         config = dataclasses.replace(config, remat_policy=host_memory.ACTIVATIONS_ON_HOST)
     work = llama_training(config, sizes.sequence, sizes.examples)
@@ -122,11 +132,16 @@ def _steps(run: Callable, state: Any, batch: Any, sizes: OffloadSizes) -> Row:
     return {"step_s": step_s, "tokens_per_s": tokens_per_s, "losses": [float(losses[0]), float(losses[-1])]}
 
 
-def sized(sizes: OffloadSizes, memory_bytes: int | None) -> LlamaConfig:
-    """The model with the fewest layers, within its bounds, of which the memory cannot hold the state."""
+def sized(sizes: OffloadSizes, memory_bytes: int | None, parameter_bytes: int) -> LlamaConfig:
+    """The model with the fewest layers, within its bounds, for which the memory is too small.
+
+    Args:
+      memory_bytes: of the device; None where it is not known, as if it were none.
+      parameter_bytes: that it would keep of each parameter.
+    """
 
     def fits(config: LlamaConfig) -> bool:
-        return memory_bytes is not None and STATE_BYTES * parameters(config) <= memory_bytes
+        return memory_bytes is not None and parameter_bytes * parameters(config) <= memory_bytes
 
     low, high = sizes.layers
     deep = (dataclasses.replace(sizes.model, n_layers=layers) for layers in range(low, high))

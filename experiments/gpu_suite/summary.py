@@ -20,7 +20,7 @@ _COLUMNS: dict[str, tuple[str, float, str]] = {
     "period_s": ("period us", 1e-6, ".1f"),
     "kernel_s": ("kernel us", 1e-6, ".1f"),
     "gap_s": ("gap us", 1e-6, ".1f"),
-    "products_s": ("products us", 1e-6, ".1f"),
+    "kernels_s": ("kernels us", 1e-6, ".1f"),
     "together_s": ("together us", 1e-6, ".1f"),
     "hidden": ("hidden", 1.0, ".2f"),
     "measured_s": ("measured ms", 1e-3, ".2f"),
@@ -52,7 +52,7 @@ _TABLES: dict[str, tuple[str, ...]] = {
     "memory": ("launched kernels period_s kernel_s gap_s", "kind size_bytes seconds bytes_per_s"),
     "host_copies": (
         "direction size_bytes seconds bytes_per_s",
-        "direction size_bytes seconds products_s together_s hidden",
+        "direction how seconds kernels_s together_s hidden",
     ),
     "llama_block": (
         "width untimed_ops measured_s predicted_s predicted_over_measured",
@@ -64,8 +64,8 @@ _TABLES: dict[str, tuple[str, ...]] = {
         "workload xla_bytes allocator_peak_bytes",
     ),
     "offload": (
-        "system params tokens_per_s step_s simulated_s simulated_over_measured losses compile_s",
-        "system xla_bytes simulated_bytes allocator_peak_bytes xla_host_bytes",
+        "system parameter_bytes params tokens_per_s step_s simulated_s simulated_over_measured losses compile_s",
+        "system params xla_bytes simulated_bytes allocator_peak_bytes xla_host_bytes",
         "size_bytes to_host_bytes_per_s from_host_bytes_per_s together_bytes_per_s",
     ),
     "two_processes": ("system losses compile_and_first_steps_s", "relative_difference step_s"),
