@@ -76,7 +76,11 @@ def _layer_bytes(program: Program, schedules: Sequence[LoopSchedule]) -> tuple[i
 
 
 def copying_ahead(plan: Plan, program: Program, mesh: AnyMesh) -> Plan:
-    """``plan`` whose loops copy what they have on the host a layer behind, and fetch it a layer ahead."""
+    """``plan`` whose loops copy what they have on the host a layer behind, and fetch it a layer ahead.
+
+    XLA computes the number of the layer ahead with the loop's counter, after all that reads the latter; with two
+    iterations in one body that is not at the end of it.
+    """
     if plan.of(OffloadedValues):
         plan = plan.replace(options=dict(plan.options) | copies_at_once())
     if not plan.of(OffloadedActivations) and not plan.of(OffloadedParameters):
@@ -86,7 +90,7 @@ def copying_ahead(plan: Plan, program: Program, mesh: AnyMesh) -> Plan:
     wanted = {each.loop: each for each in choose_schedules(program_then) if each.loop in copying}
     schedules = [_deeper(each, wanted.pop(each.loop, each)) for each in plan.of(LoopSchedule)]
     plan = pipelined(plan, program, [*schedules, *wanted.values()])
-    return plan.replace(options=dict(plan.options) | copies_at_once())
+    return plan.replace(options=dict(plan.options) | double_buffering() | copies_at_once())
 
 
 def _copies(eqn: Any) -> bool:

@@ -138,7 +138,7 @@ def _updated(
         places = [place for place in results if place not in back and jaxpr.outvars[place] in made]
         ready = [place for place in early if succeeded[place] in group.leaves]
         in_place = not ready and read_here.issuperset({*group.leaves, *(succeeded[place] for place in places)})
-        stack = StackUpdate.of(jaxpr, group.leaves, group.eqns, places) if by_layer and in_place else None
+        stack = StackUpdate.of(jaxpr, group.leaves, group.eqns, places, donors) if by_layer and in_place else None
         if stack is None:
             whole.append((group, places + ready))
         else:

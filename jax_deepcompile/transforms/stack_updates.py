@@ -19,8 +19,8 @@ Guarantees: values are bitwise the same; stacks are updated in place.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -52,18 +52,23 @@ class StackUpdate:
     away: tuple[int, ...]
 
     @classmethod
-    def of(cls, jaxpr: Any, leaves: Sequence, eqns: Sequence, away: Sequence[int]) -> StackUpdate | None:
+    def of(
+        cls, jaxpr: Any, leaves: Sequence, eqns: Sequence, away: Sequence[int], state: Collection[int]
+    ) -> StackUpdate | None:
         """None where it cannot be: for what is not elementwise, on stacks of one shape and scalars, each a result once.
 
         Args:
           eqns: that read one of ``leaves``, or what is made of them.
+          state: positions of the results that take the memory of what they succeed. Those that the update reads are
+            made here, too: elsewhere they would be written while this still reads what they succeed, in a copy.
         """
         shape = leaves[0].aval.shape
         if not away or len(shape) < 2 or size_bytes(leaves[0]) < shape[0] * _LAYER_BYTES:
             return None
         makers = {var: eqn for eqn in jaxpr.eqns if is_elementwise(eqn, shape) for var in eqn.outvars}
         results = {var for eqn in eqns for var in eqn.outvars}
-        made = {place: atom for place, atom in enumerate(jaxpr.outvars) if variables([atom]) and atom in results}
+        outputs = {place: atom for place, atom in enumerate(jaxpr.outvars) if variables([atom])}
+        made = {place: atom for place, atom in outputs.items() if atom in results}
         others = [leaf for leaf in leaves if leaf.aval.shape != shape]
         if others or not set(away) <= made.keys() or len(set(made.values())) != len(made):
             return None
@@ -76,6 +81,10 @@ class StackUpdate:
                 needed.add(id(eqn))
                 waiting += variables(eqn.invars)
         eqns = tuple(eqn for eqn in jaxpr.eqns if id(eqn) in needed)
+        count, before = Counter(outputs.values()), {eqn.outvars[0] for eqn in eqns} - results
+        made |= {
+            place: outputs[place] for place in state if outputs.get(place) in before and count[outputs[place]] == 1
+        }
         return cls(tuple(leaves), eqns, made, tuple(away))
 
     @property

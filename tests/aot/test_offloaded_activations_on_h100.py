@@ -45,14 +45,14 @@ def kept_and_away() -> tuple[Compiled, Compiled]:
     away = OffloadedActivations(*turn.loops, (*products, *(each.name for each in turn.residuals)))
 
     def compiled(plan: Plan) -> Compiled:
-        options = compile_options("cuda") | double_buffering() | dict(plan.options)
+        options = compile_options("cuda") | dict(plan.options)
         found = lower(plan.program(program, mesh), mesh, "cuda").compile(compiler_options=options)
         memory = found.memory_analysis()
         assert memory is not None
         return Compiled(read(found.as_text() or ""), peak_bytes(memory), memory.host_temp_size_in_bytes)
 
-    plan = pipelined(Plan("0", (kept,)), program, choose_schedules(program))
-    return compiled(plan), compiled(copying_ahead(plan.having(OffloadedActivations, [away]), program, mesh))
+    plan = pipelined(Plan("0", (kept,)).replace(options=double_buffering()), program, choose_schedules(program))
+    return compiled(plan), compiled(copying_ahead(Plan("0", (kept, away)), program, mesh))
 
 
 def test_every_copy_in_a_loop_has_products_beside_it(kept_and_away):

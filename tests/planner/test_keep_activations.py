@@ -16,7 +16,7 @@ from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.simulation import Loop, Simulation, Totals
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.verifier import verify
-from jax_deepcompile.lowering.compile import copies_at_once
+from jax_deepcompile.lowering.compile import copies_at_once, double_buffering
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.layers import all_pipelined, not_pipelined
 from jax_deepcompile.planner.plan import Plan, Prediction
@@ -218,7 +218,7 @@ def test_what_the_device_has_no_room_for_is_copied_to_the_host_a_layer_at_a_time
     )
     forward, backward = proposal.plan.of(LoopSchedule)
     assert (forward.delay_layers, backward.prefetch_layers) == (1, 1)
-    assert dict(proposal.plan.options) == copies_at_once()
+    assert dict(proposal.plan.options) == double_buffering() | copies_at_once()
     verify(proposal.plan.program(PROGRAM, MESH))
 
 

@@ -178,6 +178,24 @@ def test_stacks_are_updated_a_layer_at_a_time(small_layers):
 
 
 @pytest.mark.cpu_mesh
+def test_what_such_an_update_reads_of_the_device_it_updates_in_place(small_layers):
+    """Updated elsewhere, while the loop reads what it was, it would be copied."""
+
+    def step(s, x):
+        g = jax.grad(lambda p: jnp.mean((x @ p.sum(0)) ** 2))(s["p"])
+        m, v = 0.9 * s["m"] + g, 0.9 * s["v"] + g * g
+        return {"m": m, "p": s["p"] - 0.1 * m / (1 + v * v), "v": v}
+
+    traced = trace(step, dict.fromkeys("mpv", (4, 16, 16)), W, state_argnums=0)
+    program, mesh = traced.sharded, traced.compilation.context.use.mesh
+    there = away(program, mesh, ["v"], by_layer=True)
+    jaxpr = open_jaxpr(there.jaxpr)
+    (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and any(map(is_on_host, eqn.invars)))
+    assert all(jaxpr.outvars[result] in loop.outvars for _, result in there.state_outputs)
+    assert_same_values(there, program, mesh)
+
+
+@pytest.mark.cpu_mesh
 def test_stacks_of_another_number_of_layers_have_their_own_loop(small_layers):
     def step(s, x):
         g = jax.grad(lambda p: jnp.mean((x @ p["a"].sum(0)) ** 2) + jnp.mean(p["b"] ** 2))(s["p"])
