@@ -91,6 +91,8 @@ _SAVED_7B = dataclasses.replace(llama.LLAMA2_7B, remat_policy=None, **_CUDNN)
 
 _UNROLLED_7B = dataclasses.replace(_SAVED_7B, scan_layers=False)
 
+_CUDNN_8B = dataclasses.replace(llama.LLAMA3_8B, **_CUDNN)
+
 _CUDNN_70B = dataclasses.replace(llama.LLAMA3_70B, **_CUDNN)
 
 # The sizes of https://huggingface.co/Qwen/Qwen3-14B/blob/main/config.json; its norms of queries and keys are left out.
@@ -100,6 +102,8 @@ _QWEN3_14B = dataclasses.replace(
 
 MODELS: Mapping[str, Callable[[bool], tuple[Gradients, Any]]] = {
     "llama3_8b": lambda by_hand: llama_gradients(llama.LLAMA3_8B, by_hand),
+    "llama3_8b_cudnn": lambda by_hand: llama_gradients(_CUDNN_8B, by_hand),
+    "llama3_8b_cudnn_activations_on_host": lambda by_hand: llama_gradients(_on_host(_CUDNN_8B), by_hand),
     "llama3_8b_8_unrolled": lambda by_hand: llama_gradients(_EIGHT_LAYERS, by_hand),
     "llama3_70b": lambda by_hand: llama_gradients(llama.LLAMA3_70B, by_hand),
     "llama3_70b_cudnn": lambda by_hand: llama_gradients(_CUDNN_70B, by_hand),

@@ -64,6 +64,11 @@ class _Run(Player):
     carried: Mapping[int, _UnderWay] = field(default_factory=dict)
     waited_s: float = 0.0
 
+    @property
+    def late_s(self) -> float:
+        """How long the other queues are still busy once the compute stream is free."""
+        return self.ended_s - self.now_s
+
     def end(self, operation: _UnderWay) -> None:
         """Holds the compute stream until it has ended."""
         self.wait({operation.timing.stream: operation.end_s}, operation.operation)
@@ -124,7 +129,9 @@ class _Schedule:
             run.end(under_way)
 
     def _loop(self, computation: Computation, loop: Instruction, run: _Run) -> None:
-        """Plays one trip, and a second one if trips leave operations under way for the next."""
+        """Plays one trip; a second one if trips leave operations under way for the next, and further ones as long as
+        they work off what was under way before the loop.
+        """
         counted = trip_count(self.module, loop)
         trips, body = (1 if counted is None else counted), self.module.body(loop)
         if trips == 0:
@@ -136,31 +143,34 @@ class _Schedule:
             self.play(body, after)
             return after
 
-        began_s, first = run.now_s, trip(run, self._under_way(computation, computation.operand(loop, 0), run))
-        where = began_s, began_s, run.loop
-        steady, left = first, self._under_way(body, body.root, first)
-        if left and trips > 1:
-            where = began_s, first.now_s, run.loop
-            began_s, steady = first.now_s, trip(first, left)
+        unsteady = list[_Run]()
+        before, steady = run, trip(run, self._under_way(computation, computation.operand(loop, 0), run))
+        left = self._under_way(body, body.root, steady)
+        while len(unsteady) < min(trips - 1, _UNSTEADY) and (
+            (left and not unsteady) or before.late_s > steady.late_s + _ALIKE_S
+        ):
+            unsteady.append(steady)
+            before, steady = steady, trip(steady, left)
             left = self._under_way(body, body.root, steady)
-            run.played += first.played
-        trip_s = steady.now_s - began_s
-        alike = trips if steady is first else trips - 1
+        trip_s, alike = steady.now_s - before.now_s, trips - len(unsteady)
+        where = run.now_s, before.now_s, run.loop
+        run.played += (each for earlier in unsteady for each in earlier.played)
         run.played.append(Repeated(alike, dict.fromkeys(Queue, trip_s), tuple(steady.played)))
         run.events += steady.events
         run.loops += steady.loops
         run.waits += steady.waits
         in_all = trip_s, steady.totals, run.trips, not steady.loops
         run.loops.append(Loop(loop.name, loop.op_name, trips, counted is not None, *in_all, *where))
-        run.totals = run.totals.plus(first.totals).plus(steady.totals, trips - 1)
-        waited_s = first.waited_s + (trips - 1) * steady.waited_s
+        for each, times in (*((each, 1) for each in unsteady), (steady, alike)):
+            run.totals = run.totals.plus(each.totals, times)
+        waited_s = sum(each.waited_s for each in unsteady) + alike * steady.waited_s
         if not run.loop:
             needed_s = self.loop_ends[-1][0] if self.loop_ends else 0.0
             self.loop_ends.append((needed_s + waited_s, run.totals.compute_s - run.totals.slowed_s))
         else:
             run.waited_s += waited_s
-        run.now_s, run.taken = first.now_s + (trips - 1) * trip_s, steady.taken
-        delay_s = run.now_s - steady.now_s
+        delay_s = (alike - 1) * trip_s
+        run.now_s, run.taken = steady.now_s + delay_s, steady.taken
         run.free = {
             queue: {stream: end_s + delay_s for stream, end_s in due.items()} for queue, due in steady.free.items()
         }
@@ -183,6 +193,13 @@ class _Schedule:
             self.play(self.module.computations[name], branch)
 
         run.longest([partial(play, name) for name in conditional.called], lambda branch, _: branch.now_s)
+
+
+_UNSTEADY = 8
+"""Trips of a loop that are played before one that counts for all others."""
+
+_ALIKE_S = 1e-6
+"""By how much less is under way after a trip that works off some of it."""
 
 
 def _origin(computation: Computation, instruction: Instruction) -> Instruction:

@@ -124,6 +124,17 @@ def test_a_loop_is_its_trip_times_its_count():
     assert run.waits == (Wait(Stream.ALL_GATHER, "start", "", "", 0.5, 0.25, 10, "loop"),)
 
 
+def test_what_was_under_way_before_a_loop_delays_its_first_trip_alone():
+    early = f"%early = (f32[25000]{{0}}, f32[100000]{{0}}) all-gather-start(%wide), {GROUPS}, dimensions={{0}}"
+    entry = f"%wide = f32[25000]{{0}} parameter(1)\n{early}{WHILE}%late = f32[100000]{{0}} all-gather-done(%early)"
+    run = simulate(module(entry, BODY), COSTS)
+    assert run.step_s == pytest.approx(3.0 + 10 * 0.75)
+    assert run.loops[0].trip_s == pytest.approx(0.75)
+    assert run.exposed_communication_s == pytest.approx(run.step_s - 10 * 0.5)
+    assert (run.loops[0].began_s, run.loops[0].shown_s) == pytest.approx((0.0, 3.75))
+    assert max(event.end_s for event in run.unrolled()) == pytest.approx(run.step_s)
+
+
 def test_what_a_loop_runs_synchronously_counts_once_in_its_bound():
     sync = f'{START}, backend_config={{"collective_backend_config":{{"is_sync":true}}}}'
     run = simulate(module(WHILE, BODY.replace(START, sync)), COSTS)
