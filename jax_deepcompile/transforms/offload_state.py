@@ -19,9 +19,10 @@ the memory that a donated leaf has on the host is that of its successor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -132,17 +133,17 @@ def _updated(
     known = compute([eqn for eqn in jaxpr.eqns if id(eqn) not in later], known)
     early = {place for place in results if place not in back and jaxpr.outvars[place] in known}
     donors = {result: inputs[place] for place, result in program.state_outputs}
-    whole, stacks = list[tuple[_Group, list[int]]](), list[StackUpdate]()
+    results_of, updates = list[list[int]](), list[_Update]()
     for group in groups:
         made = {*group.leaves, *(var for eqn in group.eqns for var in eqn.outvars)}
         places = [place for place in results if place not in back and jaxpr.outvars[place] in made]
         ready = [place for place in early if succeeded[place] in group.leaves]
         in_place = not ready and read_here.issuperset({*group.leaves, *(succeeded[place] for place in places)})
-        stack = StackUpdate.of(jaxpr, group.leaves, group.eqns, places, donors) if by_layer and in_place else None
-        if stack is None:
-            whole.append((group, places + ready))
-        else:
-            stacks.append(stack)
+        update = partial(StackUpdate.of, jaxpr, group.leaves, group.eqns, places, donors)
+        results_of.append(places + ready)
+        updates.append(update if by_layer and in_place else _as_whole)
+    in_turns = _in_turns(groups, updates)
+    whole = [each for place, each in enumerate(zip(groups, results_of, strict=True)) if place not in in_turns]
     done: list[tuple[int, list]] = []
     room_bytes = _IN_FLIGHT * max((group.size_bytes for group, _ in whole), default=0)
     for group, places in whole:
@@ -153,7 +154,7 @@ def _updated(
         back |= {place: jax.device_put(known[jaxpr.outvars[place]], HOST) for place in places}
         if places:
             done.append((group.size_bytes, [back[place] for place in places]))
-    for several in together(stacks):
+    for several in together(list(in_turns.values())):
         leaves_of = [leaf for each in several for leaf in each.leaves]
         awaited = [known[var] for each in groups if each.leaves[0] in leaves_of for var in each.gradients(jaxpr)]
         here = _once([*awaited, *(done[-1][1] if done else ())], {leaf: host[leaf] for leaf in leaves_of})
@@ -163,6 +164,26 @@ def _updated(
         known |= {jaxpr.outvars[place]: value for place, value in made.items() if place not in gone}
         done.append((0, [back[place] for place in gone]))
     return [back[place] if place in back else read(atom, known) for place, atom in enumerate(jaxpr.outvars)]
+
+
+_Update: TypeAlias = Callable[[int | None], StackUpdate | None]
+"""The update of a group in so many turns, or in one for each row; None where that cannot be."""
+
+
+def _as_whole(turns: int | None) -> None:
+    """Of a group that has no other update."""
+
+
+def _in_turns(groups: Sequence[_Group], updates: Sequence[_Update]) -> dict[int, StackUpdate]:
+    """By position the updates of groups of stacks, and of what has more bytes than a layer of any of those."""
+    found = {place: stack for place, update in enumerate(updates) if (stack := update(None))}
+    if not found:
+        return {}
+    largest = max(found.values(), key=lambda stack: stack.turn_bytes)
+    for place, (group, update) in enumerate(zip(groups, updates, strict=True)):
+        if place not in found and group.size_bytes > largest.turn_bytes and (pieces := update(largest.turns)):
+            found[place] = pieces
+    return dict(sorted(found.items()))
 
 
 def _once(awaited: Sequence, values: Mapping[Any, Any]) -> dict:

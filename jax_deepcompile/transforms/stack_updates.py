@@ -14,6 +14,9 @@ After::
 What one update needs comes in while what the one before made goes out, so copies run both ways at once. Where there is
 one alone nothing comes in meanwhile: to read its next layer before this one is written, XLA would copy the stack.
 
+What is no stack, and larger than a layer, is cut into as many pieces as the stacks have layers, if its rows can be
+divided by that: whole, the device would hold all of it, twice.
+
 Guarantees: values are bitwise the same; stacks are updated in place.
 """
 
@@ -44,26 +47,39 @@ class StackUpdate:
       eqns: of the update, and cheap ones before it, so that no stack is there that only this reads.
       made: by position the results of the program that it makes.
       away: positions of those that go to the host.
+      turns: in which it is made, each of as many rows: of a stack one layer.
     """
 
     leaves: tuple
     eqns: tuple
     made: Mapping[int, Any]
     away: tuple[int, ...]
+    turns: int
 
     @classmethod
     def of(
-        cls, jaxpr: Any, leaves: Sequence, eqns: Sequence, away: Sequence[int], state: Collection[int]
+        cls,
+        jaxpr: Any,
+        leaves: Sequence,
+        eqns: Sequence,
+        away: Sequence[int],
+        state: Collection[int],
+        turns: int | None = None,
     ) -> StackUpdate | None:
-        """None where it cannot be: for what is not elementwise, on stacks of one shape and scalars, each a result once.
+        """None where it cannot be: for what is not elementwise, on stacks of one shape and scalars, each a result once;
+        and for what has too few bytes for so many ``turns``, or cannot be divided by them.
 
         Args:
           eqns: that read one of ``leaves``, or what is made of them.
           state: positions of the results that take the memory of what they succeed. Those that the update reads are
             made here, too: elsewhere they would be written while this still reads what they succeed, in a copy.
+          turns: None for one a row.
         """
         shape = leaves[0].aval.shape
-        if not away or len(shape) < 2 or size_bytes(leaves[0]) < shape[0] * _LAYER_BYTES:
+        if not away or len(shape) < 2:
+            return None
+        turns = shape[0] if turns is None else turns
+        if shape[0] % turns or size_bytes(leaves[0]) < turns * _LAYER_BYTES:
             return None
         makers = {var: eqn for eqn in jaxpr.eqns if is_elementwise(eqn, shape) for var in eqn.outvars}
         results = {var for eqn in eqns for var in eqn.outvars}
@@ -85,11 +101,17 @@ class StackUpdate:
         made |= {
             place: outputs[place] for place in state if outputs.get(place) in before and count[outputs[place]] == 1
         }
-        return cls(tuple(leaves), eqns, made, tuple(away))
+        return cls(tuple(leaves), eqns, made, tuple(away), turns)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.leaves[0].aval.shape
+    def rows(self) -> int:
+        """That a turn updates."""
+        return self.leaves[0].aval.shape[0] // self.turns
+
+    @property
+    def turn_bytes(self) -> int:
+        """That a turn copies each way."""
+        return sum(map(size_bytes, self.leaves)) // self.turns
 
     @cached_property
     def reads(self) -> list:
@@ -108,10 +130,10 @@ _LAYER_BYTES = 1 << 20
 
 
 def together(updates: Sequence[StackUpdate]) -> list[list[StackUpdate]]:
-    """The ``updates`` that one loop runs: of as many layers, those of about as many bytes beside one another."""
+    """The ``updates`` that one loop runs: of as many turns, those of about as many bytes beside one another."""
     found = defaultdict[int, list[StackUpdate]](list)
-    for each in sorted(updates, key=lambda each: sum(map(size_bytes, each.leaves))):
-        found[each.shape[0]].append(each)
+    for each in sorted(updates, key=lambda each: each.turn_bytes):
+        found[each.turns].append(each)
     return list(found.values())
 
 
@@ -119,11 +141,11 @@ def run(updates: Sequence[StackUpdate], known: Mapping[Any, Any], donors: Mappin
     """The results of all by position, in the memory of their donors where they have one.
 
     Args:
-      updates: of as many layers.
+      updates: of as many turns.
       known: what they read.
       donors: variables whose memory results take, by the results' positions.
     """
-    layers, several = updates[0].shape[0], [_Running(each, known, donors) for each in updates]
+    turns, several = updates[0].turns, [_Running(each, known, donors) for each in updates]
 
     def turn(t: Any, carry: tuple[list, list]) -> tuple[list, list]:
         stacks, coming = carry
@@ -131,13 +153,13 @@ def run(updates: Sequence[StackUpdate], known: Mapping[Any, Any], donors: Mappin
             coming = coming or each.fetched(stacks[at], t)
             stacks[at] = each.updated(stacks[at], coming, t)
             after = (at + 1) % len(several)
-            next_layer = t if after else lax.min(t + 1, layers - 1)
-            coming = several[after].fetched(stacks[after], next_layer) if len(several) > 1 else []
+            next_turn = t if after else lax.min(t + 1, turns - 1)
+            coming = several[after].fetched(stacks[after], next_turn) if len(several) > 1 else []
         return stacks, coming
 
     starts = [each.starts for each in several]
     first = several[0].fetched(starts[0], 0) if len(several) > 1 else []
-    stacks, _ = lax.fori_loop(0, layers, turn, (starts, first))
+    stacks, _ = lax.fori_loop(0, turns, turn, (starts, first))
     return {
         place: stack
         for each, made in zip(updates, stacks, strict=True)
@@ -171,20 +193,23 @@ class _Running:
 
     def _cut(self, var: Any, stacks: Sequence, t: Any) -> Any:
         stack = stacks[self._donated[var]] if var in self._donated else self.known[var]
-        return lax.dynamic_index_in_dim(stack, t, keepdims=True) if var.aval.shape else stack
+        return lax.dynamic_slice_in_dim(stack, self._row(t), self.update.rows) if var.aval.shape else stack
+
+    def _row(self, t: Any) -> Any:
+        return t if self.update.rows == 1 else t * self.update.rows
 
     def fetched(self, stacks: Sequence, t: Any) -> list:
-        """Layer ``t`` of what is on the host."""
+        """What turn ``t`` needs that is on the host."""
         return [jax.device_put(self._cut(var, stacks, t), DEVICE) for var in self._coming]
 
     def updated(self, stacks: Sequence, coming: Sequence, t: Any) -> list:
-        """The ``stacks`` with layer ``t`` updated, of which what is on the host is ``coming``."""
+        """The ``stacks`` after turn ``t``, of which what is on the host is ``coming``."""
         here = dict(zip(self._coming, coming, strict=True))
         here |= {var: self._cut(var, stacks, t) for var in self.update.reads if var not in here}
         made = compute(self.update.eqns, here)
         return [
             lax.dynamic_update_slice_in_dim(
-                stack, jax.device_put(made[var], HOST) if place in self.update.away else made[var], t, 0
+                stack, jax.device_put(made[var], HOST) if place in self.update.away else made[var], self._row(t), 0
             )
             for stack, (place, var) in zip(stacks, self.update.made.items(), strict=True)
         ]

@@ -196,6 +196,27 @@ def test_what_such_an_update_reads_of_the_device_it_updates_in_place(small_layer
 
 
 @pytest.mark.cpu_mesh
+@pytest.mark.parametrize(("rows", "in_pieces"), [(8 * 12, True), (8 * 11, False), (4, False)])
+def test_what_is_larger_than_a_layer_is_updated_in_as_many_pieces(rows, in_pieces, monkeypatch):
+    """If its rows can be divided by that; what is smaller is updated as a whole, as all is without stacks."""
+    monkeypatch.setattr(stack_updates, "_LAYER_BYTES", 100)
+
+    def step(s, x):
+        g = jax.grad(lambda p: jnp.mean((x @ p["stack"].sum(0)) ** 2) + jnp.mean(p["table"] ** 2))(s["p"])
+        m = jax.tree.map(lambda m, g: 0.9 * m + g, s["m"], g)
+        return {"p": jax.tree.map(lambda p, m: p - 0.1 * m, s["p"], m), "m": m}
+
+    shapes = {"stack": (4, 16, 16), "table": (rows, 16)}
+    traced = trace(step, {"p": shapes, "m": shapes}, W, state_argnums=0)
+    program, mesh = traced.sharded, traced.compilation.context.use.mesh
+    there = away(program, mesh, ["m/stack", "m/table"], by_layer=True)
+    assert loops(there) == 1
+    assert copies(there)[1] == (0 if in_pieces else 1)
+    assert_same_values(there, program, mesh)
+    assert not loops(away(program, mesh, ["m/table"], by_layer=True))
+
+
+@pytest.mark.cpu_mesh
 def test_stacks_of_another_number_of_layers_have_their_own_loop(small_layers):
     def step(s, x):
         g = jax.grad(lambda p: jnp.mean((x @ p["a"].sum(0)) ** 2) + jnp.mean(p["b"] ** 2))(s["p"])
