@@ -19,6 +19,7 @@ from scipy.sparse import coo_array
 
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.simulation import Totals
+from jax_deepcompile.costs.streams import Part
 from jax_deepcompile.ir.primitives import PRODUCTS
 from jax_deepcompile.planner.candidate import Candidate
 from jax_deepcompile.planner.recomputation import RecomputeRegion
@@ -35,8 +36,8 @@ class Phases:
     """What layer loops take in a step.
 
     Attributes:
-      forward_s: kernels of loops that reduce no gradients.
-      backward_s: kernels of loops that do.
+      forward_s: kernels of loops that reduce no gradients; where none does, a third of all but what is computed again.
+      backward_s: kernels of all others.
       network_s: their collectives.
       bytes_per_s: that those gather and reduce.
       to_host_bytes_per_s, from_host_bytes_per_s: of copies; all GPUs of a node copy at the same time.
@@ -52,21 +53,24 @@ class Phases:
     both_ways_bytes_per_s: float = math.inf
 
     @classmethod
-    def of(cls, best: Candidate, regions: Iterable[RecomputeRegion], costs: CostModel) -> Phases:
+    def of(cls, best: Candidate, costs: CostModel) -> Phases:
         forward, backward = Totals(), Totals()
         for loop in best.simulation.loops:
             if loop.is_innermost and loop.trip.reduced_bytes:
                 backward = backward.plus(loop.trip, loop.executions * loop.trip_count)
             elif loop.is_innermost:
                 forward = forward.plus(loop.trip, loop.executions * loop.trip_count)
-        again_s = sum(region.step_s(sum(region.seconds)) for region in regions if region.is_of_loops)
+        forward_s, backward_s = forward.compute_s, backward.compute_s
+        if not backward_s:
+            forward_s = (forward.compute_s - forward.kernels_s.get(Part.AGAIN, 0.0)) * _FORWARD
+            backward_s = forward.compute_s - forward_s
         moved = backward.gathered_bytes + backward.reduced_bytes
         copies = [costs.copy(_MANY_BYTES, direction) for direction in (Direction.TO_HOST, Direction.FROM_HOST)]
         rates = [_MANY_BYTES / copy.seconds for copy in copies]
         both_ways = min(rate / copy.both_ways for rate, copy in zip(rates, copies, strict=True))
         return cls(
-            forward.compute_s,
-            backward.compute_s or again_s,
+            forward_s,
+            backward_s,
             backward.communication_s,
             moved / max(backward.communication_s, 1e-12) if moved else math.inf,
             to_host_bytes_per_s=rates[0],
@@ -90,6 +94,9 @@ class Phases:
 
 
 _MANY_BYTES = 1 << 30
+
+_FORWARD = 1 / 3
+"""Of the kernels of layers: for each product of forward backward has two."""
 
 
 @dataclass(frozen=True)

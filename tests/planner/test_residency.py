@@ -341,3 +341,13 @@ def test_chosen_again_it_gains_nothing():
     assert again is not None
     assert again.places == first.places
     assert again.gained_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_where_no_loop_reduces_forward_is_a_third_of_what_is_not_computed_again():
+    """As on one device."""
+    forward = Totals(compute_s=1.0, kernels_s={Part.PRODUCTS: 1.0})
+    backward = Totals(compute_s=3.0, kernels_s={Part.PRODUCTS: 2.0, Part.AGAIN: 1.0})
+    loops = [Loop(name, "", 1, True, each.compute_s, each) for name, each in (("f", forward), ("b", backward))]
+    best: Any = SimpleNamespace(simulation=SimpleNamespace(loops=loops))
+    phases = Phases.of(best, CostModel())
+    assert (phases.forward_s, phases.backward_s) == pytest.approx((1.0, 3.0))

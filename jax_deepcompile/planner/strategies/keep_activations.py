@@ -58,7 +58,7 @@ class KeepActivations:
         """
         ahead, least = list[Proposal](), list[Proposal]()
         needs_least = not start.is_ahead and not (environment.fits(best) and best.plan.of(LoopSchedule))
-        phases = Phases.of(best, start.regions, environment.costs)
+        phases = Phases.of(best, environment.costs)
         state = host_leaves(base, environment.disabled)
         now = taken_bytes(start.regions, start.already, state)
         for free_bytes, movable in _budgets(best, environment, state):
