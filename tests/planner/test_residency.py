@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,9 @@ from hypothesis import strategies as st
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.recomputed import Activation
 from jax_deepcompile.analysis.residuals import Residual
+from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.simulation import Loop, Totals
+from jax_deepcompile.costs.streams import Part
 from jax_deepcompile.planner.recomputation import RecomputeRegion
 from jax_deepcompile.planner.residency import Choice, Phases, Places, choose
 from jax_deepcompile.planner.stacks import Stack
