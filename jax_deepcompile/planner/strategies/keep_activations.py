@@ -108,7 +108,7 @@ _SHARES = (0.6, 0.8, 0.92)
 """Of free memory: the most is proposed first, less if that does not fit. The rest is for schedules that hide more and
 hold more meanwhile."""
 
-_LESS = (0.15, 0.08, 0.03, 0.0)
+_LESS = (0.15, 0.08, 0.03, 0.01, 0.0)
 """Of the peak: likewise, what a program that does not fit has to take less than the limit."""
 
 
