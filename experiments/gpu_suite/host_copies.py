@@ -20,7 +20,7 @@ TARGETS = {"to host": jax.memory.Space.Host, "from host": jax.memory.Space.Devic
 
 BOTH_WAYS = "both ways at once"
 
-KERNELS: dict[str, tuple[Callable, int]] = {"products": (jnp.matmul, 1), "sums": (jnp.add, 4)}
+KERNELS: dict[str, tuple[Callable, int]] = {"products": (jnp.matmul, 1), "sums": (jnp.add, 12)}
 """By kind, what computes, and how often for each product: products are bound by arithmetic, sums by device memory."""
 
 

@@ -245,8 +245,8 @@ def full() -> Sizes:
         host_copies=HostCopySizes(
             tuple(size * MIB for size in (1, 4, 16, 64, 256, 1024, 2048)),
             overlap_bytes=512 * MIB,
-            product_size=4096,
-            kernels=64,
+            product_size=8192,  # of 128 MiB: a sum's operands are larger than the GPU's caches
+            kernels=8,
         ),
         llama_block=BlockSizes(
             (

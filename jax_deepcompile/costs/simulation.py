@@ -84,7 +84,7 @@ class Event:
     Attributes:
       stream: what it belongs to.
       name: of the instruction.
-      start_s: from the beginning of the step; in a loop, in the first trip.
+      start_s: from the beginning of the step; in a loop, in the trip that is shown.
       end_s: likewise.
       trips: how often it runs in a step.
       op_name: the path of modules and primitives it came from.
@@ -117,7 +117,7 @@ class Wait:
     Attributes:
       stream: that it waited for.
       name, op_name, source: of the operation on it; see ``Event``; empty where that is not known.
-      start_s: from the beginning of the step; in a loop, in the first trip.
+      start_s: from the beginning of the step; in a loop, in the trip that is shown.
       seconds: that it waited each time.
       trips: how often in a step.
       loop: name of the innermost while it is in; empty outside of loops.
@@ -177,8 +177,8 @@ class Loop:
       executions: how often the loop itself runs in a step.
       is_innermost: whether no other loop is in it.
       began_s: when its first trip begins, from the beginning of the step; in a loop, in the trip that is shown.
-      shown_s: when that trip of it begins which the timeline shows: the first, or the second where trips leave
-        operations under way for the next one.
+      shown_s: when that trip of it begins which the timeline shows: the first that is like all after it. Before it
+        are those that wait for what was under way before the loop, or find nothing that a trip left for them.
       parent: name of the innermost loop that it is in; empty outside of loops.
     """
 
