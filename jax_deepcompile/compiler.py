@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,19 +11,18 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import calls_on_gpus_only, compiles_on_gpus_only, user_line
 from jax_deepcompile.analysis.names import with_loop_names
 from jax_deepcompile.costs.cost_model import CostModel
-from jax_deepcompile.costs.devices import as_if_here, is_described, latency_bytes_of, machine_of
+from jax_deepcompile.costs.devices import as_if_here, is_described, latency_bytes_of
 from jax_deepcompile.costs.entries import StepTime
-from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.frontend.arguments import on_host, takes_arrays_only
-from jax_deepcompile.frontend.call import PureCall, leaf_type
+from jax_deepcompile.frontend.arguments import on_host
+from jax_deepcompile.frontend.call import PureCall
 from jax_deepcompile.frontend.canonicalize import canonicalize
 from jax_deepcompile.frontend.meshes import MeshUse
 from jax_deepcompile.frontend.roles import Roles
@@ -33,28 +31,21 @@ from jax_deepcompile.frontend.trace import Function, Traced, trace_function, tra
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.hlo.trip_counts import launches
 from jax_deepcompile.ir.placement import attached
-from jax_deepcompile.ir.program import Port, Program
+from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import located_equations
 from jax_deepcompile.ir.verifier import verify
-from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
+from jax_deepcompile.jitted import Shardings, jit
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.partition.rules.families import REGISTRY
 from jax_deepcompile.planner.examination import examined
-from jax_deepcompile.planner.limits import require_fit
-from jax_deepcompile.planner.session import Planned, fastest_of, plan_program
+from jax_deepcompile.planner.session import Planned, plan_program
 from jax_deepcompile.profilers.hosts import host_profile
-from jax_deepcompile.profilers.rivals import copy_donated, measure_in_turns
-from jax_deepcompile.profilers.take import take_profile
 from jax_deepcompile.report import dump
 from jax_deepcompile.report.dump import Rewritten
-from jax_deepcompile.runtime.processes import Alone, processes_of
+from jax_deepcompile.runtime.processes import processes_of
 from jax_deepcompile.transforms.microbatch import accumulate
 from jax_deepcompile.transforms.stop_alone import stop_alone
-
-
-class OtherTypes(Exception):
-    """What was compiled for arguments of some types was called with others."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +163,8 @@ class Compilation:
 
     @cached_property
     def jitted(self) -> Any:
-        """``jax.jit`` of ``(*args, kwargs) -> out``; it raises OtherTypes for arguments of other types."""
-        return jit(self.planned, self.traced, self.placed, self.call, self.context)
+        """The planned step for XLA; see ``jit``."""
+        return jit(self.planned, self.traced, self.placed, self.call.leaf_types, self.context.use.mesh)
 
     @cached_property
     def shardings(self) -> Shardings:
@@ -183,10 +174,7 @@ class Compilation:
     @cached_property
     def placed(self) -> Shardings:
         """Where ``jitted`` has its arguments and results: divided so, some of them on the host."""
-        return self._placed(self.planned)
-
-    def _placed(self, planned: Planned) -> Shardings:
-        return Shardings.of(planned.program, self.traced, self.context.use)
+        return Shardings.of(self.planned.program, self.traced, self.context.use)
 
     def placed_shapes(self, shapes: tuple) -> tuple:
         """``shapes``, of the arguments of a call, on the host where ``jitted`` has them there."""
@@ -220,68 +208,10 @@ class Compilation:
         else:
             vars(self)["_simulated"] = seen
 
-    def measure(self, args: tuple, processes: Alone) -> None:
-        """Where the user wants that, runs the plans that simulate fastest on a copy of ``args``: the fastest is taken.
-
-        Not those that have their state elsewhere.
-
-        Raises:
-          NoRoomToMeasureError: there is no memory for the copy.
-        """
-        simulated = self._simulated
-        if self.runs.fastest is not None or not simulated.rivals or not self.context.options.measure:
-            return
-        mesh, traced = self.context.use.mesh, self.traced
-        assert isinstance(mesh, Mesh), "what is measured is attached"
-        programs = ((plan, plan.program(self.sharded, mesh)) for plan in simulated.rivals)
-        rivals = (replace(simulated, plan=plan, program=program, evaluation=None) for plan, program in programs)
-        each = [simulated, *(one for one in rivals if self._placed(one) == self.placed)]
-        jitted = [jit(one, traced, self.placed, self.call, self.context) for one in each]
-        steps = [one.lower(*args).compile() for one in jitted]
-        copied = copy_donated(self.context.name, args, traced.donated_leaves, steps, mesh)
-        processes.agree(f"measure {len(each)} plans of {self.title}")
-        seconds, copied = measure_in_turns(steps, copied, simulated.program)
-        seconds = json.loads(processes.first_says(json.dumps(seconds)))
-        best = min(range(len(each)), key=seconds.__getitem__)
-        taken = take_profile(
-            steps[best],
-            copied,
-            steps[best],
-            each[best].program,
-            mesh,
-            base=self.sharded,
-            known=simulated.profile,
-            runs=_PROFILED_RUNS,
-            compiler_options=each[best].plan.compiler_options(),
-        )
-        self.runs.fastest = fastest_of(each, seconds, self.context.options)
-        self.runs.profile, self.runs.measured = taken.profile, taken.profile.step
+    def take(self, fastest: Planned, profile: Profile) -> None:
+        """From now on what runs is the plan that was measured to be ``fastest``, as ``profile`` says."""
+        self.runs.fastest, self.runs.profile, self.runs.measured = fastest, profile, profile.step
         vars(self).pop("jitted", None)
-
-    def compile(self, args: tuple, processes: Alone) -> None:
-        """Compiles what runs for ``args`` before its first run, where it may not fit or not run in all processes.
-
-        JAX keeps what is compiled for the run itself.
-
-        Raises:
-          MemoryExceededError: it exceeds the memory limit.
-        """
-        compiled = self.jitted.lower(*args).compile()
-        require_fit(self.context.name, compiled, self.planned.limit_bytes)
-        if not processes.is_alone:
-            processes.agree(f"run {self.title}")
-        self.runs.is_compiled, self.runs.compiled = True, compiled
-
-    @cached_property
-    def title(self) -> str:
-        """What runs, in words and with a digest that are equal in all processes that run the same."""
-        options, machine = self.planned.plan.compiler_options(), machine_of(self.context.use.mesh)
-        digest = fingerprint(program_text(self.planned.program), machine, options)[:16]
-        given = [port for port in self.program.inputs if not port.role.is_state]
-        shapes = [f"{port.path} {port.dtype}[{','.join(map(str, port.shape))}]" for port in given[:_SHOWN]]
-        more = [f"{len(given) - _SHOWN} more"] * (len(given) > _SHOWN)
-        on = f" on {', '.join(shapes + more)}" if given else ""
-        return f"{self.context.name}{on} (program {digest})"
 
 
 Made = TypeVar("Made", Program, Traced, Partitioned, Planned)
@@ -338,58 +268,6 @@ def plan(program: Program, context: Context) -> Planned:
     return plan_program(program, mesh, context.use.platform, options)
 
 
-@dataclass(frozen=True)
-class Shardings:
-    """Where a jitted step has its arguments and results.
-
-    Attributes:
-      inputs: for every leaf of ``(*args, kwargs)``; None where it may stay.
-      in_shardings, out_shardings: for ``jax.jit`` of a function of ``(*args, kwargs)``.
-    """
-
-    inputs: tuple[NamedSharding | None, ...]
-    in_shardings: tuple
-    out_shardings: Any
-
-    @classmethod
-    def of(cls, program: Program, traced: Traced, use: MeshUse) -> Shardings:
-        """Of ``program``, in the local view. State that may be divided over automatic axes too is XLA's to place."""
-        automatic = len(use.mesh.axis_names) > len(use.axes.names)
-
-        def sharding(port: Port) -> NamedSharding | None:
-            return None if automatic and port.role.is_state else sharding_of(port, program, use.mesh)
-
-        inputs = tuple(map(sharding, program.inputs))
-        positional, keywords = traced.in_tree.children()
-        divided, start = [], 0
-        for tree in (*positional.children(), keywords):
-            here = inputs[start : start + tree.num_leaves]
-            divided.append(here if takes_arrays_only(tree) else jax.tree.unflatten(tree, here))
-            start += tree.num_leaves
-        return cls(inputs, tuple(divided), shardings_of(program.out_tree, tuple(map(sharding, program.outputs))))
-
-
-def jit(planned: Planned, traced: Traced, shardings: Shardings, call: PureCall, context: Context) -> Any:
-    """The planned program as a jitted function; see ``Compilation.jitted``."""
-    types = call.leaf_types
-    run = emit(planned.program, context.use.mesh)
-
-    def step(*args):
-        leaves = jax.tree.leaves(args)
-        if tuple(map(leaf_type, leaves)) != types:
-            raise OtherTypes
-        return jax.tree.unflatten(planned.program.out_tree, run(*leaves))
-
-    step.__name__ = step.__qualname__ = context.name.rsplit(".", 1)[-1]
-    return jax.jit(
-        step,
-        in_shardings=shardings.in_shardings,
-        out_shardings=shardings.out_shardings,
-        donate_argnums=traced.donated,
-        compiler_options=planned.plan.compiler_options() or None,
-    )
-
-
 def compile_init(creation: Callable, args: tuple, kwargs: dict, use: MeshUse) -> Program:
     """The local view of the function that creates the state, which the same stages make, less those of a step."""
     with as_if_here(use.mesh):
@@ -414,9 +292,3 @@ def _function(context: Context, call: PureCall, signature: Signature) -> Functio
             if calls_on_gpus_only(eqn):
                 raise errors.LibraryNeedsGpuError(context.name, eqn.primitive.name, user_line(located))
     return function
-
-
-_PROFILED_RUNS = 3
-
-_SHOWN = 4
-"""Arguments whose shapes an error shows."""

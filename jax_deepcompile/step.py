@@ -12,10 +12,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import is_tracing
-from jax_deepcompile.compiler import Compilation, Context, OtherTypes, compile_init
+from jax_deepcompile.compiler import Compilation, Context, compile_init
 from jax_deepcompile.costs.devices import as_if_here, has_host_memory, machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.first_run import prepare, title
 from jax_deepcompile.frontend.arguments import are_plain, free_moved, join_rows, move, refuse_deleted, shapes_only
 from jax_deepcompile.frontend.call import PureCall, bind, function_name
 from jax_deepcompile.frontend.meshes import MeshLike, resolve_mesh
@@ -24,6 +25,7 @@ from jax_deepcompile.frontend.roles import Roles
 from jax_deepcompile.frontend.signature import Signature
 from jax_deepcompile.ir.placement import attached
 from jax_deepcompile.ir.program import Port, Program
+from jax_deepcompile.jitted import OtherTypes
 from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
 from jax_deepcompile.microbatch_counts import compilation_of
 from jax_deepcompile.options import StepOptions
@@ -320,13 +322,12 @@ class ShardedStep(Summarized, Generic[P, R]):
         is_first = not (made.runs.is_compiled or is_tracing())
         refuse_deleted(call.inputs, made.program.inputs, self._context.name)
         if not processes.is_alone:
-            processes.agree(f"{'compile' if is_first else 'run'} {made.title}")
+            processes.agree(f"{'compile' if is_first else 'run'} {title(made)}")
         returned, donated = made.traced.returned_leaves, made.traced.donated_leaves
         self._last = made
         there, is_moved = move(call.inputs, made.placed.inputs, returned, donated, self.mesh)
         if is_first:
-            made.measure(there, processes)
-            made.compile(there, processes)
+            prepare(made, there, processes)
         free_moved(call.inputs, made.placed.inputs, donated, there)
         run = made.jitted
         out = run(*there)

@@ -35,12 +35,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profilers": {"ir", "hlo", "costs", "lowering", "runtime"},
     "report": {"ir", "analysis", "transforms", "partition", "costs", "planner"},
     "options": {"costs", "planner"},
+    "jitted": {"ir", "frontend", "planner", "lowering"},
     "compiler": {"ir", "analysis", "frontend", "partition", "transforms", "costs", "planner", "lowering", "runtime"}
-    | {"hlo", "options", "profilers", "report"},
+    | {"hlo", "options", "profilers", "report", "jitted"},
+    "first_run": {"costs", "planner", "profilers", "runtime", "jitted", "compiler"},
     "microbatch_counts": {"ir", "frontend", "runtime", "compiler"},
     "stages": {"ir", "frontend", "costs", "partition", "planner", "lowering", "report", "compiler"},
     "step": {"ir", "frontend", "costs", "planner", "lowering", "profilers", "report", "runtime"}
-    | {"compiler", "options", "microbatch_counts", "stages"},
+    | {"compiler", "first_run", "jitted", "options", "microbatch_counts", "stages"},
     "api": {"frontend", "costs", "planner", "options", "step"},
     "__init__": {"public"},
     "public": {"api", "step", "costs", "ir", "lowering", "partition", "planner", "report", "transforms"},
