@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.frontend.meshes import AxisNames, MeshLike
+from jax_deepcompile.frontend.meshes import AxisNames, Cluster, MeshLike
 from jax_deepcompile.options import Microbatches, StepOptions
 from jax_deepcompile.planner.limits import MemoryLimit
 from jax_deepcompile.planner.plan import Plan
@@ -100,7 +100,7 @@ def shard(
       fun: the step, ``(state, batch, ...) -> (state, ...)``. NNX objects among its arguments are state and are updated
         in place, as ``nnx.jit`` does.
       mesh: the devices: a ``jax.sharding.Mesh``, a shape such as ``{"data": 2, "fsdp": 4}``, or None for all devices
-        along one axis "fsdp".
+        along one axis "fsdp"; so is a cluster that is not here, such as ``targets.h100(nodes=4)``.
       state_argnums: positions of the arguments that are state; each must be returned, with the same structure, shapes
         and dtypes. By default the NNX objects, or else the first argument that is not a random key or a number, and
         with them every argument that the state of an optax optimizer is in, and others that look like parameters or
@@ -141,7 +141,7 @@ def shard(
         ``jax_deepcompile.errors``.
     """
     given: dict[str, Any] = {name: value for name, value in locals().items() if name != "fun"}
-    if isinstance(fun, (Mesh, AbstractMesh, Mapping)):
+    if isinstance(fun, (Mesh, AbstractMesh, Mapping, Cluster)):
         if mesh is not None:
             raise errors.OptionTypeError("mesh", "one mesh, or the function first: shard(step, mesh)", mesh)
         fun, given["mesh"] = None, fun

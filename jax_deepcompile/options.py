@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.frontend.meshes import Cluster
 from jax_deepcompile.planner.limits import refuse_unknown
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.selection import Selection
@@ -90,8 +91,9 @@ _POSITIONS = (
 )
 _OPTIONS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "mesh": (
-        "a jax.sharding.Mesh, a shape such as {'data': 2, 'fsdp': 4}, or None for all devices",
-        lambda value: value is None or isinstance(value, Mesh | AbstractMesh | Mapping),
+        "a jax.sharding.Mesh, a shape such as {'data': 2, 'fsdp': 4}, a cluster such as "
+        "deepcompile.targets.h100(nodes=4), or None for all devices",
+        lambda value: value is None or isinstance(value, Mesh | AbstractMesh | Mapping | Cluster),
     ),
     "state_argnums": _POSITIONS,
     "batch_argnums": _POSITIONS,

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"ir", "analysis", "transforms", "costs", "lowering", "hlo", "runtime"},
     "profilers": {"ir", "hlo", "costs", "lowering", "runtime"},
     "report": {"ir", "analysis", "transforms", "partition", "costs", "planner"},
-    "options": {"costs", "planner"},
+    "options": {"costs", "frontend", "planner"},
     "jitted": {"ir", "frontend", "planner", "lowering"},
     "compiler": {"ir", "analysis", "frontend", "partition", "transforms", "costs", "planner", "lowering", "runtime"}
     | {"hlo", "options", "profilers", "report", "jitted"},

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -12,7 +13,19 @@ from jax_deepcompile import errors
 from jax_deepcompile.ir.placement import MeshAxes
 
 AxisNames = str | Sequence[str]
-MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+
+
+@runtime_checkable
+class Cluster(Protocol):
+    """GPUs that are not here, such as ``targets.h100(nodes=4)``."""
+
+    @property
+    def size(self) -> int: ...
+
+    def make_mesh(self, shape: Sequence[int], names: Sequence[str]) -> Mesh: ...
+
+
+MeshLike = Mesh | AbstractMesh | Mapping[str, int] | Cluster
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,7 @@ def resolve_mesh(mesh: MeshLike | None, fsdp_axes: AxisNames, data_axes: AxisNam
     Raises:
       AxisUseError, MeshAxisError: an axis is named for both uses, or the mesh lacks it.
       MeshShapeError, MeshTooLargeError: a shape is none, or asks for more devices than there are.
+      TargetUnavailableError: there is no compiler for GPUs that are not here.
     """
     mesh = _with_automatic_axes(_build(mesh, fsdp_axes))
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
@@ -69,6 +83,8 @@ def _names(names: AxisNames) -> tuple[str, ...]:
 def _build(mesh, fsdp_axes: AxisNames) -> Mesh | AbstractMesh:
     if isinstance(mesh, (Mesh, AbstractMesh)):
         return mesh
+    if isinstance(mesh, Cluster):
+        return mesh.make_mesh((mesh.size,), _names(fsdp_axes)[:1])
     shape = dict(mesh) if mesh is not None else {_names(fsdp_axes)[0]: jax.device_count()}
     for axis, size in shape.items():
         if not (isinstance(axis, str) and axis) or isinstance(size, bool) or not isinstance(size, int) or size < 1:

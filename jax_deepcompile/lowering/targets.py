@@ -47,7 +47,7 @@ class Target(Summarized):
             ("GPUs", f"{self.nodes} nodes of {network.gpus_per_node} {hardware.name}"),
             ("memory", f"{size_text(hardware.memory_bytes)} a GPU"),
             ("network", f"{network.nics_per_node} cards of {network.nic_gbps:g} Gbit/s a node"),
-            ("use", "make_mesh(shape, names)"),
+            ("use", "shard(step, target), or make_mesh(shape, names)"),
         )
         return Summary(f"Target {self.name}", rows)
 

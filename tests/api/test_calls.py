@@ -24,6 +24,15 @@ def expected():
     return jax.jit(step)(create(), batch())
 
 
+class Cluster:
+    """As a target, of devices that are here."""
+
+    size = 8
+
+    def make_mesh(self, shape, names):
+        return jax.make_mesh(shape, names)
+
+
 @pytest.mark.parametrize(
     "decorate",
     [
@@ -34,6 +43,8 @@ def expected():
         deepcompile.shard({"anything": 8}),
         deepcompile.shard({"replica": 2, "shards": 4}, fsdp_axes="shards", data_axes="replica"),
         deepcompile.shard({"a": 2, "b": 4}, fsdp_axes=("a", "b")),
+        deepcompile.shard(Cluster()),
+        lambda fun: deepcompile.shard(fun, Cluster(), fsdp_axes="shards"),
         lambda fun: deepcompile.shard(jax.make_mesh((8,), ("fsdp",)))(fun),
         lambda fun: deepcompile.shard(fun, Mesh(np.array(jax.devices()), ("fsdp",))),
         lambda fun: deepcompile.shard(fun, mesh=Mesh(np.array(jax.devices()[:2]), ("fsdp",))),
