@@ -17,6 +17,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import alone_options, compile_options, host_bytes, kernel_options, peak_bytes
 from jax_deepcompile.lowering.emit import lower
 from jax_deepcompile.planner.plan import Plan, Prediction
+from jax_deepcompile.runtime.memory import trim_heap
 from jax_deepcompile.runtime.parallel import interruptible
 from jax_deepcompile.summary import Summarized, Summary
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
@@ -161,6 +162,8 @@ def compiled(program: Program, lowered: jax.stages.Lowered, plan: Plan, environm
     compiled = interruptible(lambda: lowered.compile(compiler_options=options or None))
     memory: Any = compiled.memory_analysis()
     module = read(compiled.as_text() or "")
+    del compiled
+    trim_heap()
     simulation = simulate(module, environment.costs)
     prediction = prediction_of(simulation, peak_bytes(memory), host_bytes(memory))
     evaluation = Evaluation(lowered, module, simulation, prediction, memory.argument_size_in_bytes)

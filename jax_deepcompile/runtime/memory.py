@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -28,3 +29,13 @@ def available_bytes(path: Path = Path("/proc/meminfo")) -> int | None:
         return None
     found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     return int(found[0]) * 1024 if found else None
+
+
+def trim_heap() -> None:
+    """Gives back to the system what C's allocator keeps of freed memory, where it is glibc's.
+
+    That has a heap for each thread, and after compiling in several a process takes several times what it uses.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.planner.residency import Choice, Phases, Places, choose
 from jax_deepcompile.planner.stacks import Stack
+from jax_deepcompile.planner.strategies import keep_activations
 from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
 from jax_deepcompile.planner.strategy import Proposal
 from jax_deepcompile.transforms.keep_on_device import KeptOnDevice
@@ -197,6 +199,19 @@ def test_what_is_proposed_can_be_carried_out():
 def test_what_is_proposed_is_not_proposed_again():
     (proposal,) = proposals(host_bytes=PLENTY)
     assert proposals(host_bytes=PLENTY, plan=proposal.plan) == []
+
+
+def test_of_equally_good_choices_one_is_proposed(monkeypatch):
+    """The solver may keep other values of as many bytes where it has the host's memory as well, and use none of it."""
+
+    def other_where_there_is_a_host(regions, stacks, phases, device_bytes, host_bytes, *others):
+        choice = choose(regions, stacks, phases, device_bytes, 0, *others)
+        assert choice is not None
+        ((loops, (position,)),) = choice.places.kept.items()
+        return replace(choice, places=Places({loops: (position + bool(host_bytes),)}))
+
+    monkeypatch.setattr(keep_activations, "choose", other_where_there_is_a_host)
+    assert len(proposals(host_bytes=PLENTY)) == 1
 
 
 def test_only_what_fits_is_proposed():

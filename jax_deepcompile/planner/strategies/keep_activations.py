@@ -45,16 +45,27 @@ class KeepActivations:
             return
         shares = dict.fromkeys((0, environment.host_bytes))
         for start in starts(base, best, environment):
-            chosen = chain.from_iterable(self._choices(base, best, environment, start, each) for each in shares)
+            here: dict[float | None, Choice | None] = {}
+            chosen = chain.from_iterable(self._choices(base, best, environment, start, each, here) for each in shares)
             ladders = {ladder.plan: ladder for each in chosen for ladder in budget.ladder(each)}
             yield from ladders.values()
 
     def _choices(
-        self, base: Program, best: Candidate, environment: Environment, start: Start, host_bytes: int
+        self,
+        base: Program,
+        best: Candidate,
+        environment: Environment,
+        start: Start,
+        host_bytes: int,
+        here: dict[float | None, Choice | None],
     ) -> tuple[list[Proposal], list[Proposal]]:
         """One for each share of the memory that there is, with layers ahead of their turn; and without.
 
         The latter takes longer and needs less: that is proposed where a step does not fit, or is so already.
+
+        Args:
+          here: what was chosen without the host, by what may be taken of the device. Of choices that are equally good
+            the same one is made where nothing would be on the host, though there is room.
         """
         ahead, least = list[Proposal](), list[Proposal]()
         needs_least = not start.is_ahead and not (environment.fits(best) and best.plan.of(LoopSchedule))
@@ -64,6 +75,10 @@ class KeepActivations:
         for free_bytes, movable in _budgets(best, environment, state):
             taken = None if free_bytes is None else now + start.freed_bytes + free_bytes
             choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, movable)
+            if not host_bytes:
+                here[taken] = choice
+            elif choice is not None and not choice.host_bytes:
+                choice = here.get(taken, choice)
             if choice is None or (choice.places == start.already and not start.gained_s):
                 continue
             less_s = sum(saved_s(each, choice.places) - saved_s(each, start.already) for each in start.regions)
