@@ -126,6 +126,15 @@ def work_of(eqn: Any) -> Product | Attention:
     return Product(right[0], outputs / right[-1], right[-1], left[-1], dtype)
 
 
+def vector_flops(eqn: Any) -> float:
+    """Arithmetic of random bits, which takes longer than memory does; 0 for all else, where it does not matter."""
+    return _THREEFRY_FLOPS * math.prod(eqn.outvars[0].aval.shape) if eqn.primitive.name == "threefry2x32" else 0.0
+
+
+_THREEFRY_FLOPS = 300
+"""Of each element: rounds of additions, rotations and logic, as ``costs.work`` counts those of what XLA compiles."""
+
+
 def alone_bytes(eqn: Any) -> float:
     """What an equation alone reads and writes in device memory."""
     return float(sum(size_bytes(atom) for atom in (*variables(eqn.invars), *eqn.outvars)))

@@ -10,7 +10,7 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.kernels import kernels_of
-from jax_deepcompile.analysis.work import alone_bytes, work_of
+from jax_deepcompile.analysis.work import alone_bytes, vector_flops, work_of
 from jax_deepcompile.costs.collective_bytes import sent_bytes
 from jax_deepcompile.costs.combining import Thresholds, combined
 from jax_deepcompile.costs.cost_model import CostModel, Direction
@@ -56,7 +56,7 @@ def equation_times(jaxpr: Any, mesh: MeshAxes, costs: CostModel) -> list[Equatio
 def timings_of(jaxpr: Any, mesh: MeshAxes, costs: CostModel) -> list[Timing | None]:
     """How every equation runs; None for those that run other jaxprs.
 
-    Equations that are fused take no time, but for the last of their kernel.
+    Equations that are fused take no time, but for the last of their kernel, and random bits.
     """
     flat = open_jaxpr(jaxpr)
     moved = kernels_of(flat).moved_bytes
@@ -90,9 +90,11 @@ def timing_of(eqn: Any, moved_bytes: int, mesh: MeshAxes, costs: CostModel) -> T
         return Timing(Stream.COMPUTE, kernel.seconds, name, is_memory_bound=kernel.is_memory_bound, part=part)
     if name == "device_put":
         return _copy(eqn, costs)
-    seconds = costs.memory_s(moved_bytes) if moved_bytes else 0.0
-    part = Part.of((), str(eqn.source_info.name_stack))
-    return Timing(Stream.COMPUTE, seconds, name, is_memory_bound=True, part=part)
+    flops, part = vector_flops(eqn), Part.of((), str(eqn.source_info.name_stack))
+    if not flops and not moved_bytes:
+        return Timing(Stream.COMPUTE, 0.0, name, is_memory_bound=True, part=part)
+    kernel = costs.vector(flops, moved_bytes)
+    return Timing(Stream.COMPUTE, kernel.seconds, name, is_memory_bound=kernel.is_memory_bound, part=part)
 
 
 def collective_of(eqn: Any, mesh: MeshAxes, costs: CostModel, joined_bytes: int = 0) -> Timing:

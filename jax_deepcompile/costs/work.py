@@ -23,6 +23,11 @@ _ELEMENT_BY_ELEMENT = (
 _TRANSCENDENTAL_FLOPS = 8
 """Instructions of the special function unit run at an eighth to a quarter of the rate of a multiplication
 (CUDA C++ programming guide, table of arithmetic throughput), and most need a few multiplications besides."""
+_INTEGER_FLOPS = 4
+"""Additions, shifts and logic of integers run at half the rate of multiply-adds of float32 (same table, compute
+capability 9.0), each of which is two operations. Random bits are made of hundreds for each element."""
+_PARTS_OF_ROTATIONS = frozenset({"shift-left", "or"})
+"""A rotation of integers, the or of shifts both ways, is one instruction."""
 
 
 @dataclass(frozen=True)
@@ -187,10 +192,16 @@ def _written(instruction: Instruction, operands: Sequence[Instruction]) -> int:
 
 def _vector_flops(instruction: Instruction, operands: Sequence[Instruction]) -> float:
     if instruction.opcode in opcodes.ELEMENTWISE:
-        return _elements(instruction)
+        return _elements(instruction) * _flops_of_each(instruction)
     if instruction.opcode in opcodes.TRANSCENDENTAL:
         return _TRANSCENDENTAL_FLOPS * _elements(instruction)
     return _elements(operands[0]) if instruction.opcode in ("reduce", "reduce-window") else 0.0
+
+
+def _flops_of_each(instruction: Instruction) -> int:
+    """Of an elementwise operation, for each element."""
+    is_integer = isinstance(instruction.shape, Array) and instruction.shape.dtype[0] in "su"
+    return (_INTEGER_FLOPS if instruction.opcode not in _PARTS_OF_ROTATIONS else 0) if is_integer else 1
 
 
 def _elements(instruction: Instruction) -> int:

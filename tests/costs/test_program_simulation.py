@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.extend.random import threefry2x32_p
 
 import jax_deepcompile as deepcompile
 from experiments.bench.steps import llama_gradients, training_step
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.costs.combining import Thresholds
 from jax_deepcompile.costs.program_simulation import simulate_program
+from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.costs.streams import Queue, Stream
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Port, Program, Role, View
@@ -231,6 +233,19 @@ def test_matrix_products_run_at_the_rate_of_their_type():
 
     assert product(jnp.bfloat16) == pytest.approx(6.0)
     assert product(jnp.float32) == pytest.approx(20.0)
+
+
+@pure
+def test_random_bits_take_longer_than_what_they_are_kept_in():
+    def dropped(x, seed):
+        bits, _ = threefry2x32_p.bind(*[jnp.broadcast_to(seed, x.shape)] * 2, x, x)
+        return jnp.where(bits < 7, x, 0)
+
+    costs = dataclasses.replace(COSTS, hardware=dataclasses.replace(COSTS.hardware, vector_flops_per_s=1e6))
+    closed = jax.make_jaxpr(dropped)(*(jax.ShapeDtypeStruct(shape, jnp.uint32) for shape in ((1000,), ())))
+    seconds = [each.compute_s for each in equation_times(closed, MeshAxes((AXIS,), (4,)), costs)]
+    assert max(seconds) == pytest.approx(0.3)
+    assert sum(seconds) < 0.35
 
 
 @pure

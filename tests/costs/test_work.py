@@ -160,6 +160,17 @@ def test_a_sliced_parameter_counts_the_slice():
     assert found.bytes == 400 + 4 + 200
 
 
+def test_integers_are_slower_and_a_rotation_of_them_is_one_instruction():
+    body = """
+  %p = u32[100]{0} parameter(0)
+  %left = u32[100]{0} shift-left(%p, %p)
+  %right = u32[100]{0} shift-right-logical(%p, %p)
+  %rotated = u32[100]{0} or(%left, %right)
+  ROOT %x = u32[100]{0} xor(%rotated, %p)
+"""
+    assert fusion(body, parameters="%x = u32[100]{0} parameter(0)").vector_flops == 2 * 4 * 100
+
+
 def test_what_is_converted_and_then_sliced_counts_the_slices():
     body = """
   %p = f32[80,100]{1,0} parameter(0)
