@@ -214,7 +214,7 @@ class _Blocks:
         writers = self.writers.get(number, ())
         if any(self.schedule.position[each.name] < self.backward_from for each in writers):
             return False
-        return self._comes_of(number, _REDUCTIONS, _ADDS) or self._goes_to_reduction(number, frozenset())
+        return self._comes_of(number, _REDUCTIONS, _ADDS) or self._goes_to_reduction(number)
 
     def _comes_of(self, number: int, kinds: Sequence[str], through: frozenset[str]) -> bool:
         """Whether collectives of these ``kinds`` made what is in a block, or kernels that only do ``through``."""
@@ -229,14 +229,16 @@ class _Blocks:
                     seen |= read
         return False
 
-    def _goes_to_reduction(self, number: int, seen: frozenset[int]) -> bool:
-        for reader in self.readers.get(number, ()):
-            if opcodes.split(reader.opcode)[0] in _REDUCTIONS:
-                return True
-            if self._does(reader) <= _MOVES:
-                made = self._blocks(self.made_by(reader))
-                if any(self._goes_to_reduction(each, seen | {number}) for each in made - seen - {number}):
+    def _goes_to_reduction(self, number: int) -> bool:
+        waiting, seen = [number], {number}
+        while waiting:
+            for reader in self.readers.get(waiting.pop(), ()):
+                if opcodes.split(reader.opcode)[0] in _REDUCTIONS:
                     return True
+                if self._does(reader) <= _MOVES:
+                    made = self._blocks(self.made_by(reader))
+                    waiting += made - seen
+                    seen |= made
         return False
 
     def _does(self, instruction: Instruction) -> set[str]:

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from jax_deepcompile.costs.held import Holds, contents
 from jax_deepcompile.costs.memory import MemoryUse, memory_of
 from tests.costs.snippets import GROUPS, module
 
@@ -254,3 +255,17 @@ def test_constants_and_views_take_nothing():
 ROOT %r = f32[] custom-call(%g, %c), custom_call_target="sum"
 """)
     assert use.temporary_bytes == 0
+
+
+def test_what_many_ways_lead_to_is_looked_at_once():
+    """By every one of them that would be a million times a million times as often."""
+    doubled = "".join(
+        f"%a{at} = K copy(%v{at})\n%b{at} = K copy(%v{at})\n%v{at + 1} = K dynamic-update-slice(%a{at}, %b{at}, %i)\n"
+        for at in range(40)
+    )
+    last = 'ROOT %r = f32[] custom-call(%v40), custom_call_target="sum"'
+    entry = f"%v0 = K parameter(0)\n%i = s32[] parameter(1)\n{doubled}{last}"
+    scheduled = module(entry.replace("K ", f"{K} "))
+    found = list(contents(scheduled, memory_of(scheduled).held, ()))
+    assert len(found) >= 80
+    assert Holds.GRADIENT not in {each.holds for each in found}
