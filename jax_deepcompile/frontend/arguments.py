@@ -42,7 +42,8 @@ def move(
         new = _moved(leaf, target, mesh, index in returned)
         is_moved |= new is not leaf and index not in returned
         if index in donated:
-            new = jnp.copy(leaf) if new is leaf and id(leaf) in kept and isinstance(leaf, jax.Array) else new
+            is_shared = id(leaf) in kept and isinstance(leaf, jax.Array)  # what was moved may have its memory still
+            new = jnp.copy(new) if is_shared else new
             kept.add(id(leaf))
         there.append(new)
     return opened(jax.tree.unflatten(tree, there)), is_moved

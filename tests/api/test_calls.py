@@ -139,6 +139,19 @@ def test_a_state_that_holds_one_array_twice():
     assert_equal(found, jax.jit(averaging)({"now": create(), "average": create()}, batch()))
 
 
+def test_a_state_that_is_nowhere_yet_and_holds_one_replicated_array_twice():
+    """What is put on more devices has the memory of the original on its own."""
+
+    def averaging(state, other, batch):
+        new = jax.tree.map(lambda leaf: leaf - batch["x"].mean() - other["scale"], state["now"])
+        return {"now": new, "average": jax.tree.map(jnp.add, state["average"], new)}, other["scale"] + 1
+
+    once = {"scale": jnp.ones(()), "w": jnp.ones((16, 8))}
+    expected = jax.jit(averaging)({"now": once, "average": once}, once, batch())
+    assert_equal(deepcompile.shard(averaging)({"now": once, "average": once}, once, batch()), expected)
+    np.testing.assert_array_equal(once["scale"], 1.0)
+
+
 def test_everything_in_the_states_form_keeps_its_sharding():
     def with_gradients(state, batch):
         grads = jax.tree.map(lambda leaf: leaf * 0 + batch["x"].sum().astype(leaf.dtype), state)
