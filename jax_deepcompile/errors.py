@@ -28,9 +28,10 @@ class BatchNotDivisibleError(DeepCompileError, ValueError):
 
 
 class ArgnumsError(DeepCompileError, ValueError):
-    def __init__(self, parameter: str, given: object) -> None:
+    def __init__(self, parameter: str, given: object, last: int | None = None) -> None:
+        named = "Name those further behind by their number too" if last is None else f"Its last is {last}"
         super().__init__(f"""{parameter} is {given!r}: positions count the parameters of the step from the first, which
-        is 0. Name those further behind by their number too.""")
+        is 0. {named}.""")
 
 
 class StateAndBatchError(DeepCompileError, ValueError):
@@ -236,8 +237,10 @@ class ProfileMismatchError(DeepCompileError, ValueError):
 
 class LeafTypeError(DeepCompileError, TypeError):
     def __init__(self, path: str, leaf: object) -> None:
-        super().__init__(f"""argument leaf {path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, neither an
-        array nor a number: {_shortened(leaf)}. Keep it out of the step's arguments (close over it; of an Equinox model
+        dtype = None if isinstance(leaf, type) else getattr(leaf, "dtype", None)
+        of, what = ("", "an array nor a number") if dtype is None else (f" of {dtype}", "numbers nor random keys")
+        super().__init__(f"""argument leaf {path} is a {type(leaf).__module__}.{type(leaf).__qualname__}{of}, neither
+        {what}: {_shortened(leaf)}. Keep it out of the step's arguments (close over it; of an Equinox model
         pass what eqx.partition gives), or, in a class of yours, mark it static:
         flax.struct.field(pytree_node=False).""")
 

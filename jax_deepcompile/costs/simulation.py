@@ -43,11 +43,11 @@ class Totals:
 
     @property
     def exposed_communication_s(self) -> float:
-        return sum(seconds for stream, seconds in self.exposed_s.items() if not stream.is_copy)
+        return sum((seconds for stream, seconds in self.exposed_s.items() if not stream.is_copy), 0.0)
 
     @property
     def exposed_copy_s(self) -> float:
-        return sum(seconds for stream, seconds in self.exposed_s.items() if stream.is_copy)
+        return sum((seconds for stream, seconds in self.exposed_s.items() if stream.is_copy), 0.0)
 
     @classmethod
     def of(cls, timing: Timing, seconds: float) -> Totals:
@@ -275,7 +275,7 @@ class Simulation(Summarized):
         again = [
             event for event in self.timeline if event.stream is Stream.COMPUTE and REMATERIALIZED.search(event.name)
         ]
-        return sum(event.trips * (event.end_s - event.start_s) for event in again)
+        return sum((event.trips * (event.end_s - event.start_s) for event in again), 0.0)
 
     @property
     def peak_bytes(self) -> int:

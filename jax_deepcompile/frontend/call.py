@@ -52,11 +52,13 @@ class PureStep:
       fun: on pytrees of arrays. With NNX objects it is ``(state, *args, **kwargs) -> (state, out)``.
       arguments: its positional arguments.
       structure: what tells calls apart that pytrees do not; hashable.
+      objects: what the user calls each NNX object, such as ``pair[0]``.
     """
 
     fun: Callable
     arguments: tuple[Argument, ...]
     structure: Any = None
+    objects: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,9 +132,11 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
         graphdef, state = split(objects)
     holding = [argument.name for argument in arguments if argument.has_objects]
     together = Argument(f"({', '.join(holding)})" if len(holding) > 1 else holding[0], None, True)
+    named = zip(arguments, holders, args, strict=True)
+    found = tuple(f"{argument.name}{path}" for argument, holder, value in named for path in holder.paths(value))
     rest = [holder.without_objects(value) for value, holder in zip(args, holders, strict=True)]
     pure = purify(arranged, name, graphdef, holders)
-    step = PureStep(pure, (together, *arguments), Structure(graphdef, holders))
+    step = PureStep(pure, (together, *arguments), Structure(graphdef, holders), found)
     return PureCall(step, (state, *rest), kwargs, objects)
 
 

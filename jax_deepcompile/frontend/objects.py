@@ -45,6 +45,12 @@ class Holder:
             return []
         return [leaf for leaf, is_object in zip(self.tree.flatten_up_to(value), self.slots, strict=True) if is_object]
 
+    def paths(self, value: Any) -> list[str]:
+        """Where in ``value`` the objects are, such as ``['model']``."""
+        leaves = jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_opaque)
+        pairs = zip(leaves, self.slots, strict=True) if self.count else ()
+        return [jax.tree_util.keystr(path) for (path, _), is_object in pairs if is_object]
+
     def without_objects(self, value: Any) -> Any:
         return self.with_objects(value, [None] * self.count)
 

@@ -55,8 +55,8 @@ class Roles:
         last = max((argument.position for argument in step.arguments if argument.position is not None), default=-1)
         for parameter, positions in (("state_argnums", self.state), ("batch_argnums", self.batch)):
             if positions and max(positions) > last:
-                raise errors.ArgnumsError(parameter, positions)
-        unknown = Signature(name, names=tuple(argument.name for argument in step.arguments))
+                raise errors.ArgnumsError(parameter, positions, last)
+        unknown = Signature(name, names=tuple(each.name for each in step.arguments), objects=step.objects)
         input_ports(args, call.kwargs, unknown)  # refuses leaves that are neither arrays nor numbers
         known = _Known(step, args, functools.cache(lambda: returned(unknown)))
         signature = self._with_state(unknown, known)
@@ -78,6 +78,8 @@ class Roles:
         asked_state, asked_batch = self.state is not None, self.batch is not None
         for index, argument in enumerate(call.step.arguments):
             if argument.position is None:
+                continue
+            if argument.has_objects:
                 reason = "NNX objects"
             elif index in signature.divided and asked_state:
                 reason = "named in state_argnums"

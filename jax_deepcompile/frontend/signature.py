@@ -28,6 +28,7 @@ class Signature:
       batch: positions of the batch arguments, whose leaves have examples unless they are scalars.
       keywords: names of those of the other arguments that are batch too.
       names: the name of every positional argument.
+      objects: of every NNX object, where the first argument is their state.
       reasons: pairs (name, why it is what it is) of all arguments, for people to read.
       trains: whether what is state is beyond doubt: it was named, is in objects, or an optimizer's state is there.
     """
@@ -40,6 +41,7 @@ class Signature:
     batch: tuple[int, ...] = ()
     keywords: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ()
     reasons: tuple[tuple[str, str], ...] = ()
     trains: bool = False
 
@@ -67,6 +69,8 @@ def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[
         where = argument if isinstance(argument, str) else signature.name_of(argument)
         rest, role = path[2:], signature.role_of(argument)
         role = state_role(rest, where, is_optimizers) if role is Role.PARAM else role
+        if argument == 0 and signature.objects:
+            where, rest = signature.objects[rest[0].key], rest[1:]
         port = port_of(f"{where}{jax.tree_util.keystr(rest)}", role, leaf)
         ports.append(replace(port, role=Role.OTHER) if role is Role.BATCH and not port.shape else port)
     return tuple(ports), in_tree

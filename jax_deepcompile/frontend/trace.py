@@ -91,8 +91,10 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
     program = Program(signature.function, function.closed, ports, outputs, out_tree, pairs, mesh)
     reasons, donated = dict(reversed(signature.reasons)), []
     for position, donation in donations(call, signature, ports, dict(pairs), returned.lineage, kept).items():
-        name, reason = signature.name_of(position), donation.reason if donate else "donate=False"
-        reasons[name] = f"{reasons[name]}; {reason}" if name in reasons else reason
+        reason, arguments = donation.reason if donate else "donate=False", call.step.arguments
+        holding = [each.name for each in arguments if each.has_objects and each.position is not None]
+        for name in holding if arguments[position].position is None else [arguments[position].name]:
+            reasons[name] = f"{reasons[name]}; {reason}" if name in reasons else reason
         donated += [position] * (donation.is_donated and donate)
     return Traced(program, in_tree, tuple(donated), _handed_on(program), reasons)
 

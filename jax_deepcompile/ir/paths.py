@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from jax_deepcompile.summary import Branch, size_text
 
 _PART = re.compile(r"\['([^']*)'\]|\[(\w+)\]|\.?(\w+)")
-_ARGUMENTS = re.compile(r"^\(([\w, ]+)\)\[(\d+)\]")
 _DEEPEST = 12
 """Deeper modules are one with what is in them."""
 _LISTED = 3
@@ -17,12 +16,7 @@ _LISTED = 3
 
 
 def parts_of(path: str) -> list[str]:
-    """``state.params['embed']['kernel'].value`` in pieces; the attribute that NNX keeps values in is left out.
-
-    Of arguments that are one to the compiler, as NNX objects are, ``(model, optimizer)[1]`` is ``optimizer``.
-    """
-    if several := _ARGUMENTS.match(path):
-        path = several[1].split(", ")[int(several[2])] + path[several.end() :]
+    """``state.params['embed']['kernel'].value`` in pieces; the attribute that NNX keeps values in is left out."""
     found = [next(filter(None, each.groups()), "") for each in _PART.finditer(path)]
     return found[:-1] if len(found) > 1 and found[-1] == "value" else found
 

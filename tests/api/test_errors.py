@@ -52,6 +52,13 @@ def test_positions_below_the_first(argnums):
         deepcompile.shard(step, **argnums)
 
 
+def test_a_position_behind_the_last():
+    with pytest.raises(
+        errors.ArgnumsError, match=r"batch_argnums is \(2,\): .* the first, which is 0. Its last is 1\.$"
+    ):
+        deepcompile.shard(step, batch_argnums=2).trace(STATE, BATCH)
+
+
 def test_no_mesh_axis_of_that_name():
     with pytest.raises(errors.MeshAxisError) as caught:
         deepcompile.shard(step, {"data": 4, "model": 2})
@@ -106,6 +113,8 @@ def test_a_leaf_that_is_neither_array_nor_number():
     assert "argument leaf state['w'] is a builtins.str, neither an array nor a number: 'sixteen by eight'" in str(
         caught.value
     )
+    with pytest.raises(errors.LeafTypeError, match=r"numpy.ndarray of <U5, neither numbers nor random keys: array"):
+        trace(step, batch={"x": BATCH["x"], "names": np.array(["one", "three"])})
 
 
 def test_a_flag_that_is_needed_while_tracing():

@@ -126,7 +126,7 @@ def test_a_method_of_an_nnx_module_trains_its_object():
         assert_equal(mine.sharded(batch()), nnx.jit(Trainer.descend)(theirs, batch()))
     assert_equal(nnx.state(mine), nnx.state(theirs))
     assert not mine.dense.kernel[...].sharding.is_fully_replicated
-    assert "self[0]['dense']['kernel'].value" in [port.path for port in mine.sharded.trace(batch()).program.inputs]
+    assert "self['dense']['kernel'].value" in [port.path for port in mine.sharded.trace(batch()).program.inputs]
 
 
 def test_a_method_of_a_pytree_counts_its_object_as_the_first_argument(expected):
@@ -232,6 +232,25 @@ def test_two_holders_of_the_same_shape_are_told_apart():
     first, _ = after_two_steps(step, lambda step, *rest: step({"first": rest[0], "second": None}, *rest[1:]))
     second, _ = after_two_steps(step, lambda step, *rest: step({"first": None, "second": rest[0]}, *rest[1:]))
     np.testing.assert_allclose(second, 3 * np.array(first), rtol=1e-5)
+
+
+def test_objects_in_a_container_beside_another_are_called_as_the_user_finds_them():
+    def averaging(models, optimizer, x):
+        loss = descent(models["now"], optimizer, x)
+        mean, now = (nnx.state(models[name]) for name in ("mean", "now"))
+        nnx.update(models["mean"], jax.tree.map(lambda old, new: (old + new) / 2, mean, now))
+        return loss
+
+    def in_container(step, model, optimizer, x):
+        return step({"mean": nnx.clone(model), "now": model}, optimizer, x)
+
+    step = deepcompile.shard(averaging)
+    losses, _ = after_two_steps(step, in_container)
+    np.testing.assert_allclose(losses, after_two_steps(nnx.jit(averaging), in_container)[0], rtol=1e-5)
+    paths = {port.path for port in step._last.program.inputs}
+    assert {"models['mean']['dense']['kernel'].value", "models['now']['dense']['kernel'].value"} <= paths
+    assert "optimizer['opt_state'][0]['trace']['dense']['kernel'].value" in paths
+    assert "models: state, donated: NNX objects" in str(step.explain())
 
 
 def test_attributes_of_modules_need_not_be_hashable():
