@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr
 from jax_deepcompile.analysis.dataflow import literal_bits, variables, without_barriers
 from jax_deepcompile.analysis.equal_work import work_key
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import CHEAP, Scan
 
 
@@ -126,7 +126,3 @@ def first_uses(jaxpr: Any, values: Sequence) -> list[int]:
         for atom in variables(eqn.invars):
             first.setdefault(atom, index)
     return [first.get(value, len(eqns)) for value in values]
-
-
-def size_bytes(var) -> int:
-    return math.prod(var.aval.shape) * var.aval.dtype.itemsize

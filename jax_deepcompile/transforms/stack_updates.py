@@ -32,8 +32,7 @@ import jax
 from jax import lax
 
 from jax_deepcompile.analysis.dataflow import free_variables, variables
-from jax_deepcompile.analysis.gathers import size_bytes
-from jax_deepcompile.ir.memory import DEVICE, HOST, is_on_host
+from jax_deepcompile.ir.memory import DEVICE, HOST, is_on_host, size_bytes
 from jax_deepcompile.ir.primitives import ELEMENTWISE
 from jax_deepcompile.ir.retrace import compute
 
