@@ -95,13 +95,8 @@ def hoistable_gathers(eqn) -> tuple[Gather, ...]:
     return outermost(find_gathers(Scan(eqn).body, Scan(eqn).inputs.consts))
 
 
-def slice_of(jaxpr: Any, targets: Sequence) -> list:
-    """The equations that make ``targets``, barriers left out."""
-    return slicer(jaxpr)(targets)
-
-
 def slicer(jaxpr: Any) -> Callable[[Sequence], list]:
-    """``slice_of`` for one jaxpr and many targets."""
+    """What tells the equations of ``jaxpr`` that make some targets, barriers left out."""
     eqns = [eqn for eqn in without_barriers(open_jaxpr(jaxpr)).eqns if not has_side_effects(eqn)]
     makers = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
 
