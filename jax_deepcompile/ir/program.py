@@ -121,7 +121,7 @@ class Program(Summarized):
         pairs = enumerate(zip(self.inputs, self.jaxpr.jaxpr.invars, strict=True))
         state = [(at, port, size_bytes(var)) for at, (port, var) in pairs if port.role.is_state]
         leaves = [Leaf(port.path, size, tuple(self._facts(port, size, known.get(at, ())))) for at, port, size in state]
-        return tree_of("state", leaves, self._where)
+        return tree_of(leaves, self._where)
 
     def _facts(self, port: Port, size: int, gathered: Sequence[str]) -> Iterator[str]:
         yield f"{port.dtype}[{','.join(map(str, port.shape))}]"
