@@ -104,6 +104,11 @@ def user_source(eqn) -> str:
     return "" if frame is None else f"{frame.file_name}:{frame.start_line}"
 
 
+def users_line(line: str) -> str:
+    """``line`` if it is the user's; none if it is of this package, which makes what loops carry and stack."""
+    return "" if line.startswith(_PACKAGE) else line
+
+
 def user_function(eqn) -> str:
     """The user's function that made ``eqn``, as Python qualifies its name; empty where all frames are libraries'."""
     frame = _user_frame(eqn)

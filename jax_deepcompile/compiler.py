@@ -224,10 +224,7 @@ def stage(name: str, function: Callable[..., Made], *inputs: Any) -> Made:
       InvariantError: it is not; names the stage.
     """
     made = function(*inputs)
-    try:
-        verify(program_of(made))
-    except errors.InvariantError as error:
-        raise error.after(name) from error
+    verify(program_of(made), name)
     return made
 
 

@@ -274,7 +274,7 @@ class PythonValueNeededError(DeepCompileError, TypeError):
 
 class StateValueNeededError(DeepCompileError, TypeError):
     def __init__(self, function: str, leaves: Sequence[str], reason: str) -> None:
-        listed = ", ".join(leaves[:5]) + (f" and {len(leaves) - 5} more" if len(leaves) > 5 else "")
+        listed = some_of(leaves, 5)
         super().__init__(f"""{function} needs the value of {listed} while it is traced, a Python number among the leaves
         of its state, and state is arrays then, whose values are not known. Of an Equinox model pass the arrays alone:
         params, static = eqx.partition(model, eqx.is_array) before the step, eqx.combine(params, static) in it; in a
@@ -554,9 +554,12 @@ def _limit(size_bytes: int) -> str:
 
 def listed_processes(indices: Sequence[int]) -> str:
     """``process 3``, or ``processes 0, 1, 2 and 61 more``."""
-    shown, more = sorted(indices)[:8], len(indices) - 8
-    names = ", ".join(map(str, shown)) + (f" and {more} more" if more > 0 else "")
-    return f"{'process' if len(indices) == 1 else 'processes'} {names}"
+    return f"{'process' if len(indices) == 1 else 'processes'} {some_of([*map(str, sorted(indices))], 8)}"
+
+
+def some_of(names: Sequence[str], most: int) -> str:
+    """``a, b and 3 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _shortened(value: object, limit: int = 60) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr
 from jax_deepcompile.analysis.dataflow import literal_bits, variables, without_barriers
 from jax_deepcompile.analysis.equal_work import work_key
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import CHEAP, Scan
 
 
@@ -95,13 +95,8 @@ def hoistable_gathers(eqn) -> tuple[Gather, ...]:
     return outermost(find_gathers(Scan(eqn).body, Scan(eqn).inputs.consts))
 
 
-def slice_of(jaxpr: Any, targets: Sequence) -> list:
-    """The equations that make ``targets``, barriers left out."""
-    return slicer(jaxpr)(targets)
-
-
 def slicer(jaxpr: Any) -> Callable[[Sequence], list]:
-    """``slice_of`` for one jaxpr and many targets."""
+    """What tells the equations of ``jaxpr`` that make some targets, barriers left out."""
     eqns = [eqn for eqn in without_barriers(open_jaxpr(jaxpr)).eqns if not has_side_effects(eqn)]
     makers = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
 
@@ -126,7 +121,3 @@ def first_uses(jaxpr: Any, values: Sequence) -> list[int]:
         for atom in variables(eqn.invars):
             first.setdefault(atom, index)
     return [first.get(value, len(eqns)) for value in values]
-
-
-def size_bytes(var) -> int:
-    return math.prod(var.aval.shape) * var.aval.dtype.itemsize

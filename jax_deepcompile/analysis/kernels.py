@@ -8,8 +8,8 @@ from typing import Any
 
 from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
-from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.work import fused_away, fuses
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import COLLECTIVES, PRODUCTS, RECOMPUTED, SLICES, UPDATES, VIEWS
 
 

@@ -22,7 +22,7 @@ from jax_deepcompile.analysis.dataflow import (
     variables,
     without_barriers,
 )
-from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import COLLECTIVES, EXPENSIVE, PRODUCTS, RUNNING, axis_names
 from jax_deepcompile.ir.rewrite import renamed, with_renamed_operands
 from jax_deepcompile.ir.traversal import contains, equations, inside

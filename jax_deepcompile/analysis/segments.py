@@ -18,8 +18,9 @@ import numpy as np
 
 from jax_deepcompile.analysis.dataflow import renamed, unguarded, variables
 from jax_deepcompile.analysis.equal_work import is_repeatable
-from jax_deepcompile.analysis.gathers import derived, size_bytes
+from jax_deepcompile.analysis.gathers import derived
 from jax_deepcompile.analysis.names import phase
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import COLLECTIVES
 from jax_deepcompile.ir.traversal import contains
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from jax.extend import core as jex
 
 from jax_deepcompile.analysis.dataflow import variables
-from jax_deepcompile.analysis.gathers import Gather, by_value, find_gathers, outermost, size_bytes
+from jax_deepcompile.analysis.gathers import Gather, by_value, find_gathers, outermost
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import CHEAP, DEVICE_SUMS, Scan
 
 

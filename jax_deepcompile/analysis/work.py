@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
-from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import ANCHORS, ATTENTION, COLLECTIVES, PRODUCTS
 from jax_deepcompile.ir.traversal import bodies
 

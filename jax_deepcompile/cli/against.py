@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ def other_step(
     progress.say(f"compiling {against}")
     if against.endswith(".json"):
         return step.reshard(plan=plan_in(Path(against), "--against")).trace(*args)
-    other, others = sharded_step(request.about(against), cluster, progress)
+    other, others = sharded_step(replace(request, step=against), cluster, progress)
     return other.trace(*others)
 
 

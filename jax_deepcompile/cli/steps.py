@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import os
@@ -55,10 +54,6 @@ class StepRequest:
         if self.out is not None:
             self.out.write_text(as_json)
         return as_json if self.json else text
-
-    def about(self, step: str) -> StepRequest:
-        """The same of another step."""
-        return dataclasses.replace(self, step=step)
 
 
 def use_virtual_devices(count: int | None) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import needs
-from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.costs.streams import Timing
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import axis_names
 
 _DEFAULT_BYTES = 30 * 2**20 + 7

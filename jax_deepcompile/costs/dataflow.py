@@ -136,7 +136,7 @@ class Flow:
     def loop(self, loop: Instruction) -> None:
         """Unchanged elements stay what they were; of the others, each trip's is a value of its own in one buffer."""
         body = self.module.body(loop)
-        condition = self.module.computations[(loop.attribute("condition") or "").removeprefix("%")]
+        condition = self.module.condition(loop)
         carried = list(leaves(loop.shape))
         (init,) = loop.operands
         parameter = body.parameters[0].name
@@ -191,17 +191,11 @@ def updated_in_place(body: Computation) -> Iterator[tuple[Index, int]]:
     root = body.root
     results = list(enumerate(root.operands)) if root.opcode == "tuple" else [(None, root.name)]
     for number, name in results:
-        result = _through_bitcasts(body, body.by_name[name])
+        result = body.seen_through(body.by_name[name], {"bitcast"})
         if result.opcode in _IN_PLACE:
-            updated = _through_bitcasts(body, body.operand(result, 0))
+            updated = body.seen_through(body.operand(result, 0), {"bitcast"})
             if updated.opcode == "parameter":
                 yield (() if number is None else (number,)), updated.number
-
-
-def _through_bitcasts(body: Computation, instruction: Instruction) -> Instruction:
-    while instruction.opcode == "bitcast":
-        instruction = body.operand(instruction, 0)
-    return instruction
 
 
 def _passes(body: Computation, index: Index) -> bool:

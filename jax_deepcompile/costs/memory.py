@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,11 +35,6 @@ class Held:
     begin: int
     end: int
     places: tuple[Place, ...]
-
-    @property
-    def names(self) -> Iterator[str]:
-        """The instructions that compute them."""
-        return (name for name, _ in self.places)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class Profile(Summarized):
         for name, source in self.sources():
             if source.method is Method.ANALYTICAL:
                 by_reason.setdefault(source.note, []).append(name)
-        return tuple(f"{_listed(names)}: {reason}" for reason, names in by_reason.items())
+        return tuple(f"{errors.some_of(names, 3)}: {reason}" for reason, names in by_reason.items())
 
     def merge(self, later: Profile) -> Profile:
         """This profile with what ``later`` knows better.
@@ -226,8 +226,3 @@ def _better_memory(earlier: MemoryFigures | None, later: MemoryFigures | None) -
     if best.allocator_peak_bytes is None:
         best = replace(best, allocator_peak_bytes=other.allocator_peak_bytes, allocator_source=other.allocator_source)
     return replace(best, live_bytes=best.live_bytes or other.live_bytes)
-
-
-def _listed(names: list[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more

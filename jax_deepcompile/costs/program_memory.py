@@ -8,12 +8,11 @@ from typing import Any
 
 from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import alike, variables
-from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.kernels import kernels_of
 from jax_deepcompile.analysis.work import fuses
 from jax_deepcompile.costs.memory import MemoryUse, live_bytes_of
 from jax_deepcompile.costs.packing import Block
-from jax_deepcompile.ir.memory import is_on_host
+from jax_deepcompile.ir.memory import is_on_host, size_bytes
 from jax_deepcompile.ir.primitives import Scan, While
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.ir.traversal import bodies

@@ -8,14 +8,13 @@ from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
-from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.kernels import kernels_of
 from jax_deepcompile.analysis.work import alone_bytes, vector_flops, work_of
 from jax_deepcompile.costs.collective_bytes import sent_bytes
 from jax_deepcompile.costs.combining import Thresholds, combined
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.streams import Part, Stream, Timing
-from jax_deepcompile.ir.memory import is_on_host
+from jax_deepcompile.ir.memory import is_on_host, size_bytes
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.primitives import COLLECTIVES, PRODUCTS, Scan, axis_names
 from jax_deepcompile.ir.traversal import bodies

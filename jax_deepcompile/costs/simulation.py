@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 from jax_deepcompile.costs.memory import MemoryUse
@@ -331,3 +332,21 @@ class Simulation(Summarized):
     def _exposed_kinds(self) -> str:
         waited = [(stream, seconds) for stream, seconds in sorted(self.totals.exposed_s.items()) if not stream.is_copy]
         return f" ({', '.join(f'{stream} {seconds:.3f}' for stream, seconds in waited)})" if waited else ""
+
+
+def gaps(intervals: Iterable[tuple[float, float]], until_s: float) -> Iterator[tuple[float, float]]:
+    """What none of ``intervals`` has of the time from 0 to ``until_s``."""
+    for (_, start_s), (end_s, _) in pairwise([(0.0, 0.0), *merged(intervals), (until_s, until_s)]):
+        if end_s > start_s:
+            yield start_s, end_s
+
+
+def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Their union, as intervals that do not touch."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_deepcompile.analysis.work import Attention, Product
 from jax_deepcompile.hlo import opcodes
-from jax_deepcompile.hlo.reader import Array, Computation, Instruction, Module, Shape, bytes_of, leaves
+from jax_deepcompile.hlo.reader import Array, Computation, Instruction, Module, Shape, bytes_of, leaves, parse_index
 
 _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 _VIEWS = frozenset({"bitcast", "get-tuple-element"})
@@ -157,27 +157,21 @@ def _result_bytes(body: Computation, result: Instruction) -> int:
     updates, base = _chain(body, result)
     if updates and base.opcode != "parameter":
         return bytes_of(result.shape)
-    written = updates or [_through_views(body, result)]
+    written = updates or [body.seen_through(result, _VIEWS)]
     return sum(_written(each, [body.by_name[name] for name in each.operands]) for each in written)
 
 
 def _chain(body: Computation, result: Instruction) -> tuple[list[Instruction], Instruction]:
     """The updates that ``result`` is made of, the last first, and what the first of them updates."""
-    updates, base = [], _through_views(body, result)
+    updates, base = [], body.seen_through(result, _VIEWS)
     while _updates(base):
         updates.append(base)
-        base = _through_views(body, body.operand(base, 0))
+        base = body.seen_through(body.operand(base, 0), _VIEWS)
     return updates, base
 
 
 def _updates(instruction: Instruction) -> bool:
     return opcodes.split(instruction.opcode)[0] in ("dynamic-update-slice", "scatter")
-
-
-def _through_views(body: Computation, instruction: Instruction) -> Instruction:
-    while instruction.opcode in _VIEWS:
-        instruction = body.operand(instruction, 0)
-    return instruction
 
 
 def _written(instruction: Instruction, operands: Sequence[Instruction]) -> int:
@@ -215,7 +209,8 @@ def _products(instruction: Instruction, operands: Sequence[Instruction]) -> tupl
         return (_convolution(instruction, *shapes, _factor(instruction, operands)),)
     if instruction.opcode not in ("dot", "ragged-dot", "scaled-dot"):
         return ()
-    contracted, batched = (_numbers(instruction.attribute(f"lhs_{name}_dims")) for name in ("contracting", "batch"))
+    listed = (instruction.attribute(f"lhs_{name}_dims") or "" for name in ("contracting", "batch"))
+    contracted, batched = (parse_index(text.strip("{}")) for text in listed)
     return (_dot(instruction, operands, contracted, batched, _factor(instruction, operands)),)
 
 
@@ -294,7 +289,3 @@ def _convolution(instruction: Instruction, kernel: Array, output: Array, dtype: 
 def _array(instruction: Instruction) -> Array:
     """The (first) array of an instruction's result."""
     return next(array for _, array in leaves(instruction.shape))
-
-
-def _numbers(text: str | None) -> list[int]:
-    return [int(number) for number in (text or "").strip("{}").split(",") if number]

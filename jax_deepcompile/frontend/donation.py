@@ -8,7 +8,7 @@ that no gradient has: integers, or moments and averages kept by hand.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_deepcompile.frontend.call import PureCall
 from jax_deepcompile.frontend.signature import Signature
-from jax_deepcompile.ir.lineage import Lineage
+from jax_deepcompile.ir.lineage import Lineage, members
 from jax_deepcompile.ir.program import Port
 
 
@@ -90,7 +90,7 @@ class Kept:
         updated: dict[int, str] = {}
         for leaf, bits in carried.items():
             others = bits & alike[ports[leaf].shape] & ~(1 << leaf)
-            moments = [other for other in _positions(others) if elementwise >> other & 1]
+            moments = [other for other in members(others) if elementwise >> other & 1]
             if others and elementwise >> leaf & 1:
                 moments.append(leaf)
             kept.update(moments)
@@ -99,9 +99,3 @@ class Kept:
                 told = f"{ports[moments[0]].path}, which elementwise arithmetic alone touches, updates it"
                 updated.setdefault(leaf, told)
         return cls(frozenset(kept), updated)
-
-
-def _positions(bits: int) -> Iterator[int]:
-    while bits:
-        yield bits.bit_length() - 1
-        bits &= ~(1 << bits.bit_length() - 1)

@@ -1,7 +1,6 @@
 """From the user's step to a global-view ``Program``: abstract tracing, inlining, dead code, checks."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +15,7 @@ from jax_deepcompile.frontend.donation import Kept, donations
 from jax_deepcompile.frontend.signature import Signature, input_ports, optimizer_leaves, port_of, state_role
 from jax_deepcompile.frontend.state_matching import Returned, outputs_like_state, state_outputs
 from jax_deepcompile.ir.lineage import lineage
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.ir.traversal import equations, inline_calls
@@ -178,13 +178,11 @@ def _refuse_effects(closed: jex.ClosedJaxpr) -> None:
         if name == "io_callback":
             raise errors.HostCallbackError(name, _jax_compat.user_line(eqn))
         if name == "pure_callback":
-            large = [atom for atom in eqn.invars if _bytes(atom) > _HANDED_OVER_AT_ONCE_BYTES and atom not in returned]
+            large = [
+                atom for atom in eqn.invars if size_bytes(atom) > _HANDED_OVER_AT_ONCE_BYTES and atom not in returned
+            ]
             if large:
                 raise errors.HostCallbackError(name, _jax_compat.user_line(eqn), large[0].aval.str_short())
             returned.update(eqn.outvars)
         if eqn.params.get("ordered") and name.startswith("debug_"):
             raise errors.OrderedEffectError(name, _jax_compat.user_line(eqn))
-
-
-def _bytes(atom: Any) -> int:
-    return math.prod(atom.aval.shape) * atom.aval.dtype.itemsize

@@ -26,6 +26,7 @@ from functools import lru_cache
 from jax_deepcompile import errors
 from jax_deepcompile.hlo.types import (  # noqa: F401
     BITS,
+    NAME,
     Alias,
     Array,
     Computation,
@@ -37,6 +38,7 @@ from jax_deepcompile.hlo.types import (  # noqa: F401
     bytes_of,
     leaves,
     parse_aliases,
+    parse_index,
     unquoted,
     value_at,
 )
@@ -44,7 +46,6 @@ from jax_deepcompile.hlo.types import (  # noqa: F401
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) ")
 _ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
-_NAME = re.compile(r"%([\w.\-]+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _BACKEND = "backend_config="
 
@@ -114,7 +115,7 @@ def _instruction(line: str, number: int) -> tuple[Instruction, bool]:
         shape = _shape(shape)
     except (KeyError, ValueError) as error:
         raise errors.MalformedHloError(number, f"not a shape: {shape[:80]}") from error
-    operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(argument))
+    operands = () if opcode in ("constant", "parameter") else tuple(NAME.findall(argument))
     return Instruction(name, opcode, shape, operands, argument, attributes, backend), bool(is_root)
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from jax_deepcompile import errors
-from jax_deepcompile.hlo.types import Instruction, Module
+from jax_deepcompile.hlo.types import Instruction, Module, parse_index
 
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, *device_ids=\((.*?)\))? *\{([^}]*)\}")
@@ -63,7 +63,7 @@ def parse(text: str, device_count: int) -> ReplicaGroups:
         return ReplicaGroups(_rows(_iota(text)))
     if text.startswith("{{"):
         listed = re.findall(r"\{([\d,]+)\}", text[1 : text.index("}}") + 1])
-        return ReplicaGroups(tuple(_numbers(group) for group in listed))
+        return ReplicaGroups(tuple(parse_index(group) for group in listed))
     return ReplicaGroups((tuple(range(device_count)),))
 
 
@@ -72,8 +72,8 @@ def _iota(text: str) -> np.ndarray:
     if found is None:
         raise errors.MalformedHloError(0, f"not replica groups: {text[:80]}")
     shape, source, order = found.groups()
-    devices = np.arange(math.prod(_numbers(source))).reshape(_numbers(source))
-    return (devices.transpose(_numbers(order)) if order else devices).reshape(_numbers(shape))
+    devices = np.arange(math.prod(parse_index(source))).reshape(parse_index(source))
+    return (devices.transpose(parse_index(order)) if order else devices).reshape(parse_index(shape))
 
 
 def _mesh(text: str) -> tuple[tuple[int, ...], ...]:
@@ -95,7 +95,7 @@ def _mesh(text: str) -> tuple[tuple[int, ...], ...]:
     numbers = np.arange(math.prod(shape))
     if ids:
         whole = ids if "<=" in ids else f"[{len(numbers)}]<={ids}"
-        numbers = _iota(whole) if ids.startswith("[") else np.array(_numbers(ids))
+        numbers = _iota(whole) if ids.startswith("[") else np.array(parse_index(ids))
     kept = [dim for dim, is_grouped in enumerate(grouped) if not is_grouped]
     moved = numbers.reshape(shape).transpose([*kept, *(dim for dim, is_grouped in enumerate(grouped) if is_grouped)])
     return _rows(moved.reshape(-1, math.prod(size for size, yes in zip(shape, grouped, strict=True) if yes)))
@@ -103,7 +103,3 @@ def _mesh(text: str) -> tuple[tuple[int, ...], ...]:
 
 def _rows(groups: np.ndarray) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(device) for device in group) for group in groups)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))

@@ -56,27 +56,23 @@ def _made_by(module: Module, name: str) -> Instruction | None:
     return None
 
 
-def launches(module: Module) -> Counter[str]:
-    """Collectives of one run of ``module``, by opcode without ``-start``.
+def launches(module: Module, computation: Computation | None = None) -> Counter[str]:
+    """Collectives of one run of ``module``, or of a ``computation`` of it, by opcode without ``-start``.
 
     A loop of unknown length counts once, and of a conditional's branches the one that launches most.
     """
-    return _launches(module, module.entry)
-
-
-def _launches(module: Module, computation: Computation) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for instruction in computation.instructions:
+    for instruction in (computation or module.entry).instructions:
         opcode, part = opcodes.split(instruction.opcode)
         if opcode in opcodes.COLLECTIVES and part in ("", "-start"):
             counts[opcode] += 1
         elif opcode == "while":
             trips = trip_count(module, instruction)
-            inner = _launches(module, module.body(instruction))
+            inner = launches(module, module.body(instruction))
             counts.update({kind: number * (1 if trips is None else trips) for kind, number in inner.items()})
         elif opcode == "conditional":
-            branches = [_launches(module, module.computations[name]) for name in instruction.called]
+            branches = [launches(module, module.computations[name]) for name in instruction.called]
             counts.update(max(branches, key=Counter.total, default=Counter()))
         elif opcode == "call" or instruction.opcode == "async-start":
-            counts.update(_launches(module, module.body(instruction)))
+            counts.update(launches(module, module.body(instruction)))
     return +counts

@@ -6,7 +6,7 @@ Nothing here knows what an operation costs.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -34,7 +34,7 @@ HOST_MEMORY_SPACE = 5
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _INPUT = re.compile(r"inputs\[(\d+)\]")
 _CALLED_LIST = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
-_NAME = re.compile(r"%([\w.\-]+)")
+NAME = re.compile(r"%([\w.\-]+)")
 _QUOTED = r'("(?:[^"\\]|\\.)*")'
 _OP_NAME = re.compile(rf"metadata=\{{[^}}]*?op_name={_QUOTED}")
 _SOURCE = re.compile(rf"source_file={_QUOTED} source_line=(\d+)")
@@ -121,7 +121,7 @@ class Instruction:
         """Names of the computations it calls, in the order printed."""
         if "=%" not in self.attributes and "omputations={" not in self.attributes:
             return ()
-        listed = [name for group in _CALLED_LIST.findall(self.attributes) for name in _NAME.findall(group)]
+        listed = [name for group in _CALLED_LIST.findall(self.attributes) for name in NAME.findall(group)]
         return (*_CALLED.findall(self.attributes), *listed)
 
     @cached_property
@@ -139,12 +139,6 @@ class Instruction:
         """What is printed for ``key``, such as ``{0,1}`` for ``dimensions``; None if it is not there."""
         found = re.search(rf"(?:^|, ){key}=", self.attributes)
         return value_at(self.attributes, found.end()) if found else None
-
-    @property
-    def called_body(self) -> str:
-        """The body of a while, or the computation that a fusion, call or wrapped asynchronous operation runs."""
-        key = "body" if self.opcode == "while" else "to_apply" if self.opcode == "call" else "calls"
-        return (self.attribute(key) or self.called[0]).removeprefix("%")
 
     @property
     def number(self) -> int:
@@ -209,6 +203,12 @@ class Computation:
     def operand(self, instruction: Instruction, number: int) -> Instruction:
         return self.by_name[instruction.operands[number]]
 
+    def seen_through(self, instruction: Instruction, opcodes: Collection[str]) -> Instruction:
+        """``instruction``, or where it is of one of ``opcodes``, which pass on their operand, what it passes on."""
+        while instruction.opcode in opcodes:
+            instruction = self.operand(instruction, 0)
+        return instruction
+
 
 @dataclass(frozen=True)
 class Alias:
@@ -247,7 +247,8 @@ class Module:
 
     def body(self, instruction: Instruction) -> Computation:
         """The computation that a fusion, call, while or wrapped asynchronous operation runs."""
-        return self.computations[instruction.called_body]
+        key = {"while": "body", "call": "to_apply"}.get(instruction.opcode, "calls")
+        return self.computations[(instruction.attribute(key) or instruction.called[0]).removeprefix("%")]
 
     def condition(self, loop: Instruction) -> Computation:
         """What a while runs to know whether to go on."""
@@ -268,7 +269,7 @@ class Module:
 
 
 def parse_index(text: str) -> Index:
-    """The place in a tuple that ``text`` names, such as ``0, 1``."""
+    """The numbers in ``text``, such as ``0, 1``: of a place in a tuple, dimensions or devices."""
     return tuple(int(number) for number in text.replace(" ", "").split(",") if number)
 
 

@@ -5,7 +5,7 @@ A new value of a parameter carries on the old one; a gradient of it does not, it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -44,6 +44,13 @@ def lineage(jaxpr: Any) -> Lineage:
     places = {var: place for place, var in enumerate(inner.invars)}
     same = tuple(None if isinstance(atom, jex.Literal) else places.get(atom) for atom in inner.outvars)
     return Lineage(tuple(carried), walk.mixed, same)
+
+
+def members(bits: int) -> Iterator[int]:
+    """Of a set that is the bits of a number, the highest first."""
+    while bits:
+        yield bits.bit_length() - 1
+        bits ^= 1 << bits.bit_length() - 1
 
 
 @dataclass

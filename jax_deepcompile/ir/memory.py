@@ -1,7 +1,8 @@
-"""Where a value of a local program is: in the memory of its device, or pinned in that of the host."""
+"""What a value takes, and where it is in a local program: in its device's memory, or pinned in the host's."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -10,6 +11,11 @@ HOST_KIND = "pinned_host"
 """What JAX calls the host's memory in shardings."""
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+
+
+def size_bytes(atom: Any) -> int:
+    """Of a variable or a literal."""
+    return math.prod(atom.aval.shape) * atom.aval.dtype.itemsize
 
 
 def is_on_host(atom: Any) -> bool:

@@ -41,16 +41,15 @@ class Leaf:
         return [*names[:_DEEPEST], "/".join(names[_DEEPEST:])] if len(names) > _DEEPEST else names
 
 
-def tree_of(name: str, leaves: Sequence[Leaf], where: str = "") -> Branch:
-    """``leaves`` by the modules that they are in; of modules alike but for their names, the first is there.
+def tree_of(leaves: Sequence[Leaf], where: str = "") -> Branch:
+    """The state's ``leaves`` by the modules that they are in; of modules alike but for names, the first is there.
 
     Args:
-      name: of all of them, where they are not all in one module.
       leaves: each with a path of its own.
       where: their bytes are, such as ``a device``.
     """
     branch = _branch([(leaf.names, leaf) for leaf in leaves], where)
-    return branch if branch.name else replace(branch, name=name)
+    return branch if branch.name else replace(branch, name="state")
 
 
 def _branch(leaves: Sequence[tuple[list[str], Leaf]], where: str) -> Branch:

@@ -157,26 +157,6 @@ class Call:
         return (guards,) * len(operands) if isinstance(guards, bool) else guards
 
 
-@dataclass(frozen=True)
-class LinearSolve:
-    """A ``custom_linear_solve`` equation, which is the solver it was given once it is differentiated."""
-
-    eqn: Any
-
-    @property
-    def solver(self) -> Any:
-        return self.eqn.params["jaxprs"].solve
-
-    def arguments(self, operands: Sequence) -> list:
-        """Of the solver."""
-        lengths = self.eqn.params["const_lengths"]
-        before = lengths.matvec + lengths.vecmat
-        return [
-            *operands[before : before + lengths.solve],
-            *operands[before + lengths.solve + lengths.transpose_solve :],
-        ]
-
-
 class ScanInputs(NamedTuple):
     """One thing for each operand of a ``scan``, or each input of its body."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.paths import Leaf, tree_of
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.summary import Branch, Summarized, Summary, axes_text, size_text
@@ -104,7 +104,7 @@ class Program(Summarized):
     def state_rows(self) -> tuple[tuple[str, str], ...]:
         """Its state's leaves and bytes, for a summary."""
         leaves = [var for var, port in zip(self.jaxpr.jaxpr.invars, self.inputs, strict=True) if port.role.is_state]
-        size = sum(map(_bytes, leaves))
+        size = sum(map(size_bytes, leaves))
         return (("state", f"{size_text(size)} {self._where}, {len(leaves)} leaves"),)
 
     @property
@@ -119,9 +119,9 @@ class Program(Summarized):
         """
         known = gathered or {}
         pairs = enumerate(zip(self.inputs, self.jaxpr.jaxpr.invars, strict=True))
-        state = [(at, port, _bytes(var)) for at, (port, var) in pairs if port.role.is_state]
+        state = [(at, port, size_bytes(var)) for at, (port, var) in pairs if port.role.is_state]
         leaves = [Leaf(port.path, size, tuple(self._facts(port, size, known.get(at, ())))) for at, port, size in state]
-        return tree_of("state", leaves, self._where)
+        return tree_of(leaves, self._where)
 
     def _facts(self, port: Port, size: int, gathered: Sequence[str]) -> Iterator[str]:
         yield f"{port.dtype}[{','.join(map(str, port.shape))}]"
@@ -144,7 +144,3 @@ class Program(Summarized):
     def __str__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in zip(self.mesh.names, self.mesh.sizes, strict=True))
         return f"# {self.name}: {self.view} view on {mesh}\n{self.jaxpr}"
-
-
-def _bytes(var: Any) -> int:
-    return math.prod(var.aval.shape) * var.aval.dtype.itemsize

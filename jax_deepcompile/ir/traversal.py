@@ -16,7 +16,6 @@ from jax_deepcompile.ir.primitives import (
     CONTROL_FLOW,
     Call,
     Cond,
-    LinearSolve,
     Scan,
     ShardMap,
     While,
@@ -199,9 +198,12 @@ class _Inliner:
 
     def _solve(self, eqn: jex.JaxprEqn, operands: list, located: jex.JaxprEqn) -> list:
         """A differentiable linear solve, once differentiated, is the solver it was given."""
-        solver = LinearSolve(eqn).solver
+        solver, lengths = eqn.params["jaxprs"].solve, eqn.params["const_lengths"]
         body = open_jaxpr(solver)
-        known = dict(zip(body.invars, LinearSolve(eqn).arguments(operands), strict=True))
+        first = lengths.matvec + lengths.vecmat
+        rest = first + lengths.solve
+        arguments = [*operands[first:rest], *operands[rest + lengths.transpose_solve :]]
+        known = dict(zip(body.invars, arguments, strict=True))
         known |= self._constants(body, solver)
         return self._walk(body, known, located)
 

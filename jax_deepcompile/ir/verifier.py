@@ -24,8 +24,17 @@ from jax_deepcompile.ir.program import Program, View
 from jax_deepcompile.ir.traversal import bodies, equations, nested_jaxprs, variables
 
 
-def verify(program: Program) -> None:
-    """Raises ``InvariantError`` with the number of the first invariant that does not hold."""
+def verify(program: Program, made_by: str = "") -> None:
+    """Raises ``InvariantError`` with the number of the first invariant that does not hold, and who made ``program``."""
+    try:
+        _check(program)
+    except InvariantError as error:
+        if not made_by:
+            raise
+        raise error.after(made_by) from error
+
+
+def _check(program: Program) -> None:
     jaxpr = open_jaxpr(program.jaxpr)
     _check_definitions(jaxpr)
     _check_placements(program)

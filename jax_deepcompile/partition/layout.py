@@ -104,9 +104,9 @@ class Layout(Summarized):
     def output_placements(self) -> tuple[Placement, ...]:
         return tuple(fetch.target for fetch in self.outputs)
 
-    def walk(self, trips: int = 1) -> Iterator[tuple[Step, int]]:
+    def walk(self) -> Iterator[tuple[Step, int]]:
         """All steps, those of nested jaxprs included, with how often each runs (loops of unknown length count once)."""
-        return ((step, times) for layout, times in self.nested_layouts(trips) for step in layout.steps)
+        return ((step, times) for layout, times in self.nested_layouts() for step in layout.steps)
 
     @property
     def moves_activations(self) -> bool:

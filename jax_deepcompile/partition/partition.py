@@ -98,9 +98,7 @@ def _partition(
         results = run_layout(layout, parts, consts)
         return [_as_traced(result, var.aval) for result, var in zip(results, jaxpr.outvars, strict=True)]
 
-    sharded = program.replace(jaxpr=trace_blocks(body, program, mesh), view=View.LOCAL)
-    verify(sharded)
-    return Partitioned(sharded, layout, leaves)
+    return Partitioned(program.replace(jaxpr=trace_blocks(body, program, mesh), view=View.LOCAL), layout, leaves)
 
 
 def _as_traced(value: Any, aval: Any) -> Any:

@@ -48,10 +48,9 @@ def examined(
     undecided = planned.plan.replace(decisions=(), latencies=(), records=(), options=first_options(base, environment))
     steps = [("", base, undecided)] if not (are_steps_known and is_checked) else []
     steps += [] if are_steps_known else _in_steps(planned.plan, base, mesh)
-    seen = Candidate(planned.plan, planned.program, planned.evaluation)
     with Progress(f"compiling {base.name} by its plan"), sharing_kernels(environment) as shared:
         calls = [partial(_made, program, plan, shared) for _, program, plan in steps]
-        made = (lambda: seen) if is_known else partial(_made, planned.program, planned.plan, shared)
+        made = (lambda: planned) if is_known else partial(_made, planned.program, planned.plan, shared)
         last, *others = results_of([made, *calls])
     costs = environment.costs.calibrated(last.simulation)
     if costs is not environment.costs:

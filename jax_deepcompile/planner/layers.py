@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax_deepcompile.analysis.gathers import by_value, hoistable_gathers, size_bytes
+from jax_deepcompile.analysis.gathers import by_value, hoistable_gathers
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.parts import split_body
-from jax_deepcompile.ir.memory import is_fetch, is_offload
+from jax_deepcompile.ir.memory import is_fetch, is_offload, size_bytes
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import combiner_options, copies_at_once, double_buffering

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import users_line
 from jax_deepcompile.costs.memory import MemoryUse, memory_of
 from jax_deepcompile.hlo.reader import Module, read
 from jax_deepcompile.lowering.compile import peak_bytes
@@ -101,15 +100,8 @@ def require_fit(function: str, compiled: jax.stages.Compiled, limit_bytes: int |
 
 def largest_temporaries(module: Module, memory: MemoryUse) -> list[tuple[int, str]]:
     """What is largest at the peak of a compiled program: bytes, and the user's line where that is known."""
-    return [(size, _whose(module.source_of(name)) or name) for size, name in memory.peak_values]
-
-
-def _whose(line: str) -> str:
-    """``line`` if it is the user's: this package makes what loops carry from one layer to the next."""
-    return "what loops carry and stack" if line.startswith(f"{_PACKAGE}{os.sep}") else line
-
-
-_PACKAGE = Path(__file__).parents[1]
+    lines = [(size, name, module.source_of(name)) for size, name in memory.peak_values]
+    return [(size, users_line(line) or ("what loops carry and stack" if line else name)) for size, name, line in lines]
 
 
 def _whole_bytes(number: float) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr
 from jax_deepcompile.analysis.dataflow import renamed, unguarded, variables
-from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.kernels import between_products
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.names import value_names
@@ -21,6 +20,7 @@ from jax_deepcompile.analysis.residuals import Residual, residuals
 from jax_deepcompile.analysis.segments import Tape
 from jax_deepcompile.costs.cost_model import CostModel, Direction
 from jax_deepcompile.costs.program_time import equation_times
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.state_on_host import LAYERS_IN_FLIGHT

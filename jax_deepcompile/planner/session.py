@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,12 @@ from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.hardware import CPU_HOST, known_hardware
 from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
-from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import Options, kernels_once, memory_options
 from jax_deepcompile.planner.cache import PlanCache
-from jax_deepcompile.planner.candidate import Candidate, Environment, Evaluation
+from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.executables import executables_in
 from jax_deepcompile.planner.limits import MemoryLimit, host_limit_bytes, limit_bytes, require_room
 from jax_deepcompile.planner.plan import Plan, Record, Rows
@@ -39,7 +39,7 @@ from jax_deepcompile.planner.strategies import ON_A_HOST, ONE_DEVICE, STRATEGIES
 from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.planner.version import planner_digest
 from jax_deepcompile.runtime.processes import processes_of
-from jax_deepcompile.summary import Summarized, Summary
+from jax_deepcompile.summary import Summary
 from jax_deepcompile.transforms.decision import Decision
 
 
@@ -67,33 +67,24 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, repr=False)
-class Planned(Summarized):
-    """A program as it will run.
+class Planned(Candidate):
+    """A program as it will run; its rivals are to be measured beside it.
+
+    A plan from elsewhere is not evaluated unless somebody asks, and then its way goes by kinds of decisions.
 
     Attributes:
-      program: rewritten by the plan.
-      plan: the decisions.
       limit_bytes: device memory it was planned for; None for no limit.
       origin: where the plan is from, in words.
       profile: what was measured and planned by; None if nothing was.
       measured: this very step, run; None if it was not.
-      rivals: other plans that simulate about as fast, to be measured beside this one.
-      evaluation: what compiler and simulator made of it, if they did in this process; None of a plan from elsewhere.
-      way: the step as simulated before any change, and after each, by what made it: the strategy whose proposal was
-        accepted; the kind of decision, of a plan from elsewhere; empty where nobody asked.
       is_foreign: whether the plan may be one that was made for another program, cluster or limit.
       before_s: of a foreign plan the step before any change, once that is simulated.
     """
 
-    program: Program
-    plan: Plan
-    limit_bytes: int | None
-    origin: str
+    limit_bytes: int | None = None
+    origin: str = ""
     profile: Profile | None = None
     measured: StepTime | None = None
-    rivals: tuple[Plan, ...] = ()
-    evaluation: Evaluation | None = None
-    way: tuple[tuple[str, Simulation], ...] = ()
     is_foreign: bool = False
     before_s: float | None = None
 
@@ -117,7 +108,7 @@ def plan_program(program: Program, mesh: AnyMesh, platform: str, options: PlanOp
       OtherProcessError: the processes of this run have different programs, or planning failed in the first.
     """
     if not isinstance(mesh, Mesh):
-        return Planned(program, Plan(""), None, "not planned: an abstract mesh has no devices to plan for")
+        return Planned(Plan(""), program, origin="not planned: an abstract mesh has no devices to plan for")
     kind = mesh.devices.flat[0].device_kind
     known = options.profile and options.profile.of_program(fingerprint(program_text(program), machine_of(mesh)))
     planned = _planned(program, mesh, platform, replace(options, profile=known))
@@ -174,7 +165,7 @@ class _Task:
     def by(self, plan: Plan, origin: str) -> Planned:
         """The program as ``plan`` makes it."""
         program = plan.program(self.program, self.environment.mesh)
-        return Planned(program, plan, self.environment.limit_bytes, origin)
+        return Planned(plan, program, limit_bytes=self.environment.limit_bytes, origin=origin)
 
 
 def _planned(program: Program, mesh: Mesh, platform: str, options: PlanOptions) -> Planned:
@@ -205,23 +196,23 @@ def _given(task: _Task, plan: Plan) -> Planned:
     if limit is None or not (is_foreign or plan.prediction is None):
         return replace(task.by(plan, "given"), is_foreign=is_foreign)
     candidate = carried_out(task.program, plan, task.environment)
-    seen = {"evaluation": candidate.evaluation, "is_foreign": is_foreign}
-    return Planned(candidate.program, candidate.plan, limit, "given", **seen)
+    return Planned(**vars(candidate), limit_bytes=limit, origin="given", is_foreign=is_foreign)
 
 
 def _without_search(
     program: Program, environment: Environment, selection: Selection, strategies: tuple[Strategy, ...]
 ) -> Planned:
     """Where no limit must hold and nothing is compiled to choose: what the cost model alone decides."""
+    undecided = partial(Planned, Plan(""), program, limit_bytes=environment.limit_bytes)
     if selection.strategies is not None:
-        return Planned(program, Plan(""), environment.limit_bytes, "nothing was decided: no passes were asked for")
+        return undecided(origin="nothing was decided: no passes were asked for")
     if environment.mesh.size == 1:
-        return Planned(program, Plan(""), environment.limit_bytes, "nothing to decide: there is one device")
+        return undecided(origin="nothing to decide: there is one device")
     if not strategies:
-        return Planned(program, Plan(""), environment.limit_bytes, "nothing was decided: all passes are left out")
+        return undecided(origin="nothing was decided: all passes are left out")
     plan = by_first_proposals(program, environment, strategies, Plan(""))
     why = "nothing to hide: collectives here do not run beside compute; the cost model says how many are worth it"
-    return Planned(plan.program(program, environment.mesh), plan, None, why)
+    return Planned(plan, plan.program(program, environment.mesh), origin=why)
 
 
 def environment_of(mesh: Mesh, platform: str, options: PlanOptions) -> Environment:
@@ -270,9 +261,7 @@ def _found_or_made(task: _Task) -> Planned:
     made = make_plan(task.program, task.environment, task.fingerprint, task.strategies)
     if cache is not None:
         cache.store(made.plan)
-    origin = "made for this run"
-    seen = {"evaluation": made.evaluation, "way": made.way}
-    return Planned(made.program, made.plan, limit, origin, rivals=made.rivals, **seen)
+    return Planned(**vars(made), limit_bytes=limit, origin="made for this run")
 
 
 def _agreed(task: _Task) -> Planned:

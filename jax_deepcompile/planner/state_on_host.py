@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.names import parameter_names
-from jax_deepcompile.ir.memory import HOST_KIND
+from jax_deepcompile.ir.memory import HOST_KIND, size_bytes
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.lowering.compile import memory_options
 from jax_deepcompile.planner.candidate import Environment

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from jax_deepcompile.costs.memory import MemoryUse
-from jax_deepcompile.costs.simulation import Event, Simulation, Totals, Wait
+from jax_deepcompile.costs.simulation import Event, Simulation, Totals, Wait, gaps
 from jax_deepcompile.costs.streams import Part, Stream
 
 
@@ -46,21 +46,10 @@ def measured_run(events: Sequence[Event], simulated: Simulation) -> Simulation:
 def _waits(events: Sequence[Event]) -> Iterator[Wait]:
     """For each time without a kernel, that one of the other operations which fills most of it."""
     others = [each for each in events if each.stream is not Stream.COMPUTE]
-    for start_s, end_s in _idle([each for each in events if each.stream is Stream.COMPUTE], events):
+    kernels = [(each.start_s, each.end_s) for each in events if each.stream is Stream.COMPUTE]
+    for start_s, end_s in gaps(kernels, max((each.end_s for each in events), default=0.0)):
         beside = {min(end_s, each.end_s) - max(start_s, each.start_s): each for each in others}
         seconds = max(beside, default=0.0)
         if seconds > 0:
             of = beside[seconds]
             yield Wait(of.stream, of.name, of.op_name, of.source, max(start_s, of.start_s), seconds)
-
-
-def _idle(kernels: Sequence[Event], events: Sequence[Event]) -> Iterator[tuple[float, float]]:
-    """When none of ``kernels`` runs, from the beginning to the end of all."""
-    until_s = 0.0
-    for each in sorted(kernels, key=lambda each: each.start_s):
-        if each.start_s > until_s:
-            yield until_s, each.start_s
-        until_s = max(until_s, each.end_s)
-    last_s = max((each.end_s for each in events), default=0.0)
-    if last_s > until_s:
-        yield until_s, last_s

@@ -9,16 +9,15 @@ from jax.sharding import Mesh
 
 from jax_deepcompile.costs.entries import MemoryFigures, Method, Source, analytical
 from jax_deepcompile.costs.memory import memory_of
+from jax_deepcompile.costs.simulate import HasText
 from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.ir.placement import AnyMesh, attached
 from jax_deepcompile.profilers.probes import NOT_ATTACHED
 from jax_deepcompile.profilers.timing import measured
 
 
-class Executable(Protocol):
+class Executable(HasText, Protocol):
     """A compiled program, ``jax.stages.Compiled`` or ``jax_deepcompile.stages.CompiledStep``."""
-
-    def as_text(self) -> str | None: ...
 
     def memory_analysis(self) -> Any: ...
 

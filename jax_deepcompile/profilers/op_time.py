@@ -1,20 +1,15 @@
-"""Times whole runs of a step, and its HLO ops one by one."""
+"""Times the HLO ops of a step one by one."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-from jax_deepcompile.costs.entries import OpTime, StepTime, analytical
+from jax_deepcompile.costs.entries import OpTime, analytical
 from jax_deepcompile.profilers.attribution import ExecutedOp
 from jax_deepcompile.profilers.runs import StepRuns
-from jax_deepcompile.profilers.timing import measured, median_seconds
+from jax_deepcompile.profilers.timing import measured
 from jax_deepcompile.profilers.trace import Trace, traced
-
-
-def measure_step(step: StepRuns, runs: int, warmups: int) -> StepTime:
-    """Seconds of whole runs, nothing traced."""
-    return StepTime(median_seconds(step, runs, warmups), measured(runs))
 
 
 def measure_ops(

@@ -18,11 +18,12 @@ from jax_deepcompile.profilers.collective import measure_collectives
 from jax_deepcompile.profilers.copies import measure_copies
 from jax_deepcompile.profilers.measured_run import measured_run
 from jax_deepcompile.profilers.memory import Executable, measure_memory
-from jax_deepcompile.profilers.op_time import measure_ops, measure_step, unmeasured
+from jax_deepcompile.profilers.op_time import measure_ops, unmeasured
 from jax_deepcompile.profilers.probes import NOT_ATTACHED, ProbeLimits
-from jax_deepcompile.profilers.processes import of_first_process
 from jax_deepcompile.profilers.runs import StepRuns
 from jax_deepcompile.profilers.timelines import timelines_of
+from jax_deepcompile.profilers.timing import measured, median_seconds
+from jax_deepcompile.runtime.processes import processes_of
 from jax_deepcompile.summary import Summarized, Summary
 
 
@@ -113,6 +114,18 @@ def take_profile(
     return Taken(of_first_process(profile, mesh) or profile, args, timelines)
 
 
+def of_first_process(profile: Profile | None, mesh: AnyMesh) -> Profile | None:
+    """The profile of the first process of ``mesh``, in every process.
+
+    What each measures differs a little, and programs planned from different times would wait for each other forever.
+    """
+    processes = processes_of(mesh)
+    if processes.is_alone:
+        return profile
+    said = processes.first_says(profile.to_json() if profile and processes.is_first else "")
+    return Profile.from_json(said, "what the first process said") if said else None
+
+
 def _run(
     step: Callable, args: tuple, compiled: Executable, program: Program, mesh: AnyMesh, runs: int
 ) -> tuple[tuple[OpTime, ...], StepTime | None, tuple, Mapping[int, tuple[Event, ...]]]:
@@ -122,6 +135,6 @@ def _run(
     if not attached(mesh):
         return unmeasured(ops, NOT_ATTACHED), None, args, {}
     step_runs = StepRuns(step, args, program)
-    step_time = measure_step(step_runs, runs, warmups=1)
+    step_time = StepTime(median_seconds(step_runs, runs), measured(runs))
     times, trace = measure_ops(step_runs, ops, module.name, runs)
     return times, step_time, step_runs.args, timelines_of(trace, module, mesh)

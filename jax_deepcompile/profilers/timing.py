@@ -27,10 +27,9 @@ def timed(run: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-def median_seconds(run: Callable[[], object], runs: int, warmups: int = 1) -> float:
-    """The median over ``runs`` calls, after ``warmups`` that do not count."""
-    for _ in range(warmups):
-        timed(run)
+def median_seconds(run: Callable[[], object], runs: int) -> float:
+    """The median over ``runs`` calls, after one that does not count."""
+    timed(run)
     return statistics.median(timed(run)[0] for _ in range(runs))
 
 

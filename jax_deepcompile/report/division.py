@@ -11,6 +11,7 @@ from typing import Any
 from jax_deepcompile._jax_compat import open_jaxpr, user_line
 from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.analysis.work import work_of
+from jax_deepcompile.errors import some_of
 from jax_deepcompile.ir.primitives import COLLECTIVES, PRODUCTS, Collective, Scan
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.ir.traversal import bodies
@@ -184,9 +185,8 @@ class Division:
         paths = self.like_examples
         if not paths:
             return []
-        listed = ", ".join(paths[:LINES]) + f" and {len(paths) - LINES} more" * (len(paths) > LINES)
         remedy = "to divide examples among the devices name their arguments' positions in shard(..., batch_argnums=...)"
-        return [f"replicated, though shaped like a batch: {listed}; {remedy}"]
+        return [f"replicated, though shaped like a batch: {some_of(paths, LINES)}; {remedy}"]
 
     def _collectives(self) -> list[str]:
         compiled = []

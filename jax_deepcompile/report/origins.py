@@ -6,10 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax_deepcompile._jax_compat import users_line
 from jax_deepcompile.analysis.names import parameter_names
 from jax_deepcompile.costs.neighbours import Neighbours
 from jax_deepcompile.ir.program import Program, Role
-from jax_deepcompile.report.words import operation_text, users_line
+from jax_deepcompile.report.words import operation_text
 
 
 @dataclass(frozen=True)

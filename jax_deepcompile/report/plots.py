@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax_deepcompile import errors
-from jax_deepcompile.costs.simulation import Simulation
+from jax_deepcompile.costs.simulation import Simulation, merged
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.report import timeline
 from jax_deepcompile.report.memory_curve import LimitedStep
@@ -41,7 +41,7 @@ def timeline_plot(simulation: Simulation, start_s: float, end_s: float, ax: Any 
     for place, (name, spans) in enumerate(rows.items()):
         shown = [(max(a, start_s), min(b, end_s)) for a, b in spans if a < end_s and b > start_s]
         is_edged = len(shown) <= _EDGED
-        bars = shown if is_edged else timeline.merged(shown)
+        bars = shown if is_edged else merged(shown)
         edges = {"edgecolor": "white", "linewidth": 0.4} if is_edged else {"linewidth": 0}
         ax.broken_barh([(a, b - a) for a, b in bars], (place - 0.4, 0.8), color=_COLOURS.get(name, _OTHER), **edges)
     ax.set(xlim=(start_s, end_s), ylim=(len(rows) - 0.5, -0.5), xlabel="seconds into the step, simulated")

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_function, user_source
-from jax_deepcompile.analysis.gathers import find_gathers, outermost, size_bytes
+from jax_deepcompile.analysis.gathers import find_gathers, outermost
 from jax_deepcompile.analysis.loops import Path, computing_scans
 from jax_deepcompile.analysis.names import gather_names, value_names
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import EquationTime, equation_times
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import COLLECTIVES, DEVICE_SUMS, Scan
 from jax_deepcompile.ir.program import Port, Program, View
 from jax_deepcompile.ir.traversal import equations, nested_jaxprs

@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from jax_deepcompile._jax_compat import users_line
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.streams import Part, Stream
 from jax_deepcompile.costs.utilisation import Utilisation
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.origins import Origins
-from jax_deepcompile.report.words import line_text, operation_text, percent_text, seconds_text, table, users_line
+from jax_deepcompile.report.words import line_text, operation_text, percent_text, seconds_text, table
 
 _MOST = 5
 """Kernels, and waits, that are named."""

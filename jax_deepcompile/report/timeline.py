@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from jax_deepcompile.costs.simulation import Event, Simulation
+from jax_deepcompile.costs.simulation import Event, Simulation, gaps
 from jax_deepcompile.costs.streams import Stream
 
 _NS_PER_S = 1e9
@@ -30,11 +30,11 @@ def waits(events: Iterable[Event]) -> Iterator[Wait]:
     """
     events = list(events)
     ended_s = max((event.end_s for event in events), default=0.0)
-    kernels = merged((event.start_s, event.end_s) for event in events if event.stream is Stream.COMPUTE)
+    kernels = ((event.start_s, event.end_s) for event in events if event.stream is Stream.COMPUTE)
     others = deque(sorted((e for e in events if e.stream is not Stream.COMPUTE), key=lambda event: event.start_s))
     running: list[Event] = []
-    for (_, before_s), (after_s, _) in pairwise([(0.0, 0.0), *kernels, (ended_s, ended_s)]):
-        if _ns(after_s) > _ns(before_s):
+    for before_s, after_s in gaps(kernels, ended_s):
+        if ns(after_s) > ns(before_s):
             while others and others[0].start_s < after_s:
                 running.append(others.popleft())
             running = [event for event in running if event.end_s > before_s]
@@ -43,7 +43,7 @@ def waits(events: Iterable[Event]) -> Iterator[Wait]:
 
 def _cause(running: Iterable[Event], start_s: float, end_s: float) -> Event | None:
     def fills(event: Event) -> tuple[bool, float]:
-        return _ns(event.end_s) == _ns(end_s), min(event.end_s, end_s) - max(event.start_s, start_s)
+        return ns(event.end_s) == ns(end_s), min(event.end_s, end_s) - max(event.start_s, start_s)
 
     cause = max(running, key=fills, default=None)
     return cause if cause is not None and fills(cause) >= (False, (end_s - start_s) / 2) else None
@@ -59,16 +59,5 @@ def live_bytes(simulation: Simulation) -> tuple[list[float], list[int]]:
     return [kernel.start_s for kernel in kernels], [max(memory.live_bytes[stretch]) for stretch in stretches]
 
 
-def _ns(seconds: float) -> int:
+def ns(seconds: float) -> int:
     return round(seconds * _NS_PER_S)
-
-
-def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Their union, as intervals that do not touch."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found

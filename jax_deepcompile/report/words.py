@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from jax_deepcompile.analysis.names import scopes
 from jax_deepcompile.costs.streams import AGAIN
@@ -19,8 +18,6 @@ _CELL = re.compile(r"ipykernel_\d+/\d+\.py$")
 
 _SEVERAL = re.compile(r"^(.*?/|)\((.*:.*)\)$")
 """The ``op_name`` of collectives that XLA has joined."""
-
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 _OUTSIDE = re.compile(r"^jit\([^()]*\)/(shard_map/)?")
 
@@ -65,11 +62,6 @@ def bytes_text(count: float) -> str:
     ('12.94 GiB', '5.0 MiB')
     """
     return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else size_text(count)
-
-
-def users_line(line: str) -> str:
-    """``line`` if it is the user's; none if it is of this package, which makes what loops carry and stack."""
-    return "" if line.startswith(_PACKAGE) else line
 
 
 def line_text(line: str) -> str:

@@ -19,6 +19,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from itertools import takewhile
 from typing import TypeVar
 
+from jax_deepcompile.runtime.pipes import flush_streams
+
 T = TypeVar("T")
 
 
@@ -87,8 +89,6 @@ def _outlast_workers() -> None:
     except KeyboardInterrupt:
         interrupted = True
     if interrupted and any(each.is_alive() for each in workers):
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
-                stream.flush()
+        flush_streams()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,10 +1,19 @@
-"""Pipes whose reader has gone, as ``head`` does."""
+"""Standard streams: pushed out, and pipes whose reader has gone, as ``head`` does."""
 
 from __future__ import annotations
 
 import os
 import select
+import sys
+from contextlib import suppress
 from typing import TextIO
+
+
+def flush_streams() -> None:
+    """Writes what Python still holds of standard output and standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
 
 
 def nobody_reads(stream: TextIO | None) -> bool:

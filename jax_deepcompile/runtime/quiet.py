@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import glob
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 
 import jax
+
+from jax_deepcompile.runtime.pipes import flush_streams
 
 STDOUT, _STDERR = 1, 2
 _GPUS = ("/dev/nvidia[0-9]*", "/dev/dxg")
@@ -33,9 +34,7 @@ def silenced(stream: int = _STDERR) -> Iterator[None]:
 
 def _flush() -> None:
     """Python's buffers and the C library's."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # closed, or none
-            stream.flush()
+    flush_streams()
     ctypes.CDLL(None).fflush(None)
 
 

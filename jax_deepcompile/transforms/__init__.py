@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jax_deepcompile.analysis.names import keeping_loop_names
-from jax_deepcompile.errors import InvariantError
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program, View
 from jax_deepcompile.ir.verifier import verify
@@ -94,7 +93,7 @@ def carry_out(
             each.check(program)
         after = kind.apply(program, mesh, mine) if mine else program
         if after is not program:
-            _verify(after, kind.kind)
+            verify(after, kind.kind)
             after = keeping_loop_names(after, program)
         program = after
     return program
@@ -108,10 +107,3 @@ def _refuse_twice(decisions: Sequence[Decision]) -> None:
                 what = repr(subject) if subject else "code outside of loops"
                 raise refused(f"it says what becomes of {what} twice ({each.kind})")
             seen.add(subject)
-
-
-def _verify(program: Program, made_by: str) -> None:
-    try:
-        verify(program)
-    except InvariantError as error:
-        raise error.after(made_by) from error

@@ -28,7 +28,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import bind, open_jaxpr
-from jax_deepcompile.analysis.gathers import size_bytes
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.placement import REPLICATE, AnyMesh
 from jax_deepcompile.ir.primitives import ELEMENTWISE, NAMES_AXES, Collective, axis_names
 from jax_deepcompile.ir.program import Program

@@ -33,7 +33,8 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, line_of, open_jaxpr
 from jax_deepcompile.analysis.dataflow import needs, variables, with_names
-from jax_deepcompile.analysis.gathers import by_value, find_gathers, outermost, size_bytes
+from jax_deepcompile.analysis.gathers import by_value, find_gathers, outermost
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Collective, Scan, closed_like
 from jax_deepcompile.ir.program import Program

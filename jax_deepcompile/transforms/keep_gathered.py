@@ -19,7 +19,7 @@ from functools import partial
 
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr
 from jax_deepcompile.analysis.dataflow import free_variables, given
-from jax_deepcompile.analysis.gathers import by_value, hoistable_gathers, slice_of
+from jax_deepcompile.analysis.gathers import by_value, hoistable_gathers, slicer
 from jax_deepcompile.analysis.loops import Loop, constants_of
 from jax_deepcompile.analysis.names import gather_names
 from jax_deepcompile.ir.placement import AnyMesh
@@ -66,7 +66,7 @@ def _hoist(eqn, operands: list, kept: Collection[int]) -> list:
     known = constants_of(eqn) | dict(zip(scan.inputs.consts, own_consts, strict=True))
     values = [[gather.result for gather in same] for same in by_value(gathers)]
     first = [results[0] for results in values]
-    ahead = slice_of(scan.body, first)
+    ahead = slicer(scan.body)(first)
     inputs = free_variables(ahead, first)
     gathered = eval_local(new_jaxpr(inputs, first, ahead), [known[var] for var in inputs])
     inner, consts = given(scan.body, values), [*closed_consts(scan.closed), *own_consts]

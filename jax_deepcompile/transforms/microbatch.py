@@ -29,6 +29,7 @@ from jax import lax
 
 from jax_deepcompile._jax_compat import dce, has_side_effects, is_drop_var, new_var, open_jaxpr, provenance
 from jax_deepcompile.analysis.microbatches import Round, Rounds, Total, choose_rounds, is_heavy
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Collective, Scan, axis_names
 from jax_deepcompile.ir.program import Port, Program, Role
@@ -69,7 +70,7 @@ def _on_devices(port: Port, program: Program) -> Port:
 def _batch_bytes(program: Program) -> int:
     """What a device's part of the batch takes."""
     atoms = zip(program.inputs, open_jaxpr(program.jaxpr).invars, strict=True)
-    return sum(var.aval.size * var.aval.dtype.itemsize for port, var in atoms if port.role is Role.BATCH)
+    return sum(size_bytes(var) for port, var in atoms if port.role is Role.BATCH)
 
 
 def _run(loop: Round, known: dict, rounds: Rounds, axis: str, length: int) -> dict:

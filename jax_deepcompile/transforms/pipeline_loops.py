@@ -93,7 +93,7 @@ def _layers(count: int, one: str = "") -> str:
     return f"{one}layer" if count == 1 else f"{count} layers"
 
 
-def choose_schedules(program: Program, prefetch_layers: int = 1, delay_layers: int = 1) -> tuple[LoopSchedule, ...]:
+def choose_schedules(program: Program) -> tuple[LoopSchedule, ...]:
     """A schedule for every loop over layers: one that gathers slices of stacks, or reduces what nobody in it reads.
 
     A loop that gathers the same in every iteration, as one over microbatches does, has nothing to gain from a longer
@@ -102,9 +102,9 @@ def choose_schedules(program: Program, prefetch_layers: int = 1, delay_layers: i
     chosen = []
     for loop in find_loops(program):
         split = split_body(loop.eqn)
-        ahead = prefetch_layers if set(split.early.inputs) & set(loop.slices) else 0
-        behind = delay_layers if split.late_outputs else 0
-        if max(ahead, behind) and loop.length > max(ahead, behind):
+        ahead = 1 if set(split.early.inputs) & set(loop.slices) else 0
+        behind = 1 if split.late_outputs else 0
+        if 0 < max(ahead, behind) < loop.length:
             chosen.append(LoopSchedule(loop.name, ahead, behind, behind, ahead))
     return tuple(chosen)
 

@@ -19,7 +19,7 @@ needs anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -33,6 +33,7 @@ from jax_deepcompile.analysis.names import gather_names, value_names
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.program_time import equation_times
+from jax_deepcompile.ir.lineage import members
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import closed_like
 from jax_deepcompile.ir.program import Program
@@ -106,7 +107,7 @@ def choose_prefetches(
         gather = gathers[index]
         lasting_s = sum(network[eqn.outvars[0]] for eqn in slice_for([gather.result]))
         queue_free_s = min(starts[uses[index]], queue_free_s) - slack * lasting_s
-        possible = list(_latest_first(anchors[uses[index]]))
+        possible = list(members(anchors[uses[index]]))
         first = _first_with_room(room, gather)
         hiding = (anchor for anchor in possible if starts[anchor + 1] <= queue_free_s)
         anchor = next(hiding, None)
@@ -158,9 +159,3 @@ def _copy(chain: list, result: Any, anchor: Any) -> tuple[list, Any]:
         known.update(zip(eqn.outvars, outvars, strict=True))
         eqns.append(eqn.replace(invars=operands, outvars=outvars))
     return eqns, known[result]
-
-
-def _latest_first(bits: int) -> Iterator[int]:
-    while bits:
-        yield bits.bit_length() - 1
-        bits ^= 1 << bits.bit_length() - 1

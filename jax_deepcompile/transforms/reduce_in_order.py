@@ -29,8 +29,8 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import new_barrier, open_jaxpr
 from jax_deepcompile.analysis.dataflow import needs, reached_from, variables
-from jax_deepcompile.analysis.gathers import size_bytes
 from jax_deepcompile.analysis.work import is_anchor
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.rewrite import Walk

@@ -28,7 +28,7 @@ from jax import lax
 
 from jax_deepcompile._jax_compat import eval_local, new_jaxpr
 from jax_deepcompile.analysis.dataflow import given
-from jax_deepcompile.analysis.gathers import slice_of
+from jax_deepcompile.analysis.gathers import slicer
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.loops import Loop
 from jax_deepcompile.analysis.names import gather_names, reduction_names
@@ -94,9 +94,9 @@ def _outside(eqn, operands: list, wanted: Sequence[int], reduced: Sequence[int],
     body, length, num_carry = Scan(eqn).body, Scan(eqn).length, Scan(eqn).num_carry
     stacks = dict(zip(Scan(eqn).inputs.xs, Scan(eqn).split(operands).xs, strict=True))
     groups = [group for index, group in enumerate(sliced_gathers(eqn)) if index in wanted]
-    gathered = []
+    slice_for, gathered = slicer(body), []
     for gather, *_ in groups:
-        part = new_jaxpr([gather.source], [gather.result], slice_of(body, [gather.result]))
+        part = new_jaxpr([gather.source], [gather.result], slice_for([gather.result]))
         at_once = length * gather.size_bytes <= at_once_bytes
         gathered.append(_each_layer(part, stacks[gather.source], at_once))
 

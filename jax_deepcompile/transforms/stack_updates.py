@@ -31,9 +31,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from jax_deepcompile.analysis.dataflow import free_variables, variables
-from jax_deepcompile.analysis.gathers import size_bytes
-from jax_deepcompile.ir.memory import DEVICE, HOST, is_on_host
+from jax_deepcompile.analysis.dataflow import free_variables, needed_for, variables
+from jax_deepcompile.ir.memory import DEVICE, HOST, is_on_host, size_bytes
 from jax_deepcompile.ir.primitives import ELEMENTWISE
 from jax_deepcompile.ir.retrace import compute
 
@@ -81,22 +80,16 @@ class StackUpdate:
         turns = shape[0] if turns is None else turns
         if shape[0] % turns or size_bytes(leaves[0]) < turns * _LAYER_BYTES:
             return None
-        makers = {var: eqn for eqn in jaxpr.eqns if is_elementwise(eqn, shape) for var in eqn.outvars}
+        elementwise = [eqn for eqn in jaxpr.eqns if is_elementwise(eqn, shape) and eqn.outvars[0].aval.shape == shape]
         results = {var for eqn in eqns for var in eqn.outvars}
         outputs = {place: atom for place, atom in enumerate(jaxpr.outvars) if variables([atom])}
         made = {place: atom for place, atom in outputs.items() if atom in results}
         others = [leaf for leaf in leaves if leaf.aval.shape != shape]
         if others or not set(away) <= made.keys() or len(set(made.values())) != len(made):
             return None
-        if any(eqn.outvars[0] not in makers or eqn.outvars[0].aval.shape != shape for eqn in eqns):
+        if not results <= {var for eqn in elementwise for var in eqn.outvars}:
             return None
-        needed, waiting = set(), list(results)
-        while waiting:
-            eqn = makers.get(waiting.pop())
-            if eqn is not None and id(eqn) not in needed and eqn.outvars[0].aval.shape:
-                needed.add(id(eqn))
-                waiting += variables(eqn.invars)
-        eqns = tuple(eqn for eqn in jaxpr.eqns if id(eqn) in needed)
+        eqns = tuple(needed_for(elementwise, results, effects=False))
         count, before = Counter(outputs.values()), {eqn.outvars[0] for eqn in eqns} - results
         made |= {
             place: outputs[place] for place in state if outputs.get(place) in before and count[outputs[place]] == 1

@@ -21,7 +21,7 @@ from jax_deepcompile.transforms.delay_reductions import DelayedReductions
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from tests.planner.situations import START, candidate
 from tests.schedules import loop_bodies, work_while_under_way
-from tests.transforms.programs import assert_same_work, h100s, sharded, stack_loss, stack_shapes
+from tests.transforms.programs import assert_same_work, deeper_schedules, h100s, sharded, stack_loss, stack_shapes
 
 PROGRAM, MESH = sharded(stack_loss, {"stack": stack_shapes()})
 FORWARD, BACKWARD = SCHEDULES = choose_schedules(PROGRAM)
@@ -99,7 +99,7 @@ def compiled() -> list[Candidate]:
     program, mesh = sharded(stack_loss, params, batch=(64 * 1024, width), mesh=h100s())
     start = START.replace(options=double_buffering())
     environment = Environment(mesh, "cuda", CostModel(), None)
-    deep = [choose_schedules(program, layers, layers) for layers in (1, 2)]
+    deep = [deeper_schedules(program, layers, layers) for layers in (1, 2)]
     return [evaluate(program, pipelined(start, program, each), environment) for each in deep]
 
 

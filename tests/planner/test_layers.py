@@ -11,7 +11,7 @@ from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_sched
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
 from tests.planner.situations import HEADED, START, accumulating, in_pipelines
-from tests.transforms.programs import headed_loss, sharded
+from tests.transforms.programs import deeper_schedules, headed_loss, sharded
 
 pytestmark = pytest.mark.pure
 
@@ -21,7 +21,7 @@ PIPELINED = in_pipelines(MICROBATCHED)
 
 
 def test_what_goes_with_pipelined_loops_is_there_once():
-    again = pipelined(PIPELINED, MICROBATCHED, choose_schedules(MICROBATCHED, 2, 2))
+    again = pipelined(PIPELINED, MICROBATCHED, deeper_schedules(MICROBATCHED, 2, 2))
     for plan in (PIPELINED, again):
         assert [each for each in plan.decisions if each in AROUND_PIPELINED] == list(AROUND_PIPELINED)
         assert plan.of(MicrobatchLoop) == (MicrobatchLoop("microbatches"),)
@@ -37,7 +37,7 @@ def test_without_pipelined_loops_nothing_of_it_is_left(program):
 
 def test_gathers_that_start_early_are_named_after_what_loops_make_and_go_with_it():
     early = PIPELINED.having(Prefetch, [Prefetch("head @forward", "layer dot_general @forward")])
-    assert pipelined(early, MICROBATCHED, choose_schedules(MICROBATCHED, 2, 2)).of(Prefetch) == ()
+    assert pipelined(early, MICROBATCHED, deeper_schedules(MICROBATCHED, 2, 2)).of(Prefetch) == ()
     assert not_pipelined(early).of(Prefetch) == ()
 
 

@@ -8,9 +8,10 @@ import optax
 import pytest
 
 import jax_deepcompile as deepcompile
-from jax_deepcompile import errors, transforms
+from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.names import value_names
+from jax_deepcompile.ir import verifier
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.decision import Decision
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
@@ -282,10 +283,10 @@ def test_a_plan_is_for_partitioned_programs():
 
 
 def test_a_transform_that_makes_no_program_is_named(monkeypatch):
-    def verify(program):
+    def check(program):
         raise errors.InvariantError(1, "defined once", "two of them")
 
-    monkeypatch.setattr(transforms, "verify", verify)
+    monkeypatch.setattr(verifier, "_check", check)
     plan = Plan("0", (StackCollectives(AHEAD, ("stack/up",)),))
     with pytest.raises(
         errors.InvariantError, match=r"invariant 1 does not hold after stack_collectives \(defined once\)"

@@ -30,7 +30,7 @@ from jax_deepcompile.planner.strategies.stacks_in_turn import StacksInTurn
 from jax_deepcompile.planner.strategies.unshard import Unshard
 from jax_deepcompile.planner.strategies.unshard_unrolled import UnshardUnrolled
 from jax_deepcompile.planner.unrolled import Repeat, choose_unsharded, chosen_anew, exposed_seconds
-from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions, reduction_buckets
 from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments
@@ -50,6 +50,7 @@ from tests.planner.situations import (
 from tests.transforms.programs import (
     assert_same_values,
     count,
+    deeper_schedules,
     headed_loss,
     layer,
     run_stack,
@@ -137,7 +138,7 @@ def test_what_surrounds_deeper_loops_is_chosen_anew():
     program, best, environment = beside_loops(mixed_loss, MIXED)
     (early, *_) = PrefetchGathers().propose(program, best, environment)
     (kept,) = UnshardUnrolled().propose(program, replace(best, plan=early.plan), environment)
-    deeper = pipelined(kept.plan, program, choose_schedules(program, prefetch_layers=2, delay_layers=2))
+    deeper = pipelined(kept.plan, program, deeper_schedules(program, 2, 2))
     assert not deeper.of(Prefetch)
     assert not stay(deeper)
     anew = chosen_anew(program, deeper, replace(best, plan=kept.plan), environment)

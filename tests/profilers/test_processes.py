@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jax_deepcompile.profilers.processes import of_first_process
+from jax_deepcompile.profilers.take import of_first_process
 from tests.api.test_processes import lines, run_two
 from tests.costs.test_profile import PROFILE
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from jax_deepcompile import errors
-from jax_deepcompile.costs.simulation import Event
+from jax_deepcompile.costs.simulation import Event, merged
 from jax_deepcompile.costs.simulator import simulate
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.report import chrome_trace
 from jax_deepcompile.report.simulated import SimulatedStep
-from jax_deepcompile.report.timeline import merged, waits
+from jax_deepcompile.report.timeline import waits
 from tests.costs.snippets import (
     BODY,
     COSTS,

@@ -14,12 +14,13 @@ import optax
 import pytest
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile._jax_compat import users_line
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.simulation import Simulation, Totals
 from jax_deepcompile.costs.streams import Part
 from jax_deepcompile.report.peak import vocabularies
 from jax_deepcompile.report.seconds import Seconds, _ceilings
-from jax_deepcompile.report.words import operation_text, users_line
+from jax_deepcompile.report.words import operation_text
 
 
 @pytest.mark.pure

@@ -57,7 +57,8 @@ def page(run) -> Page:
     (first, *others) = run.timeline
     named = replace(run, timeline=(replace(first, op_name=HOSTILE, source=f"{HOSTILE}:1"), *others))
     plan = Plan("", prediction=prediction, records=(record,))
-    planned = Planned(replace(found.sharded, name=HOSTILE), plan, 10**6, HOSTILE, way=(("", run), ("prefetch", named)))
+    program, way = replace(found.sharded, name=HOSTILE), (("", run), ("prefetch", named))
+    planned = Planned(plan, program, way=way, limit_bytes=10**6, origin=HOSTILE)
     runs = {name: Run(step, found.sharded) for name, step in ways(planned).items()}
     return page_of(planned, found.sharded, runs, HOSTILE, "device")
 
@@ -173,7 +174,7 @@ def test_leaves_say_where_they_are_and_what_gathers_them():
 
 
 def test_ways_are_named_by_what_made_them(run):
-    planned = Planned(traced(plan=Plan("")).sharded, Plan(""), None, "")
+    planned = Planned(Plan(""), traced(plan=Plan("")).sharded)
     made = replace(planned, way=(("", run), ("prefetch", run), ("unshard", run)))
     assert list(ways(made)) == ["as divided", "after 1. prefetch", "planned"]
     assert ways(planned) == {}
@@ -292,7 +293,7 @@ def drawn_text(text: str, tmp_path: Path) -> str:
 @IN_CHROMIUM
 def test_without_a_limit_none_is_drawn_and_what_was_not_measured_is_a_dash(run, tmp_path):
     found, ran = traced(plan=Plan("")), measured_run(run.timeline, run)
-    planned = Planned(found.sharded, Plan(""), None, "", way=(("", run),))
+    planned = Planned(Plan(""), found.sharded, way=(("", run),))
     runs = {"on CPUs": Run(ran, found.sharded), "planned": Run(run, found.sharded)}
     use = """<script>
     addEventListener("error", (event) => { document.title = `failed: ${event.message}`; });

@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 def explained(plan: Plan, limit_bytes: int | None = None) -> list[str]:
-    return decisions_of(Planned(ANYTHING, plan, limit_bytes, "given")).lines()
+    return decisions_of(Planned(plan, ANYTHING, limit_bytes=limit_bytes, origin="given")).lines()
 
 
 def test_many_gathers_that_start_early_take_one_line():
@@ -61,11 +61,11 @@ def test_what_xla_rematerialised_by_itself_is_said():
 
 def test_of_a_plan_from_elsewhere_the_prediction_is_told_and_what_is_unknown():
     prediction = Prediction(2.0, 1.5, 1.0, 0.25, GIB, copy_s=1.0, exposed_copy_s=0.25)
-    told = seconds_of(Planned(ANYTHING, Plan("0", prediction=prediction), None, "given"), None)
+    told = seconds_of(Planned(Plan("0", prediction=prediction), ANYTHING, origin="given"), None)
     assert sum(part.seconds for part in told.parts) == told.step_s == 2.0
     assert (told.kernels, told.waits) == ((), ())
     assert "the plan was not made in this run" in told.unknown
-    assert seconds_of(Planned(ANYTHING, Plan("0"), None, "given"), None).step_s is None
+    assert seconds_of(Planned(Plan("0"), ANYTHING, origin="given"), None).step_s is None
 
 
 def record(decision: str, step_s: float, peak_bytes: int) -> Record:

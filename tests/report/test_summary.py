@@ -328,7 +328,7 @@ def test_thousands_of_leaves_fold_and_stay_short(names: str, different: bool):
         for number in range(3000)
         for name in ("kernel", "bias", "a" * 5000)
     ]
-    shown = tree_of("state", leaves).html()
+    shown = tree_of(leaves).html()
     assert len(shown) < 200_000
     assert shown.count("<details") == shown.count("</details>")
     assert "<i>" not in shown
@@ -341,7 +341,7 @@ def test_thousands_of_leaves_fold_and_stay_short(names: str, different: bool):
 @pytest.mark.pure
 @pytest.mark.parametrize("path", ["", "s", "s" + "['a']" * 3000, "s['a" + "'" * 50 + "']", "(a, b)[1]['<script>']"])
 def test_whatever_a_path_looks_like_it_is_a_tree(path: str):
-    shown = tree_of("state", [Leaf(path, 4, ("f32[]",)), Leaf("s['other']", 4, ("f32[1]",))]).html()
+    shown = tree_of([Leaf(path, 4, ("f32[]",)), Leaf("s['other']", 4, ("f32[1]",))]).html()
     assert "f32[]" in shown
     assert "<script>" not in shown
     assert len(shown) < 2000

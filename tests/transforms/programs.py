@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,7 @@ from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import compile_options, double_buffering
 from jax_deepcompile.lowering.emit import emit, lower, sharding_of
 from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from tests.partition.steps import lines, shapes, training_step
 
 LAYERS, WIDTH, BATCH = 5, 16, 16
@@ -243,6 +245,21 @@ def outline(program: Program, *others: str) -> list[str]:
     """The names of a program's collectives, products and ``others``, indented as the loops are that they run in."""
     found = lines(program, ("all_gather", "reduce_scatter", "dot_general", *others))
     return [re.sub(r"^( *(?:scan \d+|\S+)).*", r"\1", line) for line in found]
+
+
+def deeper_schedules(program: Program, ahead: int, behind: int) -> tuple[LoopSchedule, ...]:
+    """Those of ``program`` with so many layers in the place of one."""
+    deeper = (
+        dataclasses.replace(
+            each,
+            prefetch_layers=ahead * each.prefetch_layers,
+            delay_layers=behind * each.delay_layers,
+            first_layers=behind * each.first_layers,
+            last_layers=ahead * each.last_layers,
+        )
+        for each in choose_schedules(program)
+    )
+    return tuple(each for each in deeper if each.prefetch_layers or each.delay_layers)
 
 
 def assert_same_work(planned: Program, program: Program, mesh) -> None:

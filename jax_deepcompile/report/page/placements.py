@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.gathered import gathered_in
 from jax_deepcompile.analysis.names import parameter_names
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.program import Program
 
 
@@ -23,7 +23,7 @@ def leaves(planned: Program, divided: Program) -> Iterator[dict[str, Any]]:
             "role": str(port.role),
             "type": f"{port.dtype}[{','.join(map(str, port.shape))}]",
             "placement": "" if port.placement is None else port.placement.describe(planned.mesh),
-            "bytes": math.prod(atom.aval.shape) * atom.aval.dtype.itemsize,
+            "bytes": size_bytes(atom),
             "memory": port.memory_kind,
             "gathered": where.get(index, []),
         }

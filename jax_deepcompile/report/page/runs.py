@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax_deepcompile._jax_compat import users_line
 from jax_deepcompile.costs.simulation import Event, Loop, Simulation
 from jax_deepcompile.costs.streams import Stream
 from jax_deepcompile.costs.utilisation import Utilisation
@@ -15,7 +16,8 @@ from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.report.origins import Origins
 from jax_deepcompile.report.page.memory import Block, blocks, live_bytes
 from jax_deepcompile.report.peak import batch_of, held_blocks, vocabularies
-from jax_deepcompile.report.words import line_text, users_line
+from jax_deepcompile.report.timeline import ns
+from jax_deepcompile.report.words import line_text
 
 WITHIN = " in a node"
 
@@ -79,7 +81,7 @@ def run_data(name: str, run: Run) -> dict[str, Any]:
         "loops": [_loop(loop, number) for loop in simulation.loops],
         "events": [_event(event, number, words) for event in simulation.timeline],
         "waits": [
-            [_ns(wait.start_s), _ns(wait.end_s), number.get(wait.loop, -1), by_name.get(wait.name, -1), wait.stream]
+            [ns(wait.start_s), ns(wait.end_s), number.get(wait.loop, -1), by_name.get(wait.name, -1), wait.stream]
             for wait in simulation.waits
         ],
         "collectives": _collectives(simulation),
@@ -88,7 +90,7 @@ def run_data(name: str, run: Run) -> dict[str, Any]:
         "memory": {
             "arguments": 0 if simulation.is_measured else simulation.memory.argument_bytes,
             "outputs": 0 if simulation.is_measured else simulation.memory.output_bytes,
-            "live": [[_ns(at_s), number.get(loop, -1), size] for at_s, loop, size in live_bytes(simulation)],
+            "live": [[ns(at_s), number.get(loop, -1), size] for at_s, loop, size in live_bytes(simulation)],
             "blocks": [_block(block, number, by_name, words) for block in blocks(simulation, batch, run.words)],
         },
         "words": list(words.numbers),
@@ -158,17 +160,17 @@ def _figures(of: Run) -> dict[str, float]:
 
 
 def _loop(loop: Loop, number: Mapping[str, int]) -> list[Any]:
-    times = _ns(loop.began_s), _ns(loop.shown_s), _ns(loop.trip_s)
+    times = ns(loop.began_s), ns(loop.shown_s), ns(loop.trip_s)
     return [loop.name, number.get(loop.parent, -1), loop.trip_count, *times]
 
 
 def _event(event: Event, number: Mapping[str, int], words: Words) -> list[Any]:
     said = words(event.name), words(event.op_name), words(line_text(users_line(event.source))), words(category(event))
-    return [_ns(event.start_s), _ns(event.end_s), number.get(event.loop, -1), event.trips, event.sent_bytes, *said]
+    return [ns(event.start_s), ns(event.end_s), number.get(event.loop, -1), event.trips, event.sent_bytes, *said]
 
 
 def _block(block: Block, number: Mapping[str, int], events: Mapping[str, int], words: Words) -> list[Any]:
-    where = _ns(block.begin_s), _ns(block.end_s), number.get(block.loop, -1), block.address, block.bytes
+    where = ns(block.begin_s), ns(block.end_s), number.get(block.loop, -1), block.address, block.bytes
     return [*where, events.get(block.made_by, -1), words(block.role)]
 
 
@@ -189,7 +191,3 @@ def _collectives(simulation: Simulation) -> list[list[Any]]:
         kind = kinds.get(wait.name, wait.stream.value)
         rows.setdefault(kind, [kind, 0, 0.0, 0.0, 0])[3] += wait.trips * (wait.end_s - wait.start_s)
     return sorted(rows.values(), key=lambda row: -row[2])
-
-
-def _ns(seconds: float) -> int:
-    return round(1e9 * seconds)
