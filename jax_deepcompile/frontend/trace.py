@@ -1,6 +1,7 @@
 """From the user's step to a global-view ``Program``: abstract tracing, inlining, dead code, checks."""
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -137,10 +138,10 @@ def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name
             raise errors.StaticArgumentError(name, str(error).split("\n")[0]) from error
         if "passed to shard_map" in str(error) and "does not match the specs of the input" in str(error):
             raise errors.ExplicitAxesError(name, str(error).split(". ")[0]) from error
-        if not isinstance(error, TypeError):
-            raise
-        needed, reason = _python_values(args, kwargs, ports, str(error)), str(error).split("\n")[0]
+        own = _own_names(args, kwargs)
+        needed, reason = _python_values(args, kwargs, ports, own, str(error)), str(error).split("\n")[0]
         if not needed:
+            error.args = (_as_users(str(error), name, dict(zip(own, ports, strict=True))), *error.args[1:])
             raise
         if in_state := [port.path for port in needed if port.role.is_state]:
             raise errors.StateValueNeededError(name, in_state, reason) from error
@@ -151,12 +152,26 @@ def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name
     return jex.ClosedJaxpr(live, _jax_compat.closed_consts(flat)), out_shape
 
 
-def _python_values(args: tuple, kwargs: dict, ports: Sequence[Port], message: str) -> list[Port]:
+def _own_names(args: tuple, kwargs: dict) -> list[str]:
+    """What JAX calls every leaf, by the parameters of ``_call``."""
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs)))
+    return [f"{'kwargs' if path[0].idx else 'args'}{jax.tree_util.keystr(path[1:])}" for path in paths]
+
+
+def _as_users(message: str, function: str, ports: Mapping[str, Port]) -> str:
+    """JAX's ``message`` with the names of the user's function and, where it has ours, of the user's arguments."""
+    if f"the function {_call.__name__} at " not in message:
+        return message
+    message = re.sub(rf"the function {_call.__name__} at \S+( for \w+)?", f"the function {function}", message)
+    names = "|".join(map(re.escape, sorted(ports, key=len, reverse=True)))
+    return re.sub(names, lambda found: ports[found[0]].path, message) if names else message
+
+
+def _python_values(args: tuple, kwargs: dict, ports: Sequence[Port], names: Sequence[str], message: str) -> list[Port]:
     """The numbers of Python's that JAX says it needs the values of; none if it needs those of arrays too."""
     _, _, causes = message.partition("depends on the value")
     needed = []
-    for (path, leaf), port in zip(jax.tree_util.tree_leaves_with_path((args, kwargs)), ports, strict=True):
-        name = f"{'kwargs' if path[0].idx else 'args'}{jax.tree_util.keystr(path[1:])}"
+    for leaf, name, port in zip(jax.tree.leaves((args, kwargs)), names, ports, strict=True):
         if isinstance(leaf, (bool, int, float, np.generic)) and name in causes:
             causes = causes.replace(name, "")
             needed.append(port)

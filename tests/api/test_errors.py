@@ -117,6 +117,18 @@ def test_a_leaf_that_is_neither_array_nor_number():
         trace(step, batch={"x": BATCH["x"], "names": np.array(["one", "three"])})
 
 
+def test_a_value_that_is_needed_while_tracing_is_called_as_the_user_does():
+    def descend(state, *others):
+        new, loss = step(state, others[0])
+        return (new, loss) if others[0]["x"].sum() > 0 else (state, loss)
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        trace(descend)
+    assert "while tracing the function" in str(caught.value)
+    assert "descend. This" in str(caught.value)
+    assert "depends on the value of the argument args[1]['x']" in str(caught.value)
+
+
 def test_a_flag_that_is_needed_while_tracing():
     def flagged(state, batch, train):
         return step(state, batch) if train else (state, 0.0)
