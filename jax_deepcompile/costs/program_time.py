@@ -89,11 +89,12 @@ def timing_of(eqn: Any, moved_bytes: int, mesh: MeshAxes, costs: CostModel) -> T
         return Timing(Stream.COMPUTE, kernel.seconds, name, is_memory_bound=kernel.is_memory_bound, part=part)
     if name == "device_put":
         return _copy(eqn, costs)
-    flops, part = vector_flops(eqn), Part.of((), str(eqn.source_info.name_stack))
-    if not flops and not moved_bytes:
-        return Timing(Stream.COMPUTE, 0.0, name, is_memory_bound=True, part=part)
-    kernel = costs.vector(flops, moved_bytes)
-    return Timing(Stream.COMPUTE, kernel.seconds, name, is_memory_bound=kernel.is_memory_bound, part=part)
+    part = Part.of((), str(eqn.source_info.name_stack))
+    if flops := vector_flops(eqn):
+        kernel = costs.vector(flops, moved_bytes)
+        return Timing(Stream.COMPUTE, kernel.seconds, name, is_memory_bound=kernel.is_memory_bound, part=part)
+    seconds = costs.memory_s(moved_bytes) if moved_bytes else 0.0
+    return Timing(Stream.COMPUTE, seconds, name, is_memory_bound=True, part=part)
 
 
 def collective_of(eqn: Any, mesh: MeshAxes, costs: CostModel, joined_bytes: int = 0) -> Timing:
