@@ -135,7 +135,7 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     named = zip(arguments, holders, args, strict=True)
     found = tuple(f"{argument.name}{path}" for argument, holder, value in named for path in holder.paths(value))
     rest = [holder.without_objects(value) for value, holder in zip(args, holders, strict=True)]
-    pure = purify(arranged, name, graphdef, holders)
+    pure = purify(arranged, name, graphdef, holders, found)
     step = PureStep(pure, (together, *arguments), Structure(graphdef, holders), found)
     return PureCall(step, (state, *rest), kwargs, objects)
 

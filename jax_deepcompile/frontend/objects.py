@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from jax_deepcompile import errors
-from jax_deepcompile.frontend.signature import is_numeric, structure_changes
+from jax_deepcompile.frontend.signature import in_objects, is_numeric, structure_changes
 
 
 def holds_objects(tree: Any) -> bool:
@@ -135,7 +135,9 @@ def finish(objects: tuple, state: Any, out: Any) -> Any:
     return jax.tree.map(lambda node: given[node.path] if _is_reference(node) else node, out, is_leaf=_is_reference)
 
 
-def purify(fun: Callable, name: str, graphdef: Any, holders: Sequence[Holder]) -> Callable:
+def purify(fun: Callable, name: str, graphdef: Any, holders: Sequence[Holder], names: Sequence[str]) -> Callable:
+    """``fun``, called ``name``, of the state of objects, which have ``names``, and of all else."""
+
     def pure(state, *args, **kwargs):
         objects = nnx.merge(graphdef, _with_values(state))
         waiting = list(objects)
@@ -146,8 +148,8 @@ def purify(fun: Callable, name: str, graphdef: Any, holders: Sequence[Holder]) -
         out = _with_references(fun(*filled, **kwargs), objects)
         after = split(objects)[1]
         if jax.tree.structure(after) != jax.tree.structure(state):
-            changes = structure_changes(state, after) or ["the metadata of a variable differs"]
-            raise errors.StateChangedError(name, changes)
+            changes = structure_changes(state, after, functools.partial(in_objects, names))
+            raise errors.StateChangedError(name, changes or ["the metadata of a variable differs"])
         return after, out
 
     return pure

@@ -1,6 +1,6 @@
 """What the leaves of a step's arguments are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +59,18 @@ class Signature:
     def name_of(self, position: int) -> str:
         return self.names[position] if position < len(self.names) else f"args[{position}]"
 
+    def path_of(self, argument: int | str, path: tuple) -> str:
+        """Where the user finds what is at ``path`` in what is at a position, or is passed under a name."""
+        if argument == 0 and self.objects:
+            return in_objects(self.objects, path)
+        name = argument if isinstance(argument, str) else self.name_of(argument)
+        return f"{name}{jax.tree_util.keystr(path)}"
+
+
+def in_objects(names: Sequence[str], path: tuple) -> str:
+    """Where the user finds what is at ``path`` in the state of all NNX objects, which have ``names``."""
+    return f"{names[path[0].key]}{jax.tree_util.keystr(path[1:])}"
+
 
 def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[Port, ...], Any]:
     """A port for every leaf, named as the user finds it, and the structure of ``(args, kwargs)``."""
@@ -69,9 +81,7 @@ def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[
         where = argument if isinstance(argument, str) else signature.name_of(argument)
         rest, role = path[2:], signature.role_of(argument)
         role = state_role(rest, where, is_optimizers) if role is Role.PARAM else role
-        if argument == 0 and signature.objects:
-            where, rest = signature.objects[rest[0].key], rest[1:]
-        port = port_of(f"{where}{jax.tree_util.keystr(rest)}", role, leaf)
+        port = port_of(signature.path_of(argument, rest), role, leaf)
         ports.append(replace(port, role=Role.OTHER) if role is Role.BATCH and not port.shape else port)
     return tuple(ports), in_tree
 
@@ -112,8 +122,8 @@ def is_optimizer_state(node: Any) -> bool:
     return is_optax and kind is not optax.LookaheadParams
 
 
-def structure_changes(before: Any, after: Any, where: str = "") -> list[str]:
-    """The leaves that two trees, named ``where``, do not share, in words."""
+def structure_changes(before: Any, after: Any, path_of: Callable[[tuple], str]) -> list[str]:
+    """The leaves that two trees do not share, in words; ``path_of`` says where the user finds them."""
     flat = (jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after))
-    old, new = ({f"{where}{jax.tree_util.keystr(path)}" for path, _ in leaves} for leaves in flat)
+    old, new = ({path_of(path) for path, _ in leaves} for leaves in flat)
     return [f"{path} is missing" for path in sorted(old - new)] + [f"{path} is new" for path in sorted(new - old)]

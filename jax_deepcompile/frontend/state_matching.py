@@ -6,8 +6,9 @@ returned nearest to the top goes before what is inside of something else, and no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -67,7 +68,7 @@ def outputs_like_state(args: tuple, returned: Returned, signature: Signature) ->
         structure = jax.tree.structure(args[position])
         start = len(jax.tree.leaves(args[:position]))
         for sub in _subtrees(returned.shape):
-            if sub.structure == structure and structure.num_leaves > 1 and not _changes(args[position], sub.tree, ""):
+            if sub.structure == structure and structure.num_leaves > 1 and not _changes(args[position], sub.tree):
                 pairs += zip(range(start, start + structure.num_leaves), sub.leaves, strict=True)
     return pairs
 
@@ -115,16 +116,16 @@ class _Matches:
         """
         if position in self._matched:
             return
-        argument, name = self._args[position], signature.name_of(position)
+        argument, path_of = self._args[position], partial(signature.path_of, position)
         for sub in self._free(position):
-            changes = _changes(argument, sub.tree, name)
+            changes = _changes(argument, sub.tree, path_of)
             is_new = len(sub.leaves) > 1 or _shapes(sub.tree) == _shapes(argument)
             if changes and (self._carries_on(sub, position) if carried else is_new):
                 raise errors.StateChangedError(signature.function, changes)
         for sub in () if carried else self._left():
             if _resembles(sub.tree, argument) and sub.structure != jax.tree.structure(argument):
-                changes = structure_changes(argument, sub.tree, name)
-                static = f"the static fields of {name} ({type(argument).__name__}) differ"
+                changes = structure_changes(argument, sub.tree, path_of)
+                static = f"the static fields of {signature.name_of(position)} ({type(argument).__name__}) differ"
                 raise errors.StateChangedError(signature.function, changes or [static])
 
     def refuse_missing(self, position: int, signature: Signature) -> None:
@@ -152,14 +153,14 @@ class _Matches:
 
     def same(self, position: int) -> list[_Subtree]:
         """What is left that could be the argument's new value, such as its gradient."""
-        return [sub for sub in self._free(position) if not _changes(self._args[position], sub.tree, "")]
+        return [sub for sub in self._free(position) if not _changes(self._args[position], sub.tree)]
 
     def _carrying(self, position: int) -> list[_Subtree]:
         return [sub for sub in self.same(position) if self._carries_on(sub, position)]
 
     def _are_alike(self, position: int, other: int) -> bool:
         mine, theirs = self._args[position], self._args[other]
-        return jax.tree.structure(mine) == jax.tree.structure(theirs) and not _changes(mine, theirs, "")
+        return jax.tree.structure(mine) == jax.tree.structure(theirs) and not _changes(mine, theirs)
 
     def _carries_on(self, sub: _Subtree, position: int) -> bool:
         """Whether most of the argument's arrays, or numbers if it has no arrays, live on in ``sub``.
@@ -195,10 +196,10 @@ def _subtrees(tree: Any, start: int = 0, depth: int = 0):
         start += len(jax.tree.leaves(child))
 
 
-def _changes(before: Any, after: Any, where: str) -> list[str]:
+def _changes(before: Any, after: Any, path_of: Callable[[tuple], str] = jax.tree_util.keystr) -> list[str]:
     pairs = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
     kinds = [(path, _kind(leaf), _kind(other)) for (path, leaf), other in pairs]
-    return [f"{where}{jax.tree_util.keystr(path)} was {was} and is {now}" for path, was, now in kinds if was != now]
+    return [f"{path_of(path)} was {was} and is {now}" for path, was, now in kinds if was != now]
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:

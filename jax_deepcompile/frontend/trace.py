@@ -141,7 +141,8 @@ def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name
         own = _own_names(args, kwargs)
         needed, reason = _python_values(args, kwargs, ports, own, str(error)), str(error).split("\n")[0]
         if not needed:
-            error.args = (_as_users(str(error), name, dict(zip(own, ports, strict=True))), *error.args[1:])
+            if f"the function {_call.__name__} at " in str(error):
+                error.args = (_as_users(str(error), name, dict(zip(own, ports, strict=True))),)
             raise
         if in_state := [port.path for port in needed if port.role.is_state]:
             raise errors.StateValueNeededError(name, in_state, reason) from error
@@ -159,10 +160,10 @@ def _own_names(args: tuple, kwargs: dict) -> list[str]:
 
 
 def _as_users(message: str, function: str, ports: Mapping[str, Port]) -> str:
-    """JAX's ``message`` with the names of the user's function and, where it has ours, of the user's arguments."""
-    if f"the function {_call.__name__} at " not in message:
-        return message
-    message = re.sub(rf"the function {_call.__name__} at \S+( for \w+)?", f"the function {function}", message)
+    """JAX's ``message`` about ``_call`` with the names of the user's function and arguments."""
+    message = re.sub(
+        rf"the function {_call.__name__} at .+?:\d+( for \w+)?", lambda _: f"the function {function}", message
+    )
     names = "|".join(map(re.escape, sorted(ports, key=len, reverse=True)))
     return re.sub(names, lambda found: ports[found[0]].path, message) if names else message
 

@@ -252,6 +252,14 @@ def test_objects_in_a_container_beside_another_are_called_as_the_user_finds_them
     assert "optimizer['opt_state'][0]['trace']['dense']['kernel'].value" in paths
     assert "models: state, donated: NNX objects" in str(step.explain())
 
+    def growing(models, optimizer, x):
+        loss = averaging(models, optimizer, x)
+        models["now"].more = nnx.Param(jnp.ones(3))
+        return loss
+
+    with pytest.raises(deepcompile.errors.StateChangedError, match=r": models\['now'\]\['more'\].value is new"):
+        after_two_steps(deepcompile.shard(growing), in_container)
+
 
 def test_attributes_of_modules_need_not_be_hashable():
     @dataclasses.dataclass
