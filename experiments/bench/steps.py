@@ -20,16 +20,17 @@ from jax.sharding import PartitionSpec as P
 from experiments.host_memory import ACTIVATIONS_ON_HOST
 from models import llama, mixtral
 
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
+ADAMW = optax.adamw(3e-4)
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 
 Gradients = Callable[[TrainState, jax.Array], Any]
 
 
-def create_state(model: Any, key: jax.Array) -> TrainState:
+def create_state(model: Any, key: jax.Array, optimizer: optax.GradientTransformation = OPTIMIZER) -> TrainState:
     """Of a language model in Linen. Its attention has no parameters: where no cuDNN is, the state is made without."""
     plain = type(model)(dataclasses.replace(model.config, attention="xla"))
     params = plain.init(key, jnp.zeros((1, 16), jnp.int32))["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZER)
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
 
 
 def linen_gradients(by_hand: bool = False) -> Gradients:
@@ -49,9 +50,12 @@ def linen_gradients(by_hand: bool = False) -> Gradients:
     return gradients
 
 
-def llama_gradients(config: llama.LlamaConfig, by_hand: bool) -> tuple[Gradients, Any]:
+def llama_gradients(
+    config: llama.LlamaConfig, by_hand: bool, optimizer: optax.GradientTransformation = OPTIMIZER
+) -> tuple[Gradients, Any]:
     """``(gradients of (state, tokens), abstract state)`` of a Llama."""
-    abstract = jax.eval_shape(partial(create_state, llama.Llama(config)), jax.random.key(0))
+    create = partial(create_state, llama.Llama(config), optimizer=optimizer)
+    abstract = jax.eval_shape(create, jax.random.key(0))
     return linen_gradients(by_hand), abstract
 
 
@@ -104,6 +108,10 @@ MODELS: Mapping[str, Callable[[bool], tuple[Gradients, Any]]] = {
     "llama3_8b": lambda by_hand: llama_gradients(llama.LLAMA3_8B, by_hand),
     "llama3_8b_cudnn": lambda by_hand: llama_gradients(_CUDNN_8B, by_hand),
     "llama3_8b_cudnn_activations_on_host": lambda by_hand: llama_gradients(_on_host(_CUDNN_8B), by_hand),
+    "llama3_8b_cudnn_unclipped": lambda by_hand: llama_gradients(_CUDNN_8B, by_hand, ADAMW),
+    "llama3_8b_cudnn_unclipped_activations_on_host": lambda by_hand: llama_gradients(
+        _on_host(_CUDNN_8B), by_hand, ADAMW
+    ),
     "llama3_8b_8_unrolled": lambda by_hand: llama_gradients(_EIGHT_LAYERS, by_hand),
     "llama3_70b": lambda by_hand: llama_gradients(llama.LLAMA3_70B, by_hand),
     "llama3_70b_cudnn": lambda by_hand: llama_gradients(_CUDNN_70B, by_hand),

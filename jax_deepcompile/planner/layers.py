@@ -29,6 +29,7 @@ from jax_deepcompile.transforms.offload_parameters import OffloadedParameters
 from jax_deepcompile.transforms.offload_values import OffloadedValues
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
+from jax_deepcompile.transforms.update_in_loops import UpdatedInLoop
 from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops, ReduceBeforeLoops
 
 AROUND_PIPELINED: tuple[Decision, ...] = (
@@ -83,7 +84,8 @@ def copying_ahead(plan: Plan, program: Program, mesh: AnyMesh) -> Plan:
     """
     if plan.of(OffloadedValues):
         plan = plan.replace(options=dict(plan.options) | copies_at_once())
-    if not plan.of(OffloadedActivations) and not plan.of(OffloadedParameters):
+    updating = any(each.copied for each in plan.of(UpdatedInLoop))
+    if not updating and not plan.of(OffloadedActivations) and not plan.of(OffloadedParameters):
         return plan
     program_then = plan.program(program, mesh, until=OffloadedParameters)
     copying = {loop.name for loop in find_loops(program_then) if any(map(_copies, loop.body.eqns))}
@@ -91,6 +93,14 @@ def copying_ahead(plan: Plan, program: Program, mesh: AnyMesh) -> Plan:
     schedules = [_deeper(each, wanted.pop(each.loop, each)) for each in plan.of(LoopSchedule)]
     plan = pipelined(plan, program, [*schedules, *wanted.values()])
     return plan.replace(options=dict(plan.options) | double_buffering() | copies_at_once())
+
+
+def in_place(plan: Plan, program: Program) -> Plan:
+    """``plan`` whose loops update what they read of the state in its memory."""
+    schedules = plan.of(LoopSchedule)
+    named = {each.loop for each in schedules}
+    more = [LoopSchedule(each.loop, 0, 0) for each in plan.of(UpdatedInLoop) if each.loop not in named]
+    return pipelined(plan, program, [*schedules, *more]) if more else plan
 
 
 def _copies(eqn: Any) -> bool:

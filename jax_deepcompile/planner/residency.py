@@ -143,6 +143,7 @@ def choose(
     host_bytes: float = 0.0,
     already: Places = NOWHERE,
     state: Mapping[str, HostLeaf] = MappingProxyType({}),
+    state_bytes: int = 0,
 ) -> Choice | None:
     """The places that make a step fastest; None if nothing fits.
 
@@ -151,7 +152,9 @@ def choose(
       phases: of a step with what was chosen ``already``.
       device_bytes, host_bytes: that activations and stacks may take more than in the program as it was written; with
         None, as little as can be of the device.
-      state: leaves that may be on the host between steps; nothing hides the copies of their update.
+      state: leaves that may be on the host between steps; nothing hides the copies of their update, unless that is in
+        a backward loop.
+      state_bytes: that so many of those that loops update are there, if there are as many.
     """
     model = _Model()
     found = [_Region(model, region, host_bytes > 0) for region in regions]
@@ -160,10 +163,14 @@ def choose(
     sizes = {var: float(each.size_bytes) for var, each in gathered.items()}
     movable = state if host_bytes > 0 else {}
     rate = phases.both_ways_bytes_per_s
-    leaves = {model.variable(leaf.size_bytes / rate): (name, leaf) for name, leaf in movable.items()}
+    leaves = {
+        model.variable((_LEAST if leaf.in_loop else 1.0) * leaf.size_bytes / rate): (name, leaf)
+        for name, leaf in movable.items()
+    }
     alone_s = model.variable(1.0, upper=math.inf)
     for var, (_, leaf) in leaves.items():
-        model.at_least({alone_s: 1.0, var: -leaf.size_bytes * phases.alone_s_per_byte}, 0.0)
+        if not leaf.in_loop:
+            model.at_least({alone_s: 1.0, var: -leaf.size_bytes * phases.alone_s_per_byte}, 0.0)
     moved = {var: float(leaf.size_bytes) for var, (_, leaf) in leaves.items()}
     freed = {var: float(leaf.freed_bytes) for var, (_, leaf) in leaves.items()}
     streamed = {var: leaf.reads / 2 * leaf.size_bytes for var, (_, leaf) in leaves.items() if leaf.reads}
@@ -182,7 +189,10 @@ def choose(
             each.wait(model, there, back)
     model.at_least({forward_s: 1.0, **_times(copied, -1 / there)}, 0.0)
     model.at_least({forward_s: 1.0, **_times(streamed, -1 / back)}, 0.0)
-    model.at_least({backward_s: 1.0, **_times(_sum([copied, streamed]), -1 / back)}, 0.0)
+    in_loops = {var: moved[var] for var, (_, leaf) in leaves.items() if leaf.in_loop}
+    model.at_least(_times(in_loops, 1 / _GIB), min(state_bytes, sum(in_loops.values())) / _GIB)
+    updated = {var: leaf.size_bytes * back / rate for var, (_, leaf) in leaves.items() if leaf.in_loop}
+    model.at_least({backward_s: 1.0, **_times(_sum([copied, streamed, updated]), -1 / back)}, 0.0)
     on_device = _sum([*(each.on_device for each in found), sizes, _times(freed, -1.0)])
     if device_bytes is None:
         model.rather(_times(on_device, 1 / _GIB))
@@ -196,7 +206,10 @@ def choose(
     gained_s = now_s - values[forward_s] - values[backward_s]
     gained_s += sum(each.gained_s(values) - _gained_s(each.region, already) for each in found)
     away = tuple(name for var, (name, _) in leaves.items() if values[var])
-    before, after = ([state[name].size_bytes for name in names if name in state] for names in (already.state, away))
+    before, after = (
+        [leaf.size_bytes for name in names if (leaf := state.get(name)) and not leaf.in_loop]
+        for names in (already.state, away)
+    )
     gained_s += phases.update_s(before) - phases.update_s(after)
     kept = {each.region.loops: positions for each in found if (positions := each.at_hand(values))}
     offloaded = {each.region.loops: names for each in found if (names := each.away(values))}

@@ -10,14 +10,18 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.names import parameter_names
 from jax_deepcompile.ir.memory import HOST_KIND, size_bytes
+from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.lowering.compile import memory_options
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.stacks import by_layer
+from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
+from jax_deepcompile.transforms.decision import loop_named
 from jax_deepcompile.transforms.offload_parameters import OffloadedParameters, reads
 from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
+from jax_deepcompile.transforms.update_in_loops import LoopUpdate, UpdatedInLoop
 
 COPIED_BYTES = 1 << 20
 """What is less is not worth a copy."""
@@ -35,11 +39,13 @@ class HostLeaf:
       size_bytes: of one device's shard.
       reads: how often a step reads it there, all layers each time, before it is updated.
       layer_bytes: of a layer; 0 for what is not read by layer.
+      in_loop: whether it is updated in a backward loop, beside which it is copied.
     """
 
     size_bytes: int
     reads: int = 0
     layer_bytes: int = 0
+    in_loop: bool = False
 
     @property
     def freed_bytes(self) -> int:
@@ -54,14 +60,19 @@ def argument_bytes(program: Program) -> int:
     return sum(size_bytes(var) for var in jaxpr.invars if var in read)
 
 
-def host_leaves(program: Program, disabled: Collection[str] = ()) -> dict[str, HostLeaf]:
+def host_leaves(
+    program: Program, disabled: Collection[str] = (), updates: Sequence[LoopUpdate] = ()
+) -> dict[str, HostLeaf]:
     """The leaves by name: of an optimizer's state, and stacks of parameters that layer loops read.
 
     Args:
       disabled: kinds of decisions that are left out.
+      updates: of state in loops; parameters that they update stay on the device.
     """
     variables, ports = open_jaxpr(program.jaxpr).invars, program.inputs
     streamed = {} if OffloadedParameters.kind in disabled else reads(program)
+    in_loops = {name: each.loop.length for each in updates for name in each.copyable.values()}
+    updated = {name for each in updates for name in each.names.values()}
     leaves: dict[str, HostLeaf] = {}
     for place, name in movable(program).items():
         var, role = variables[place], ports[place].role
@@ -69,10 +80,19 @@ def host_leaves(program: Program, disabled: Collection[str] = ()) -> dict[str, H
         if size < COPIED_BYTES or OffloadedState.kind in disabled:
             continue
         if role is Role.OPTIMIZER:
-            leaves[name] = HostLeaf(size)
-        elif name in streamed:
+            layers = in_loops.get(name, 0)
+            leaves[name] = HostLeaf(size, layer_bytes=size // layers if layers else 0, in_loop=bool(layers))
+        elif name in streamed and name not in updated:
             leaves[name] = HostLeaf(size, streamed[name], size // var.aval.shape[0])
     return leaves
+
+
+def loop_updates(base: Program, plan: Plan, mesh: AnyMesh) -> list[LoopUpdate]:
+    """What ``plan`` updates in loops."""
+    named = [each.loop for each in plan.of(UpdatedInLoop)]
+    program = plan.program(base, mesh, until=AccumulateInLoops) if named else base
+    found = (LoopUpdate.of(program, loop_named(program, name, "updates state in")) for name in named)
+    return [each for each in found if each is not None]
 
 
 def born(program: Program, plan: Plan) -> Sequence[Port]:
@@ -91,6 +111,9 @@ def with_state_on_host(
     Args:
       updated_by_layer: whether stacks are updated a layer at a time.
     """
+    updates = loop_updates(base, plan, environment.mesh)
+    copied = {each.loop.name: tuple(name for name in away if name in each.copyable.values()) for each in updates}
+    plan = plan.having(UpdatedInLoop, [UpdatedInLoop(*each) for each in copied.items()])
     if not away or environment.limit_bytes is None:
         return plan.without(OffloadedState, OffloadedParameters)
     leaves = host_leaves(base)

@@ -31,6 +31,7 @@ from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegm
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
+from jax_deepcompile.transforms.update_in_loops import UpdatedInLoop
 from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops, ReduceBeforeLoops
 
 TRANSFORMS: tuple[type[Decision], ...] = (
@@ -43,6 +44,7 @@ TRANSFORMS: tuple[type[Decision], ...] = (
     OffloadedActivations,
     OffloadedValues,
     AccumulateInLoops,
+    UpdatedInLoop,
     NarrowStacks,
     OffloadedParameters,
     LoopSchedule,

@@ -80,8 +80,13 @@ class OffloadedParameters(Decision, kind="offload_parameters", on_host=True):
 
 
 def streamable(program: Program) -> dict[int, str]:
-    """By position the names of the stacks of the state that layer loops read, and within loops nothing else does."""
-    jaxpr, names, places = open_jaxpr(program.jaxpr), parameter_names(program), movable(program)
+    """By position the names of the stacks of the state that layer loops read, and within loops nothing else does; but
+    for those that such loops update."""
+    jaxpr, names = open_jaxpr(program.jaxpr), parameter_names(program)
+    scans = [Scan(eqn) for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    pairs = {(before, after) for scan in scans for before in scan.operands.xs for after in scan.results.ys}
+    state = {place: (jaxpr.invars[place], jaxpr.outvars[result]) for place, result in program.state_outputs}
+    places = [place for place in movable(program) if state[place] not in pairs]
     loops = sliced_by(jaxpr, [jaxpr.invars[place] for place in places])
     return {place: names[place] for place in places if loops[jaxpr.invars[place]]}
 

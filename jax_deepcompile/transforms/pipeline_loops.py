@@ -19,14 +19,17 @@ In the loop a product that makes a ``p`` waits until the ``g`` two layers before
 in the same memory, and nothing is copied from one iteration to the next.
 
 Guarantees: every layer is gathered and reduced exactly as often as before, values are bitwise those of the plain loop,
-stacks are read and written in place, by index; a stack that an output is added to is that output's buffer. Peeled
+stacks are read and written in place, by index; a stack that an output is added to, or state that it succeeds, is that
+output's buffer (``in_place``). Peeled
 iterations run as code outside of loops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -35,15 +38,16 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jax_deepcompile._jax_compat import eval_local
-from jax_deepcompile.analysis.dataflow import needed_for, reached_from, without_barriers
+from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, without_barriers
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
 from jax_deepcompile.analysis.parts import Part, SplitBody, split_body
 from jax_deepcompile.ir.memory import HOST, is_on_host
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.retrace import Compute
+from jax_deepcompile.ir.retrace import Compute, compute
 from jax_deepcompile.transforms.decision import Decision, loop_named, refused, replace_loops
+from jax_deepcompile.transforms.in_place import InPlace, once, succeeded
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ class LoopSchedule(Decision, kind="pipeline_loops", about=("loop",)):
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[LoopSchedule]) -> Program:
         divided = len(mesh.axis_names) > len(program.mesh.devices.names)
         wanted = {each.loop: each for each in decisions}
-        ways = {name: lambda loop: _Pipeline.of(loop, wanted[loop.name], divided) for name in wanted}
+        kept = {loop.name: succeeded(program, loop) for loop in find_loops(program) if loop.name in wanted}
+        ways = {name: lambda loop: _Pipeline.of(loop, wanted[loop.name], divided, kept[loop.name]) for name in wanted}
         return replace_loops(program, mesh, ways)
 
 
@@ -131,6 +136,7 @@ class _Pipeline:
       divided: whether XLA divides what is in it further, along automatic axes.
       consts: the loop's constants by variable of the body.
       slices: the stacks whose slices the body reads, by variable of the body.
+      in_place: the outputs that are written in the memory of what the body reads.
     """
 
     loop: Loop
@@ -139,10 +145,12 @@ class _Pipeline:
     split: SplitBody
     consts: dict
     slices: dict
+    in_place: InPlace
 
     @classmethod
-    def of(cls, loop: Loop, schedule: LoopSchedule, divided: bool) -> Compute:
+    def of(cls, loop: Loop, schedule: LoopSchedule, divided: bool, succeeded: Mapping[int, int]) -> Compute:
         split = split_body(loop.eqn)
+        in_place = InPlace.of(loop, split, succeeded)
 
         def run(eqn, operands: list) -> Sequence:
             scan = Scan(eqn)
@@ -151,9 +159,9 @@ class _Pipeline:
             known = constants_of(eqn) | dict(zip(scan.inputs.consts, consts, strict=True))
             begin = jnp.zeros if divided else lax.empty  # XLA divides zeros, and not what is left undefined
             outs = [_in_memory_of(var, begin(var.aval.shape, var.aval.dtype)) for var in scan.results.ys]
-            for output, var in split.in_place:
+            for var, output in in_place.outputs.items():
                 outs[output] = slices.pop(var)
-            return cls(loop, schedule, divided, split, known, slices).run(carry, tuple(outs))
+            return cls(loop, schedule, divided, split, known, slices, in_place).run(carry, tuple(outs))
 
         return run
 
@@ -170,7 +178,7 @@ class _Pipeline:
     def run(self, carry: Sequence, stacks: tuple) -> Sequence:
         length, first = self.loop.length, self.first
         last = min(max(self.schedule.last_layers, self.schedule.prefetch_layers), length - first)
-        gathered = tuple(self.gather(t) for t in range(min(self.schedule.prefetch_layers, length)))
+        gathered = tuple(self.gather(t, stacks) for t in range(min(self.schedule.prefetch_layers, length)))
         state = _State(carry, gathered, (), stacks)
         for t in range(first):
             state = self.iteration(state, t)
@@ -190,8 +198,14 @@ class _Pipeline:
             written[index] = lax.optimization_barrier(written[index])
         return [*state.carry, *written]
 
-    def gather(self, t) -> list:
-        read, early = self._reader(t), self.split.early
+    def gather(self, t, stacks: tuple, wanted: Collection | None = None) -> list:
+        """What ``early`` makes for iteration ``t``; None for what is not ``wanted``, where only some is."""
+        read, early = self._reader(t, stacks), self.split.early
+        if wanted is not None:
+            eqns = needed_for(early.jaxpr.eqns, wanted)
+            early = Part(early.jaxpr, tuple(free_variables(eqns, wanted)), early.outputs)
+            known = compute(eqns, {var: self._as_outside(read(var), reached_from(eqns, {var})) for var in early.inputs})
+            return [known[var] if var in wanted else None for var in early.outputs]
         return self._run(early, lambda var: self._as_outside(read(var), reached_from(early.jaxpr.eqns, {var})))
 
     def iteration(self, state: _State, t) -> _State:
@@ -203,27 +217,36 @@ class _Pipeline:
         schedule, split, apart = self.schedule, self.split, isinstance(t, int)
         gathered, pending, stacks, reduced = state.gathered, state.pending, state.stacks, {}
         reduces = schedule.delay_layers and len(pending) == schedule.delay_layers
-        if not apart or t + schedule.prefetch_layers < self.loop.length:
-            gathered = (*gathered, self.gather(t + schedule.prefetch_layers))
+        gathers = not apart or t + schedule.prefetch_layers < self.loop.length
+        if gathers:
+            gathered = (*gathered, self.gather(t + schedule.prefetch_layers, stacks, self._first))
         between = apart and 0 < t < self.first
-        made = self._given(state.carry, t) if between else dict(zip(self.carried, state.carry, strict=True))
+        made = self._given(state, t) if between else dict(zip(self.carried, state.carry, strict=True))
         ready = map(self._in_order, gathered[0]) if apart else gathered[0]
         made |= dict(zip(split.early.outputs, ready, strict=True))
-        results = self._run(self._main(t), self._reader(t, made))
-        now = len(self.carried) + len(stacks) - len(split.late_outputs)
-        carry, rest = results[: len(self.carried)], results[len(self.carried) : now]
-        made |= dict(zip(split.main.outputs[now:], results[now:], strict=True))
+        ahead = gathered[-1] if gathered else ()
+        results, halfway = self.in_place.computed(self._main(t), self._reader(t, stacks, made), ahead)
+        count = len(self.carried) + len(stacks) - len(split.late_outputs)
+        carry, rest = results[: len(self.carried)], results[len(self.carried) : count]
+        made |= dict(zip(split.main.outputs[count:], results[count:], strict=True))
         gradients, stacks = self._gradients(made, stacks, t, wait=bool(reduces and not apart))
         left = tuple(self._in_a_row((made | gradients)[var]) for var in split.pending)
         if reduces:
-            reduced, pending = self._reduced(pending[0], stacks, t - schedule.delay_layers), pending[1:]
+            oldest, pending = self.in_place.sent(pending[0], halfway), pending[1:]
+            reduced = self._reduced(oldest, stacks, t - schedule.delay_layers)
+            reduced = {index: self._once_read(index, value, carry, ahead) for index, value in reduced.items()}
         if reduces and apart:  # a copy to the host, and where it goes in a stack there, are one
             here = {index: value for index, value in reduced.items() if not is_on_host(value)}
             carry, rest, left, here = lax.optimization_barrier((carry, rest, left, here))
             reduced |= here
-        stacks = self._stored(stacks, t - schedule.delay_layers, reduced)
         early = [index for index in range(len(stacks)) if index not in split.late_outputs]
-        stacks = self._stored(stacks, t, dict(zip(early, rest, strict=True)))
+        now = {index: self._once_read(index, value, carry, ahead) for index, value in zip(early, rest, strict=True)}
+        stacks = self._stored(stacks, t - schedule.delay_layers, reduced)
+        stacks = self._stored(stacks, t, now)
+        if gathers and self._last:
+            later = t + schedule.prefetch_layers
+            made = self.gather(later if apart else once(later, halfway), stacks, self._last)
+            gathered = (*gathered[:-1], [a if b is None else b for a, b in zip(gathered[-1], made, strict=True)])
         state = _State(carry, gathered[1:], (*pending, left), stacks)
         return state if schedule.delay_layers else self.reduce_oldest(state, t)
 
@@ -234,13 +257,30 @@ class _Pipeline:
             return replace(main, jaxpr=without_barriers(main.jaxpr))
         return main
 
-    def _given(self, carry: Sequence, t: int) -> dict:
+    @cached_property
+    def _last(self) -> frozenset:
+        """What is fetched once an iteration has sent what is in its place."""
+        is_pipelined = self.schedule.prefetch_layers and self.schedule.delay_layers
+        return self.in_place.fetched_last if is_pipelined else frozenset()
+
+    @cached_property
+    def _first(self) -> frozenset | None:
+        return frozenset(self.split.early.outputs) - self._last if self._last else None
+
+    def _once_read(self, output: int, value: Any, carry: Sequence, ahead: Sequence) -> Any:
+        """``value``, of state that ``output`` succeeds, once that is read; what is on the host waited before."""
+        if output not in self.in_place.state or is_on_host(value):
+            return value
+        return self.in_place.once_read(output, self._in_order(value), carry, ahead)
+
+    def _given(self, state: _State, t: int) -> dict:
         """What iteration ``t`` reads besides parameters: slices of stacks are there for it when the carry is.
 
         XLA would compute again early, and keep, what many checkpointed layers make of them.
         """
-        read = [var for var in self.split.main.inputs if var in self.slices]
-        carry, values = lax.optimization_barrier((carry, [self._slice(self.slices[var], t) for var in read]))
+        read = [var for var in self.split.main.inputs if var in self.slices or var in self.in_place.outputs]
+        slices = map(self._reader(t, state.stacks), read)
+        carry, values = lax.optimization_barrier((state.carry, list(slices)))
         return dict(zip((*self.carried, *read), (*carry, *values), strict=True))
 
     def _gradients(self, made: dict, stacks: tuple, t, wait: bool) -> tuple[dict, tuple]:
@@ -256,7 +296,7 @@ class _Pipeline:
             if wait:
                 operands, stacks = _after(operands, stacks, gradient.outputs)
             given = made | dict(zip(gradient.operands, operands, strict=True))
-            values = self._run(gradient.part, self._reader(t, given))
+            values = self._run(gradient.part, self._reader(t, stacks, given))
             gradients |= dict(zip(gradient.part.outputs, values, strict=True))
         return gradients, stacks
 
@@ -273,9 +313,8 @@ class _Pipeline:
         """The outputs, by position, that iteration ``t`` left ``pending``."""
         split = self.split
         made = {var: value.reshape(var.aval.shape) for var, value in zip(split.pending, pending, strict=True)}
-        made |= {var: self._slice(stacks[output], t) for output, var in split.in_place}
         reduced = {}
-        values = self._run(split.late, self._reader(t, made))
+        values = self._run(split.late, self._reader(t, stacks, made))
         for output, atom, value in zip(split.late_outputs, split.late.outputs, values, strict=True):
             made_of = {var for eqn in needed_for(split.late.jaxpr.eqns, [atom]) for var in eqn.outvars}
             reduced[output] = self._as_outside(value, made_of)
@@ -311,15 +350,17 @@ class _Pipeline:
         loop = self.loop
         return loop.length - 1 - t if loop.reverse else t
 
-    def _reader(self, t, made: dict | None = None) -> Callable:
-        made = made or {}
-
+    def _reader(self, t, stacks: tuple, made: Mapping = MappingProxyType({})) -> Callable:
         def read(var):
             if var in made:
                 return made[var]
             if var in self.consts:
                 return self.consts[var]
-            return self._slice(self.slices[var], t)
+            if var in self.slices:
+                return self._slice(self.slices[var], t)
+            output = self.in_place.outputs[var]
+            value = self._slice(stacks[output], t)
+            return self._in_order(value) if output in self.in_place.state and not is_on_host(value) else value
 
         return read
 

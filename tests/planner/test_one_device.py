@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,15 +13,22 @@ from jax import lax
 import jax_deepcompile as deepcompile
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
+from jax_deepcompile.transforms.offload_state import OffloadedState
+from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.rematerialize import Rematerialized
+from jax_deepcompile.transforms.update_in_loops import UpdatedInLoop
 from tests.partition.steps import shapes, training_step
 
 pytestmark = pytest.mark.h100_aot
 
 LAYERS, WIDTH, ROWS = 4, 2048, 8192
 
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+STATE: dict[str, Any] = {"rows": 1024, "layers": 16, "optimizer": optax.adam(1e-3), "checkpointed": True}
+"""Parameters and two moments of 16 layers, 128 MiB each, take 6 GiB."""
 
-def traced(checkpointed: bool, rows: int = ROWS, layers: int = LAYERS, **options):
+
+def traced(checkpointed: bool, rows: int = ROWS, layers: int = LAYERS, optimizer=CLIPPED, **options):
     def layer(x, w):
         return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]), None
 
@@ -27,7 +36,6 @@ def traced(checkpointed: bool, rows: int = ROWS, layers: int = LAYERS, **options
         return jnp.mean(lax.scan(jax.checkpoint(layer) if checkpointed else layer, x, params)[0] ** 2)
 
     params = shapes({"up": (layers, WIDTH, 4 * WIDTH), "down": (layers, 4 * WIDTH, WIDTH)})
-    optimizer = optax.sgd(0.1)
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
     mesh = deepcompile.targets.h100(gpus_per_node=1).make_mesh((1,), ("fsdp",))
     return deepcompile.shard(training_step(loss, optimizer), mesh, **options).trace(state, shapes((rows, WIDTH)))
@@ -37,6 +45,24 @@ def test_checkpointed_layers_are_planned():
     plan = traced(checkpointed=True).plan()
     assert plan.of(KeptActivations)
     assert [record.strategy for record in plan.records if record.accepted] == ["keep_activations"]
+
+
+def test_moments_on_the_host_are_copied_beside_the_backward_pass():
+    limit = {"memory_limit": "4.5GiB"}
+    plan, before = traced(**STATE, **limit).plan(), traced(**STATE, **limit, passes="-update_in_loops").plan()
+    (updated,), (away,) = plan.of(UpdatedInLoop), plan.of(OffloadedState)
+    assert updated.loop.endswith(" @backward")
+    assert set(updated.copied) == set(away.leaves)
+    assert {each.loop for each in plan.of(LoopSchedule)} >= {updated.loop}, "in place"
+    assert not before.of(UpdatedInLoop)
+    assert plan.prediction.peak_bytes <= 4.5 * 2**30
+    assert plan.prediction.step_s < 0.8 * before.prediction.step_s
+
+
+def test_where_a_norm_of_all_gradients_comes_before_the_update_they_are_not():
+    plan = traced(**STATE | {"optimizer": optax.chain(CLIPPED, STATE["optimizer"])}, memory_limit="5.5GiB").plan()
+    assert plan.of(OffloadedState)
+    assert not plan.of(UpdatedInLoop)
 
 
 def test_others_that_fit_are_left_as_they_are_unless_computing_again_is_faster():

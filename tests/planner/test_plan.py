@@ -50,6 +50,7 @@ from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegm
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
+from jax_deepcompile.transforms.update_in_loops import UpdatedInLoop
 from tests.planner.situations import HEADED, START, in_pipelines
 from tests.transforms.programs import assert_same_values, headed_loss, sharded
 
@@ -68,6 +69,7 @@ DECISIONS = (
     OffloadedActivations(AHEAD, BACK, ("layers input",)),
     OffloadedValues("", ("head add @forward",)),
     *AROUND_PIPELINED,
+    UpdatedInLoop(BACK, ("optimizer/mu/up",)),
     LoopSchedule(AHEAD, 1, 0, 0, 3),
     LoopSchedule(BACK, 1, 1, 2, 1),
     KeptGathers("microbatches", ("head @forward", "head @backward")),
@@ -303,6 +305,7 @@ def test_a_plan_reads_in_words():
         "layers @forward: copies layers input to the host for layers @backward",
         "outside of loops: copies head add @forward to the host for backward",
         "sums that results of loops go into are added up in those loops",
+        "layers @backward: updates the state of a layer as its gradients are there, on the host: optimizer/mu/up",
         "gradients of layers stay in the type they were reduced in",
         "in the host's memory, copied a layer ahead of its use: layers/up/kernel",
         "layers @forward: gathers a layer ahead, runs its last 3 layers apart",

@@ -16,6 +16,7 @@ from jax_deepcompile.planner.strategies.stacks_in_turn import StacksInTurn
 from jax_deepcompile.planner.strategies.unshard import Unshard
 from jax_deepcompile.planner.strategies.unshard_microbatches import UnshardMicrobatches
 from jax_deepcompile.planner.strategies.unshard_unrolled import UnshardUnrolled
+from jax_deepcompile.planner.strategies.update_in_loops import UpdateInLoops
 from jax_deepcompile.planner.strategy import Strategy
 
 STRATEGIES: tuple[Strategy, ...] = (
@@ -36,7 +37,7 @@ STRATEGIES: tuple[Strategy, ...] = (
 """The list: hide communication in loops, join what is small, spend the memory that is left on computing and
 communicating less."""
 
-ONE_DEVICE: tuple[Strategy, ...] = (StacksInTurn(), KeepActivations())
+ONE_DEVICE: tuple[Strategy, ...] = (StacksInTurn(), UpdateInLoops(), KeepActivations())
 """Where there is nothing to communicate."""
 
 ON_A_HOST: tuple[Strategy, ...] = (KeepGathered(), KeepActivations(), JoinCollectives())

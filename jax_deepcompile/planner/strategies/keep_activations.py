@@ -7,15 +7,22 @@ from dataclasses import dataclass
 from itertools import chain
 
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.lowering.compile import most_argument_bytes
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
-from jax_deepcompile.planner.layers import copying_ahead, keep_over_loops
+from jax_deepcompile.planner.layers import copying_ahead, in_place, keep_over_loops
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion
 from jax_deepcompile.planner.residency import Choice, Phases, Places, choose, saved_s, taken_bytes
 from jax_deepcompile.planner.stacks import every_layer, saving
 from jax_deepcompile.planner.starts import Start, starts
-from jax_deepcompile.planner.state_on_host import HostLeaf, host_leaves, with_state_on_host
+from jax_deepcompile.planner.state_on_host import (
+    HostLeaf,
+    argument_bytes,
+    host_leaves,
+    loop_updates,
+    with_state_on_host,
+)
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
@@ -26,6 +33,7 @@ from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
+from jax_deepcompile.transforms.update_in_loops import UpdatedInLoop
 
 
 @dataclass(frozen=True)
@@ -70,11 +78,12 @@ class KeepActivations:
         ahead, least = list[Proposal](), list[Proposal]()
         needs_least = not start.is_ahead and not (environment.fits(best) and best.plan.of(LoopSchedule))
         phases = Phases.of(best, environment.costs)
-        state = host_leaves(base, environment.disabled)
+        state = host_leaves(base, environment.disabled, loop_updates(base, start.plan, environment.mesh))
+        least_bytes = argument_bytes(base) - most_argument_bytes(environment.costs.hardware.memory_bytes)
         now = taken_bytes(start.regions, start.already, state)
         for free_bytes, movable in _budgets(best, environment, state):
             taken = None if free_bytes is None else now + start.freed_bytes + free_bytes
-            choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, movable)
+            choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, movable, least_bytes)
             if not host_bytes:
                 here[taken] = choice
             elif choice is not None and not choice.host_bytes:
@@ -92,11 +101,12 @@ class KeepActivations:
             for by_layer in (True, False) if choice.places.state else (False,):
                 there = with_state_on_host(plan, base, choice.places.state, environment, by_layer)
                 said = start.said + _said(choice) + ", updated a layer at a time" * by_layer
-                alone = there.without(LoopSchedule, StackCollectives)
-                there = copying_ahead(there, base, environment.mesh)
+                alone = in_place(there.without(LoopSchedule, StackCollectives), base)
+                there = in_place(copying_ahead(there, base, environment.mesh), base)
                 there = keep_over_loops(base, there, environment) if there.of(KeptGathers) else there
                 ahead.append(Proposal(there, said))
-                if needs_least and alone.decisions != there.decisions:
+                in_turn = any(each.copied for each in there.of(UpdatedInLoop))  # that has nothing to hide beside
+                if needs_least and not in_turn and alone.decisions != there.decisions:
                     least.append(Proposal(alone, f"{said}, with no layer ahead of its turn"))
         return ahead, least
 

@@ -1,0 +1,31 @@
+"""What of the state of layers is updated in their backward loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jax_deepcompile.analysis.loops import find_loops
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.planner.candidate import Candidate, Environment
+from jax_deepcompile.planner.layers import in_place
+from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
+from jax_deepcompile.transforms.update_in_loops import LoopUpdate, UpdatedInLoop
+
+
+@dataclass(frozen=True)
+class UpdateInLoops:
+    """Proposes that state is updated as gradients are there, wherever no norm of all of them comes before."""
+
+    name: str = "update_in_loops"
+    stage: Stage = Stage.MAIN
+
+    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        if environment.platform != "cuda" or best.plan.of(UpdatedInLoop):
+            return
+        program = best.plan.program(base, environment.mesh, until=AccumulateInLoops)
+        loops = [loop for loop in find_loops(program) if LoopUpdate.of(program, loop)]
+        if loops:
+            plan = best.plan.having(UpdatedInLoop, [UpdatedInLoop(loop.name) for loop in loops])
+            yield Proposal(in_place(plan, program), f"{len(loops)} backward loops update the state of their layers")
