@@ -28,7 +28,10 @@ from jax.extend import core as jex
 
 _PACKAGE = f"{Path(__file__).parent}/"
 
-_LIBRARIES = (*(f"site-packages/{name}/" for name in ("jax", "flax", "optax")), _PACKAGE)
+_OF_LAYERS = ("flax", "haiku", "equinox", "jraph", "einops", "distrax")
+
+_LIBRARIES = (*(f"site-packages/{name}/" for name in ("jax", "optax", *_OF_LAYERS)), _PACKAGE)
+"""Where what a user calls is made of: lines there say less than the one that calls them."""
 
 _DESCRIBED_GPU = jax.make_user_context(None)
 """(version of cuDNN, compute capability) of the GPU that this thread traces for; JAX keeps traces by it."""

@@ -293,8 +293,8 @@ class StateChangedError(DeepCompileError, ValueError):
     def __init__(self, function: str, changes: Sequence[str]) -> None:
         listed = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
         super().__init__(f"""{function} returns its state changed in structure, shape or dtype, so the next step could
-        not take it: {listed}. Return every leaf as it came in; where a dtype was promoted, cast back with
-        .astype(old.dtype).""")
+        not take it: {listed}. Return every leaf as it came in: where a dtype was promoted, cast back with
+        .astype(old.dtype); where only the first step changes something, begin with state as that returns it.""")
 
 
 class HostCallbackError(DeepCompileError, NotImplementedError):

@@ -139,8 +139,8 @@ def strictly_limited(options: Mapping[str, bool | int | str]) -> dict[str, bool 
 
 
 _ROOM = 32.0
-"""Times the limit. With 2.4 XLA computed again 1 to 2 % of steps with values on the host, and saved no byte by that; with
-8 it was 14 % of one whose loop updates state, which it counts anew for each iteration in a body."""
+"""Times the limit. With 2.4 XLA computed again 1 to 2 % of steps with values on the host, and saved no byte by that;
+with 8 it was 14 % of one whose loop updates state, which it counts anew for each iteration in a body."""
 
 
 _LEAST_OWN_BYTES = 1 << 30
