@@ -187,12 +187,24 @@ def _further(expected: Prediction, records: Sequence[Record], limit_bytes: int |
     if expected.communication_s > expected.compute_s:
         times = expected.communication_s / max(expected.compute_s, 1e-12)
         yield f"communication bounds the step, until the network is {times:.2f} times as fast or the batch as large"
-    elif expected.exposed_s > _NOTABLE * expected.step_s:
-        share = 100 * expected.exposed_s / expected.step_s
-        yield f"compute waits {expected.exposed_s:.4g} s, {share:.1f} % of the step, for communication"
+    elif waits := _waits(expected):
+        yield from waits
     else:
         share = 100 * expected.compute_s / expected.step_s if expected.step_s else 0.0
         yield f"compute bounds the step: kernels run {share:.1f} % of it"
+
+
+def _waits(expected: Prediction) -> list[str]:
+    """What compute waits for so long that it is worth saying."""
+    waited = {
+        "communication": expected.exposed_s,
+        "copies between the device and its host": expected.exposed_copy_s,
+    }
+    return [
+        f"compute waits {seconds:.4g} s, {100 * seconds / expected.step_s:.1f} % of the step, for {what}"
+        for what, seconds in waited.items()
+        if seconds > _NOTABLE * expected.step_s
+    ]
 
 
 def _saves_s(record: Record, limit_bytes: int | None) -> float:
