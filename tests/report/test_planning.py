@@ -42,6 +42,10 @@ def test_many_gathers_that_start_early_take_one_line():
             "communication bounds the step, until the network is 1.50 times as fast or",
         ),
         (Prediction(2.0, 1.5, 1.0, 0.5, GIB), "compute waits 0.5 s, 25.0 % of the step, for communication"),
+        (
+            Prediction(2.0, 1.5, 0.0, 0.0, GIB, exposed_copy_s=0.5),
+            "compute waits 0.5 s, 25.0 % of the step, for copies between the device and its host",
+        ),
         (Prediction(2.0, 1.98, 1.0, 0.02, GIB), "compute bounds the step: kernels run 99.0 % of it"),
         (Prediction(0.0, 0.0, 0.0, 0.0, 0), "compute bounds the step: kernels run 0.0 % of it"),
     ],
