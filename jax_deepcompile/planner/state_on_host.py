@@ -17,11 +17,10 @@ from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.stacks import by_layer
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
-from jax_deepcompile.transforms.decision import loop_named
 from jax_deepcompile.transforms.offload_parameters import OffloadedParameters, reads
 from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
-from jax_deepcompile.transforms.update_in_loops import LoopUpdate, UpdatedInLoop
+from jax_deepcompile.transforms.update_in_loops import LoopUpdate, UpdatedInLoop, in_turn
 
 COPIED_BYTES = 1 << 20
 """What is less is not worth a copy."""
@@ -89,10 +88,10 @@ def host_leaves(
 
 def loop_updates(base: Program, plan: Plan, mesh: AnyMesh) -> list[LoopUpdate]:
     """What ``plan`` updates in loops."""
-    named = [each.loop for each in plan.of(UpdatedInLoop)]
-    program = plan.program(base, mesh, until=AccumulateInLoops) if named else base
-    found = (LoopUpdate.of(program, loop_named(program, name, "updates state in")) for name in named)
-    return [each for each in found if each is not None]
+    if not plan.of(UpdatedInLoop):
+        return []
+    program = plan.program(base, mesh, until=AccumulateInLoops)
+    return [update for update, _ in in_turn(program, mesh, plan.of(UpdatedInLoop))]
 
 
 def born(program: Program, plan: Plan) -> Sequence[Port]:
@@ -116,7 +115,7 @@ def with_state_on_host(
     plan = plan.having(UpdatedInLoop, [UpdatedInLoop(*each) for each in copied.items()])
     if not away or environment.limit_bytes is None:
         return plan.without(OffloadedState, OffloadedParameters)
-    leaves = host_leaves(base)
+    leaves = host_leaves(base, updates=updates)
     held_bytes = argument_bytes(base) - sum(leaves[name].size_bytes for name in away)
     options = memory_options(environment.limit_bytes, held_bytes, environment.costs.hardware.memory_bytes)
     streamed = tuple(name for name in away if leaves[name].reads)

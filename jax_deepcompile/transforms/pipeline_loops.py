@@ -20,8 +20,7 @@ in the same memory, and nothing is copied from one iteration to the next.
 
 Guarantees: every layer is gathered and reduced exactly as often as before, values are bitwise those of the plain loop,
 stacks are read and written in place, by index; a stack that an output is added to, or state that it succeeds, is that
-output's buffer (``in_place``). Peeled
-iterations run as code outside of loops.
+output's buffer (``in_place``). Peeled iterations run as code outside of loops.
 """
 
 from __future__ import annotations

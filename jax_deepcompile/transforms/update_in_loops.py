@@ -10,14 +10,14 @@ After::
     p', m' = scan(t): dx = dot(dy, p[t]); g = dot(x, dy); m'[t] = f(m[t], g); p'[t] = h(p[t], m'[t])
 
 No stack of gradients is filled, and what of the state is on the host is copied beside the backward pass instead of
-after it. That can be where an update reads nothing of other layers: with a norm of all gradients before it, it cannot.
+after it. That can be where an update is made element by element: with a norm of all gradients before it, it cannot.
 
 Guarantees: values are bitwise the same; a pipelined loop (``pipeline_loops``) updates stacks in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,7 @@ import jax
 from jax_deepcompile._jax_compat import eval_local, open_jaxpr, provenance
 from jax_deepcompile.analysis.dataflow import alike, free_variables, needed_for, reached_from, variables
 from jax_deepcompile.analysis.loops import Loop
-from jax_deepcompile.analysis.names import parameter_names
+from jax_deepcompile.analysis.names import keeping_loop_names, parameter_names
 from jax_deepcompile.ir.memory import DEVICE, HOST
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
@@ -43,8 +43,8 @@ class UpdatedInLoop(Decision, kind="update_in_loops", about=("loop",)):
 
     Attributes:
       loop: the loop, such as ``layers @backward``.
-      copied: leaves of the state that nothing else reads and that are on the host: a layer's is copied to the device
-        and back. What keeps them there between steps is said of them elsewhere (``offload_state``).
+      copied: leaves of the state that are on the host, a layer of which is copied to the device and back. Nothing but
+        the update may read them, or what succeeds them. That they are there between steps ``offload_state`` says.
     """
 
     loop: str
@@ -56,14 +56,26 @@ class UpdatedInLoop(Decision, kind="update_in_loops", about=("loop",)):
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[UpdatedInLoop]) -> Program:
-        for each in decisions:
-            update = LoopUpdate.of(program, loop_named(program, each.loop, "updates state in"))
-            if update is None:
-                raise refused(f"nothing of the state can be updated in {each.loop!r}, layer by layer")
-            known = update.copyable
-            places = positions(each.copied, list(known.values()), f"copies in {each.loop!r}")
-            program = _updating(program, mesh, update, {list(known)[place] for place in places})
-        return program
+        return [program, *(after for _, after in in_turn(program, mesh, decisions))][-1]
+
+
+def in_turn(
+    program: Program, mesh: AnyMesh, decisions: Sequence[UpdatedInLoop]
+) -> Iterator[tuple[LoopUpdate, Program]]:
+    """What each of ``decisions`` updates, of what those before it left, and the program with that.
+
+    Raises:
+      PlanError: a loop is not there, or has nothing to update; or what is copied is not updated in it alone.
+    """
+    for each in decisions:
+        update = LoopUpdate.of(program, loop_named(program, each.loop, "updates state in"))
+        if update is None:
+            raise refused(f"nothing of the state can be updated in {each.loop!r}, layer by layer")
+        known = update.copyable
+        places = positions(each.copied, list(known.values()), f"copies in {each.loop!r}")
+        after = _updating(program, mesh, update, {list(known)[place] for place in places})
+        program = keeping_loop_names(after, program)
+        yield update, program
 
 
 @dataclass(frozen=True)
@@ -71,10 +83,11 @@ class LoopUpdate:
     """What of the state can be updated in a loop.
 
     Attributes:
+      jaxpr: of the program.
       loop: it; no other loop is around it.
       eqns: outside of it, element by element of stacks, some of what it stacks up.
       made: variables that succeed stacks of the state, each with that stack.
-      names: of those stacks, by their positions among the inputs.
+      names: what those stacks are called, by their positions among the inputs of the program.
     """
 
     jaxpr: Any
@@ -112,7 +125,7 @@ class LoopUpdate:
     def left(self) -> list:
         """The other equations after the loop that results need."""
         others = [eqn for eqn in self._after if self.made.keys().isdisjoint(eqn.outvars)]
-        return needed_for(others, [atom for atom in self.jaxpr.outvars if atom not in self.made])
+        return needed_for(others, [var for var in variables(self.jaxpr.outvars) if var not in self.made])
 
     @cached_property
     def first(self) -> list:
@@ -142,10 +155,14 @@ class LoopUpdate:
 
     @cached_property
     def copyable(self) -> dict[int, str]:
-        """Of ``names`` those that may be on the host: nothing but the update reads them."""
-        inside = {id(eqn) for eqn in self.eqns}
-        elsewhere = {atom for eqn in self.jaxpr.eqns if id(eqn) not in inside for atom in variables(eqn.invars)}
-        return {place: name for place, name in self.names.items() if self.jaxpr.invars[place] not in elsewhere}
+        """Of ``names`` those that may be on the host: nothing but the update reads them, or what succeeds them."""
+        around = [*self.before, self.loop.eqn, *self.first, *self.left]
+        elsewhere = {atom for eqn in around for atom in variables(eqn.invars)}
+        returned = {*variables(self.jaxpr.outvars)}
+        alone = {
+            before for made, before in self.made.items() if before not in elsewhere | returned and made not in elsewhere
+        }
+        return {place: name for place, name in self.names.items() if self.jaxpr.invars[place] in alone}
 
 
 def _is_of_layers(eqn: Any, layers: int) -> bool:

@@ -16,6 +16,7 @@ from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.ir.memory import HOST_KIND, is_fetch, is_offload
+from jax_deepcompile.planner.strategies.update_in_loops import _updates
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.in_place import succeeded
 from jax_deepcompile.transforms.offload_parameters import streamable
@@ -46,7 +47,7 @@ def updates(program) -> list[LoopUpdate]:
 
 
 def moments(update: LoopUpdate) -> tuple[str, ...]:
-    return tuple(name for name in update.copyable.values() if {"mu", "nu", "trace"} & set(name.split("/")))
+    return tuple(name for name in update.copyable.values() if {"mu", "nu", "trace", "m"} & set(name.split("/")))
 
 
 def updated(program, mesh, ahead: int = 0, behind: int = 0, copied: Callable = lambda update: (), **more):
@@ -148,13 +149,13 @@ def _clipped(g):
     return optax.clip_by_global_norm(0.01).update(g, optax.EmptyState())[0]
 
 
-def stepping(change: Callable, extra: Callable = lambda state, g: ()):
-    """A step whose gradients go through ``change`` before momentum, and that returns ``extra`` of them."""
+def stepping(change: Callable, extra: Callable = lambda state, g, m: ()):
+    """A step whose gradients go through ``change`` before momentum, and that returns ``extra`` of all."""
 
     def step(state, batch):
         loss, g = jax.value_and_grad(matrices_loss)(state["p"], batch)
         m = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], change(g))
-        return {"p": jax.tree.map(lambda p, m: p - 0.1 * m, state["p"], m), "m": m}, (loss, extra(state, g))
+        return {"p": jax.tree.map(lambda p, m: p - 0.1 * m, state["p"], m), "m": m}, (loss, extra(state, g, m))
 
     traced = trace(step, {"p": MATRICES, "m": MATRICES}, (16, 16), ONE, state_argnums=0)
     return traced.sharded, traced.compilation.context.use.mesh
@@ -184,13 +185,43 @@ def test_what_reads_other_layers_is_updated_after_them(change):
 @pytest.mark.cpu_mesh
 @pytest.mark.parametrize(
     "extra",
-    [lambda state, g: g, lambda state, g: optax.tree.norm(g), lambda state, g: optax.tree.norm(state["p"])],
+    [lambda state, g, m: g, lambda state, g, m: optax.tree.norm(g), lambda state, g, m: optax.tree.norm(state["p"])],
     ids=["gradients", "their norm", "the norm of parameters"],
 )
 def test_what_else_reads_the_same_has_it(extra):
     program, mesh = stepping(lambda g: g, extra)
     assert updates(program)
     assert_same_values(updated(program, mesh), program, mesh)
+
+
+OTHERS = {
+    "a constant": lambda state, g, m: 0.0,
+    "the norm of new moments": lambda state, g, m: optax.tree.norm(m),
+    "a row of new moments": lambda state, g, m: m["w"][0],
+    "old moments": lambda state, g, m: state["m"],
+    "what the update is made of": lambda state, g, m: jnp.sum(0.1 * m["w"]),
+}
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("extra", OTHERS.values(), ids=OTHERS)
+def test_what_else_reads_state_keeps_it_on_the_device(extra):
+    program, mesh = stepping(lambda g: g, extra)
+    (update,) = updates(program)
+    assert len(moments(update)) == (extra is OTHERS["a constant"])
+    assert_same_values(updated(program, mesh, 1, 1, moments), program, mesh)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("devices", [1, 8])
+def test_of_two_loops_the_last_updates_what_both_make_gradients_of(devices):
+    def siamese(params, batch):
+        return matrices_loss(params, batch) + matrices_loss(params, 2 * batch)
+
+    program, mesh = sharded(siamese, MATRICES, mesh={"fsdp": devices})
+    found = list(_updates(program, mesh))
+    assert len(found) == 1 < len(updates(program))
+    assert_same_values(carry_out(program, mesh, found), program, mesh)
 
 
 @pytest.mark.pure
