@@ -143,7 +143,7 @@ class InPlace:
         stack = {var for var, place in self.outputs.items() if place == output}
         for part, values in ((self.split.early, gathered), (self.split.main, carry)):
             made = reached_from(part.jaxpr.eqns, stack)
-            pairs = zip(part.outputs, values, strict=False)
+            pairs = zip(part.outputs[: len(values)], values, strict=True)
             yield from (value for var, value in pairs if var in made and value is not None)
 
 

@@ -200,12 +200,12 @@ class _Pipeline:
     def gather(self, t, stacks: tuple, wanted: Collection | None = None) -> list:
         """What ``early`` makes for iteration ``t``; None for what is not ``wanted``, where only some is."""
         read, early = self._reader(t, stacks), self.split.early
-        if wanted is not None:
-            eqns = needed_for(early.jaxpr.eqns, wanted)
-            early = Part(early.jaxpr, tuple(free_variables(eqns, wanted)), early.outputs)
-            known = compute(eqns, {var: self._as_outside(read(var), reached_from(eqns, {var})) for var in early.inputs})
-            return [known[var] if var in wanted else None for var in early.outputs]
-        return self._run(early, lambda var: self._as_outside(read(var), reached_from(early.jaxpr.eqns, {var})))
+        if wanted is None:
+            return self._run(early, lambda var: self._as_outside(read(var), reached_from(early.jaxpr.eqns, {var})))
+        eqns = needed_for(early.jaxpr.eqns, wanted)
+        inputs = free_variables(eqns, wanted)
+        known = compute(eqns, {var: self._as_outside(read(var), reached_from(eqns, {var})) for var in inputs})
+        return [known[var] if var in wanted else None for var in early.outputs]
 
     def iteration(self, state: _State, t) -> _State:
         """Iteration ``t``: gathers for a later one, reduces for an earlier one, and computes its own layer.
@@ -218,7 +218,7 @@ class _Pipeline:
         reduces = schedule.delay_layers and len(pending) == schedule.delay_layers
         gathers = not apart or t + schedule.prefetch_layers < self.loop.length
         if gathers:
-            gathered = (*gathered, self.gather(t + schedule.prefetch_layers, stacks, self._first))
+            gathered = (*gathered, self.gather(t + schedule.prefetch_layers, stacks, self._fetched_first))
         between = apart and 0 < t < self.first
         made = self._given(state, t) if between else dict(zip(self.carried, state.carry, strict=True))
         ready = map(self._in_order, gathered[0]) if apart else gathered[0]
@@ -242,9 +242,9 @@ class _Pipeline:
         now = {index: self._once_read(index, value, carry, ahead) for index, value in zip(early, rest, strict=True)}
         stacks = self._stored(stacks, t - schedule.delay_layers, reduced)
         stacks = self._stored(stacks, t, now)
-        if gathers and self._last:
+        if gathers and self._fetched_last:
             later = t + schedule.prefetch_layers
-            made = self.gather(later if apart else once(later, halfway), stacks, self._last)
+            made = self.gather(later if apart else once(later, halfway), stacks, self._fetched_last)
             gathered = (*gathered[:-1], [a if b is None else b for a, b in zip(gathered[-1], made, strict=True)])
         state = _State(carry, gathered[1:], (*pending, left), stacks)
         return state if schedule.delay_layers else self.reduce_oldest(state, t)
@@ -257,14 +257,15 @@ class _Pipeline:
         return main
 
     @cached_property
-    def _last(self) -> frozenset:
+    def _fetched_last(self) -> frozenset:
         """What is fetched once an iteration has sent what is in its place."""
         is_pipelined = self.schedule.prefetch_layers and self.schedule.delay_layers
         return self.in_place.fetched_last if is_pipelined else frozenset()
 
     @cached_property
-    def _first(self) -> frozenset | None:
-        return frozenset(self.split.early.outputs) - self._last if self._last else None
+    def _fetched_first(self) -> frozenset | None:
+        """What is gathered and fetched before that; None where that is all."""
+        return frozenset(self.split.early.outputs) - self._fetched_last if self._fetched_last else None
 
     def _once_read(self, output: int, value: Any, carry: Sequence, ahead: Sequence) -> Any:
         """``value``, of state that ``output`` succeeds, once that is read; what is on the host waited before."""
