@@ -69,13 +69,13 @@ class InPlace:
         return cls(split, outputs, frozenset(state))
 
     def once_read(self, output: int, value: Any, carry: Sequence, gathered: Sequence) -> Any:
-        """The ``value`` of an output once the iteration has read the stack that it succeeds.
+        """The ``value`` of an output in ``state`` once the iteration has read the stack that it succeeds.
 
         Args:
           carry: that the iteration made.
           gathered: what it gathered, or fetched, for a later one.
         """
-        return once(value, self._made_of(output, carry, gathered)) if output in self.state else value
+        return once(value, self._made_of(output, carry, gathered))
 
     def computed(self, main: Part, known: Callable[[Any], Any], gathered: Sequence) -> tuple[list, list]:
         """What ``main`` makes; and of what it computes, if state goes to the host, that which is there halfway.
