@@ -129,9 +129,12 @@ def _with_references(out: Any, objects: tuple) -> Any:
 def finish(objects: tuple, state: Any, out: Any) -> Any:
     """What the user's step would have returned; ``objects`` get the values of ``state``."""
     nnx.update(objects, _with_values(state))
-    if not any(map(_is_reference, jax.tree.leaves(out, is_leaf=_is_reference))):
+    returned = {node.path for node in jax.tree.leaves(out, is_leaf=_is_reference) if _is_reference(node)}
+    if not returned:
         return out
-    given = dict(nnx.iter_graph(objects))
+    given: dict = {(place,): node for place, node in enumerate(objects)}
+    if not returned <= given.keys():
+        given = dict(nnx.iter_graph(objects))
     return jax.tree.map(lambda node: given[node.path] if _is_reference(node) else node, out, is_leaf=_is_reference)
 
 

@@ -144,7 +144,7 @@ class _Parts:
         if name == "reduce_sum":
             kept = [each for each in range(eqn.invars[0].aval.ndim) if each not in eqn.params["axes"]]
             return [(eqn.invars[0], kept[dim])]
-        if name not in _ELEMENTWISE or len(eqn.outvars) != 1:
+        if name not in ELEMENTWISE or len(eqn.outvars) != 1:
             return None
         scalars = [atom for atom in eqn.invars if not atom.aval.shape]
         if not all(map(self._is_equal, scalars)) or any(atom.aval.shape not in ((), shape) for atom in eqn.invars):
@@ -188,8 +188,6 @@ class _Parts:
             return None
         return device if eqn.primitive.name == "axis_index" else _ARITHMETIC[eqn.primitive.name](*numbers)
 
-
-_ELEMENTWISE = ELEMENTWISE - {"reshape"} | {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "is_finite", "tanh"}
 
 _ARITHMETIC: Mapping[str, Any] = {
     "axis_index": None,

@@ -85,6 +85,7 @@ OPTIMIZERS = {
     "narrow": optax.adamw(1e-2, eps=1e-3, mu_dtype=jnp.bfloat16),
     "schedule": optax.adam(optax.cosine_decay_schedule(1e-2, 10), eps=1e-3),
     "lion": optax.lion(1e-3),
+    "comparisons": optax.adagrad(1e-2),
     "by element": optax.chain(optax.clip(0.1), optax.adam(1e-2, eps=1e-3)),
 }
 LOSSES = {

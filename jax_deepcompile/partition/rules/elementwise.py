@@ -6,24 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_deepcompile.ir.equation import Equation
+from jax_deepcompile.ir.primitives import ELEMENTWISE
 from jax_deepcompile.partition.rules.base import OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
 
-UNARY_LINEAR = ("neg", "real", "imag", "conj", "copy", "name", "pvary", "stop_gradient")
-
-NONLINEAR = """
-    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh digamma eq
-    eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le le_to
-    lgamma log log1p log2 logistic lt lt_to max min mulhi ne nextafter not one_minus_square or polygamma polynomial
-    population_count pow reciprocal reduce_precision regularized_incomplete_beta rem round rsqrt shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh threefry2x32 xor zeta
-"""
-
+_UNARY_LINEAR = ("neg", "real", "imag", "conj", "copy", "name", "pvary", "stop_gradient")
 
 _LINEAR = {
-    **dict.fromkeys(UNARY_LINEAR, ((0,),)),
+    **dict.fromkeys(_UNARY_LINEAR, ((0,),)),
     **dict.fromkeys(("add", "sub", "add_any", "complex"), ((0, 1),)),
 }
+
+_RULES_OF_THEIR_OWN = {"mul", "div", "select_n", "convert_element_type", "reshape", "bitcast_convert_type"}
 
 
 def elementwise(eqn: Equation, linear: Sequence[Sequence[int]] = (), rounded: Sequence[Sequence[int]] = ()) -> OpRule:
@@ -38,7 +32,7 @@ def elementwise(eqn: Equation, linear: Sequence[Sequence[int]] = (), rounded: Se
     return builder.build(operands, [dims] * len(eqn.outvars), linear=linear, rounded=rounded)
 
 
-@rule(*NONLINEAR.split(), *_LINEAR)
+@rule(*ELEMENTWISE - _RULES_OF_THEIR_OWN, *_LINEAR, "threefry2x32")
 def by_name(eqn: Equation) -> OpRule:
     return elementwise(eqn, _LINEAR.get(eqn.primitive.name, ()))
 

@@ -98,11 +98,8 @@ def _threefry_block(keys, shape, block, starts, bit_width: int) -> jax.Array:
     """Bits of the block at ``starts`` of an array ``shape``, for each key: ``[*keys.shape, *block]``."""
     high_index, low_index = _global_index(shape, block, starts)
     words = jax.random.key_data(keys)
-    first, second = (
-        jnp.broadcast_to(words[..., word].reshape(keys.shape + (1,) * len(block)), keys.shape + block)
-        for word in (0, 1)
-    )
-    counts = (jnp.broadcast_to(index, keys.shape + block) for index in (high_index, low_index))
+    first, second = (words[..., word].reshape(keys.shape + (1,) * len(block)) for word in (0, 1))
+    counts = (index.reshape((1,) * keys.ndim + block) for index in (high_index, low_index))
     high, low = threefry2x32_p.bind(first, second, *counts)
     if bit_width == 64:
         return lax.shift_left(high.astype(jnp.uint64), jnp.uint64(32)) | low.astype(jnp.uint64)
