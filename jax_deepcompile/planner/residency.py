@@ -135,6 +135,10 @@ class Choice:
     gained_s: float
 
 
+WORTH = 3.0
+"""How many times longer cheap work must take again than bringing from memory: most of it XLA does beside other."""
+
+
 def choose(
     regions: Sequence[RecomputeRegion],
     stacks: Sequence[Stack],
@@ -144,6 +148,7 @@ def choose(
     already: Places = NOWHERE,
     state: Mapping[str, HostLeaf] = MappingProxyType({}),
     state_bytes: int = 0,
+    worth: float = WORTH,
 ) -> Choice | None:
     """The places that make a step fastest; None if nothing fits.
 
@@ -155,9 +160,10 @@ def choose(
       state: leaves that may be on the host between steps; nothing hides the copies of their update, unless that is in
         a backward loop.
       state_bytes: that so many of those that loops update are there, if there are as many.
+      worth: how many times longer cheap work must take again than bringing its result from memory.
     """
     model = _Model()
-    found = [_Region(model, region, host_bytes > 0) for region in regions]
+    found = [_Region(model, region, host_bytes > 0, worth) for region in regions]
     loops = [each for each in found if each.region.is_of_loops]
     gathered = {model.variable(_LEAST * each.size_bytes / phases.bytes_per_s): each for each in stacks}
     sizes = {var: float(each.size_bytes) for var, each in gathered.items()}
@@ -224,15 +230,12 @@ _HIDES = 0.9
 _HIDDEN = 0.95
 """The share of a loop's time that copies may take to be hidden."""
 
-_WORTH = 3.0
-"""How many times longer cheap work must take again than bringing from memory: most of it XLA does beside other."""
 
-
-def _worths(region: RecomputeRegion) -> list[float]:
-    """Likewise, of each activation: what spares a product spares a kernel, and may be written anyway."""
+def _worths(region: RecomputeRegion, worth: float) -> list[float]:
+    """``worth`` of each activation: what spares a product spares a kernel, and may be written anyway."""
     products = {place for place, eqn in enumerate(region.body.eqns) if eqn.primitive.name in PRODUCTS}
     spared = (products.intersection(region.demand.freed(each.again)) for each in region.activations)
-    return [1.0 if some and place in region.written else _WORTH for place, some in enumerate(spared)]
+    return [1.0 if some and place in region.written else worth for place, some in enumerate(spared)]
 
 
 _LEAST = 1e-3
@@ -284,12 +287,12 @@ class _Region:
 
     waits: tuple[int, ...] = ()
 
-    def __init__(self, model: _Model, region: RecomputeRegion, to_host: bool) -> None:
+    def __init__(self, model: _Model, region: RecomputeRegion, to_host: bool, worth: float) -> None:
         self.region, self.keep, self.send, self.move = region, dict[int, int](), dict[int, int](), dict[int, int]()
         can_move = to_host and (region.is_of_loops or bool(region.residuals))
         there: dict = {}
-        for place, (activation, worth) in enumerate(zip(region.activations, _worths(region), strict=True)):
-            cost = worth * region.step_s(region.copy_s[place])
+        for place, (activation, least) in enumerate(zip(region.activations, _worths(region, worth), strict=True)):
+            cost = least * region.step_s(region.copy_s[place])
             self.keep[place] = model.variable(cost)
             if can_move and activation.size_bytes >= COPIED_BYTES and region.names[place] not in region.stays:
                 self.send[place] = model.variable(cost + self._least_s(activation.size_bytes))

@@ -27,6 +27,7 @@ from jax_deepcompile.planner.stacks import Stack
 from jax_deepcompile.planner.strategies import keep_activations
 from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
 from jax_deepcompile.planner.strategy import Proposal
+from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_on_device import KeptOnDevice
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_parameters import OffloadedParameters
@@ -363,3 +364,23 @@ def test_a_little_is_not_worth_a_compilation():
 def test_layers_that_are_not_checkpointed_have_nothing_to_keep():
     program, _ = sharded(plain_loss, {"stack": wide_stack()}, batch=(8 * ROWS, WIDTH))
     assert proposals(program) == []
+
+
+def test_where_most_memory_is_left_more_is_kept_than_what_surely_gains():
+    """Of a softmax is not known before it is compiled what XLA computes again beside other work."""
+
+    def attention(x, w):
+        return x + jax.nn.softmax((x @ w) @ jnp.swapaxes(x, -1, -2)) @ x
+
+    def loss(params, batch):
+        for w in params:
+            batch = jax.checkpoint(attention)(batch, w)
+        return jnp.mean(batch**2)
+
+    program, _ = sharded(loss, [(64, 64)] * 4, batch=(64, 2048, 64))
+
+    sure, more = proposals(program, plan=Plan("0"))
+    (few,), (many,) = (each.plan.of(KeptActivations) for each in (sure, more))
+    assert set(few.values) < set(many.values)
+    assert proposals(program, plan=Plan("0"), limit_bytes=40 * MIB) == [sure], "there is no room for more"
+    verify(more.plan.program(program, MESH))

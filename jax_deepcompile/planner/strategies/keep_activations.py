@@ -13,7 +13,7 @@ from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environme
 from jax_deepcompile.planner.layers import copying_ahead, in_place, keep_over_loops
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion
-from jax_deepcompile.planner.residency import Choice, Phases, Places, choose, saved_s, taken_bytes
+from jax_deepcompile.planner.residency import WORTH, Choice, Phases, Places, choose, saved_s, taken_bytes
 from jax_deepcompile.planner.stacks import every_layer, saving
 from jax_deepcompile.planner.starts import Start, starts
 from jax_deepcompile.planner.state_on_host import (
@@ -54,8 +54,10 @@ class KeepActivations:
         shares = dict.fromkeys((0, environment.host_bytes))
         for start in starts(base, best, environment):
             here: dict[float | None, Choice | None] = {}
-            chosen = chain.from_iterable(self._choices(base, best, environment, start, each, here) for each in shares)
-            ladders = {ladder.plan: ladder for each in chosen for ladder in budget.ladder(each)}
+            chosen = [self._choices(base, best, environment, start, each, here) for each in shares]
+            if start.plan == best.plan and _leaves_memory(here, budget.free_bytes(best, environment)):
+                chosen.append(self._choices(base, best, environment, start, 0, {}, worth=1.0))
+            ladders = {ladder.plan: ladder for each in chain(*chosen) for ladder in budget.ladder(each)}
             yield from ladders.values()
 
     def _choices(
@@ -66,6 +68,7 @@ class KeepActivations:
         start: Start,
         host_bytes: int,
         here: dict[float | None, Choice | None],
+        worth: float = WORTH,
     ) -> tuple[list[Proposal], list[Proposal]]:
         """One for each share of the memory that there is, with layers ahead of their turn; and without.
 
@@ -81,9 +84,10 @@ class KeepActivations:
         state = host_leaves(base, environment.disabled, loop_updates(base, start.plan, environment.mesh))
         least_bytes = argument_bytes(base) - most_argument_bytes(environment.costs.hardware.memory_bytes)
         now = taken_bytes(start.regions, start.already, state)
-        for free_bytes, movable in _budgets(best, environment, state):
+        for free_bytes, movable in _budgets(best, environment, state, _SHARES if worth == WORTH else _SPARE):
             taken = None if free_bytes is None else now + start.freed_bytes + free_bytes
-            choice = choose(start.regions, start.stacks, phases, taken, host_bytes, start.already, movable, least_bytes)
+            room = taken, host_bytes, start.already, movable, least_bytes
+            choice = choose(start.regions, start.stacks, phases, *room, worth)
             if not host_bytes:
                 here[taken] = choice
             elif choice is not None and not choice.host_bytes:
@@ -112,7 +116,7 @@ class KeepActivations:
 
 
 def _budgets(
-    best: Candidate, environment: Environment, state: Mapping[str, HostLeaf]
+    best: Candidate, environment: Environment, state: Mapping[str, HostLeaf], shares: Sequence[float]
 ) -> Iterator[tuple[float | None, Mapping[str, HostLeaf]]]:
     """Bytes that may be taken more, the fewest first, and what of the state may be on the host; less than nothing where
     ``best`` does not fit.
@@ -122,7 +126,7 @@ def _budgets(
     """
     free_bytes = budget.free_bytes(best, environment)
     if free_bytes >= 0:
-        yield from ((share * free_bytes, state) for share in _SHARES)
+        yield from ((share * free_bytes, state) for share in shares)
     else:
         moments = {name: leaf for name, leaf in state.items() if not leaf.reads}
         yield from ((None, movable) for movable in (state, moments, {}))
@@ -135,6 +139,23 @@ hold more meanwhile."""
 
 _LESS = (0.15, 0.08, 0.03, 0.01, 0.0)
 """Of the peak: likewise, what a program that does not fit has to take less than the limit."""
+
+
+def _leaves_memory(here: Mapping[float | None, Choice | None], free_bytes: int) -> bool:
+    """Whether the largest choice leaves most of what is free to work that is taken to cost less than memory traffic.
+
+    How much of such work XLA does beside other is not known before it is compiled.
+    """
+    taken = max(filter(None, here), default=None)
+    if taken is None or free_bytes <= 0:
+        return False
+    choice = here[taken]
+    return choice is not None and taken - choice.device_bytes > _MOST * free_bytes
+
+
+_MOST, _SPARE = 0.5, (0.3, 0.6)
+"""Of free memory: the share that is most of it, and those that are spent then, as by ``_SHARES``. What is kept takes
+more than its bytes: kernels that made it on their way write it, and others beside it."""
 
 
 def _said(choice: Choice) -> str:
