@@ -291,8 +291,8 @@ class _Region:
         self.region, self.keep, self.send, self.move = region, dict[int, int](), dict[int, int](), dict[int, int]()
         can_move = to_host and (region.is_of_loops or bool(region.residuals))
         there: dict = {}
-        for place, (activation, least) in enumerate(zip(region.activations, _worths(region, worth), strict=True)):
-            cost = least * region.step_s(region.copy_s[place])
+        for place, (activation, factor) in enumerate(zip(region.activations, _worths(region, worth), strict=True)):
+            cost = factor * region.step_s(region.copy_s[place])
             self.keep[place] = model.variable(cost)
             if can_move and activation.size_bytes >= COPIED_BYTES and region.names[place] not in region.stays:
                 self.send[place] = model.variable(cost + self._least_s(activation.size_bytes))

@@ -56,7 +56,7 @@ class KeepActivations:
             here: dict[float | None, Choice | None] = {}
             chosen = [self._choices(base, best, environment, start, each, here) for each in shares]
             if start.plan == best.plan and _leaves_memory(here, budget.free_bytes(best, environment)):
-                chosen.append(self._choices(base, best, environment, start, 0, {}, worth=1.0))
+                chosen.append(self._choices(base, best, environment, start, 0, {}, _WORTH_WITH_ROOM))
             ladders = {ladder.plan: ladder for each in chain(*chosen) for ladder in budget.ladder(each)}
             yield from ladders.values()
 
@@ -142,20 +142,24 @@ _LESS = (0.15, 0.08, 0.03, 0.01, 0.0)
 
 
 def _leaves_memory(here: Mapping[float | None, Choice | None], free_bytes: int) -> bool:
-    """Whether the largest choice leaves most of what is free to work that is taken to cost less than memory traffic.
+    """Whether the largest choice leaves most of what is free, for all else is taken to be cheaper to compute again.
 
-    How much of such work XLA does beside other is not known before it is compiled.
+    How much of that XLA does beside other work is not known before it is compiled.
     """
-    taken = max(filter(None, here), default=None)
-    if taken is None or free_bytes <= 0:
+    taken, choice = list(here.items())[-1]
+    if taken is None or choice is None or free_bytes <= 0:
         return False
-    choice = here[taken]
-    return choice is not None and taken - choice.device_bytes > _MOST * free_bytes
+    return taken - choice.device_bytes > _MOST * free_bytes
 
 
-_MOST, _SPARE = 0.5, (0.3, 0.6)
-"""Of free memory: the share that is most of it, and those that are spent then, as by ``_SHARES``. What is kept takes
-more than its bytes: kernels that made it on their way write it, and others beside it."""
+_MOST = 0.5
+"""Of free memory."""
+
+_WORTH_WITH_ROOM = 1.0
+"""As ``WORTH``, where most memory is left: as if XLA did nothing of cheap work beside other."""
+
+_SPARE = (0.3, 0.6)
+"""As ``_SHARES``, then. XLA may keep, beside what is kept, what forward and backward both make of it."""
 
 
 def _said(choice: Choice) -> str:
