@@ -1,4 +1,4 @@
-"""Whole train steps on one device: measured, simulated, and their memory.
+"""Whole train steps on one device: measured, simulated, their memory, and their kernels.
 
 Each workload is run in a process of its own: the allocator keeps one high-water mark a process.
 """
@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 import jax_deepcompile as deepcompile
 from experiments.gpu_suite.cases import Row, error_text
+from experiments.gpu_suite.kernels import profiled
 from experiments.gpu_suite.meshes import one_device_mesh
 from experiments.gpu_suite.processes import rows_of
 from experiments.gpu_suite.sizes import Sizes, StepSizes
@@ -33,19 +34,20 @@ def rows(case: Row, sizes: Sizes, seconds: float) -> Iterator[Row]:
 
 
 def both(case: Row, sizes: StepSizes) -> Iterator[Row]:
-    """``system``, ``step_s simulated_s simulated_over_measured``, bytes and compile seconds.
+    """``system``, ``step_s simulated_s simulated_over_measured``, bytes, compile seconds; and what ``profiled`` says.
 
     The sharded step comes first, so that the allocator's high-water mark is its own; the figure of ``jit`` has none.
     """
     work = WORKLOADS[case["workload"]]()
-    for system, run in (("shard", _sharded), ("jit", _jitted)):
+    for system, run in (("shard", _sharded), ("jit", _jitted), ("shard", _kernels)):
         try:
-            yield case | {"system": system} | run(work, sizes)
+            for row in run(work, sizes):
+                yield case | {"system": system} | row
         except Exception as error:
             yield case | {"system": system, "error": error_text(error)}
 
 
-def _sharded(work: Training, sizes: StepSizes) -> Row:
+def _sharded(work: Training, sizes: StepSizes) -> Iterator[Row]:
     """On one device there is nothing to plan, and planning would only compile the step once more."""
     mesh = one_device_mesh()
     step = deepcompile.shard(work.step, mesh, passes=())
@@ -56,10 +58,19 @@ def _sharded(work: Training, sizes: StepSizes) -> Row:
     figures = _run(step, state, batch, sizes)
     stats = mesh.devices.flat[0].memory_stats() or {}
     peak = {"allocator_peak_bytes": stats.get("peak_bytes_in_use"), "compile_s": compile_s}
-    return figures | judged(compiled, mesh, figures["step_s"]) | peak
+    yield figures | judged(compiled, mesh, figures["step_s"]) | peak
 
 
-def _jitted(work: Training, sizes: StepSizes) -> Row:
+def _kernels(work: Training, sizes: StepSizes) -> Iterator[Row]:
+    mesh = one_device_mesh()
+    step = deepcompile.shard(work.step, mesh, passes=())
+    args = step.init(work.create), jax.device_put(work.batch, mesh.devices.flat[0])
+    traced = step.trace(*args)
+    compiled = traced.lower().compile()
+    return profiled(step, args, compiled, traced.sharded, mesh, sizes.runs, sizes.heaviest)
+
+
+def _jitted(work: Training, sizes: StepSizes) -> Iterator[Row]:
     mesh = one_device_mesh()
     step = jax.jit(work.step, donate_argnums=0)
     batch = jax.device_put(work.batch, mesh.devices.flat[0])
@@ -67,7 +78,7 @@ def _jitted(work: Training, sizes: StepSizes) -> Row:
     compiled = step.lower(jax.eval_shape(work.create), batch).compile()
     compile_s = time.perf_counter() - begun
     figures = _run(step, jax.jit(work.create)(), batch, sizes)
-    return figures | judged(compiled, mesh, figures["step_s"]) | {"compile_s": compile_s}
+    yield figures | judged(compiled, mesh, figures["step_s"]) | {"compile_s": compile_s}
 
 
 def _run(step: Callable, state: Any, batch: Any, sizes: StepSizes) -> Row:

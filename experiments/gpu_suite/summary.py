@@ -62,6 +62,8 @@ _TABLES: dict[str, tuple[str, ...]] = {
     "simulated_vs_measured": (
         "workload system step_s simulated_s simulated_over_measured xla_bytes simulated_bytes first_loss compile_s",
         "workload xla_bytes allocator_peak_bytes",
+        "workload kind ops measured_s predicted_s predicted_over_measured",
+        "workload name kind where measured_s predicted_s predicted_over_measured",
     ),
     "offload": (
         "system parameter_bytes params tokens_per_s step_s simulated_s simulated_over_measured losses compile_s",

@@ -31,6 +31,7 @@ VIT_B16 = dataclasses.replace(vit.VIT_B16, dtype=jnp.bfloat16)
 RESNET50 = dataclasses.replace(resnet.RESNET50, dtype=jnp.bfloat16)
 
 WORKLOADS: Mapping[str, Callable[[], Training]] = {
+    "llama_1b_cudnn": lambda: llama_training(dataclasses.replace(LLAMA_1B, attention="cudnn"), 2048, 4),
     "llama_1b": lambda: llama_training(LLAMA_1B, 2048, 4),
     "gpt2_small": lambda: gpt2_training(GPT2_SMALL, GPT2_SMALL.max_length, 8),
     "gpt2_medium": lambda: gpt2_training(GPT2_MEDIUM, GPT2_MEDIUM.max_length, 4),
