@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +36,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import located_equations
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.jitted import Shardings, jit
+from jax_deepcompile.lowering.compile import launched_singly
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.partition.rules.families import REGISTRY
@@ -165,6 +167,14 @@ class Compilation:
     def jitted(self) -> Any:
         """The planned step for XLA; see ``jit``."""
         return jit(self.planned, self.traced, self.placed, self.call.leaf_types, self.context.use.mesh)
+
+    def launched_singly(self) -> Compilation:
+        """The same, but with every kernel launched by itself, for profiles to tell them apart."""
+        other, use = copy(self), self.context.use
+        options = launched_singly(use.platform)
+        jitted = jit(self.planned, self.traced, self.placed, self.call.leaf_types, use.mesh, options)
+        vars(other).update(jitted=jitted, runs=replace(self.runs, is_compiled=False))
+        return other
 
     @cached_property
     def shardings(self) -> Shardings:

@@ -11,6 +11,7 @@ from jax_deepcompile.compiler import Compilation
 from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.jitted import Shardings, jit
+from jax_deepcompile.lowering.compile import launched_singly
 from jax_deepcompile.planner.limits import require_fit
 from jax_deepcompile.planner.session import fastest_of
 from jax_deepcompile.profilers.rivals import copy_donated, measure_in_turns
@@ -45,13 +46,14 @@ def _choose(made: Compilation, args: tuple, processes: Alone) -> None:
     rivals = (replace(simulated, plan=plan, program=program, evaluation=None) for plan, program in programs)
     placed = made.placed
     each = [simulated, *(one for one in rivals if Shardings.of(one.program, traced, made.context.use) == placed)]
-    jitted = [jit(one, traced, placed, made.call.leaf_types, mesh) for one in each]
-    steps = [one.lower(*args).compile() for one in jitted]
+    steps = [jit(one, traced, placed, made.call.leaf_types, mesh).lower(*args).compile() for one in each]
     copied = copy_donated(made.context.name, args, traced.donated_leaves, steps, mesh)
     processes.agree(f"measure {len(each)} plans of {title(made)}")
     seconds, copied = measure_in_turns(steps, copied, simulated.program)
     seconds = json.loads(processes.first_says(json.dumps(seconds)))
     best = min(range(len(each)), key=seconds.__getitem__)
+    options = launched_singly(made.context.use.platform)
+    singly = jit(each[best], traced, placed, made.call.leaf_types, mesh, options) if options else None
     taken = take_profile(
         steps[best],
         copied,
@@ -62,6 +64,7 @@ def _choose(made: Compilation, args: tuple, processes: Alone) -> None:
         known=simulated.profile,
         runs=_PROFILED_RUNS,
         compiler_options=each[best].plan.compiler_options(),
+        singly=singly,
     )
     made.take(fastest_of(each, seconds, made.context.options), taken.profile)
 

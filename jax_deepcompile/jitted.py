@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -54,8 +55,19 @@ class Shardings:
         return cls(inputs, tuple(divided), shardings_of(program.out_tree, tuple(map(sharding, program.outputs))))
 
 
-def jit(planned: Planned, traced: Traced, shardings: Shardings, types: Sequence[Hashable], mesh: AnyMesh) -> Any:
-    """``jax.jit`` of ``(*args, kwargs) -> out``; it raises OtherTypes for leaves of other ``types``."""
+def jit(
+    planned: Planned,
+    traced: Traced,
+    shardings: Shardings,
+    types: Sequence[Hashable],
+    mesh: AnyMesh,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """``jax.jit`` of ``(*args, kwargs) -> out``; it raises OtherTypes for leaves of other ``types``.
+
+    Args:
+      options: XLA's, beside those of the plan.
+    """
     program, run = planned.program, emit(planned.program, mesh)
 
     def step(*args):
@@ -70,5 +82,5 @@ def jit(planned: Planned, traced: Traced, shardings: Shardings, types: Sequence[
         in_shardings=shardings.in_shardings,
         out_shardings=shardings.out_shardings,
         donate_argnums=traced.donated,
-        compiler_options=planned.plan.compiler_options() or None,
+        compiler_options={**planned.plan.compiler_options(), **options} or None,
     )

@@ -26,6 +26,7 @@ from jax_deepcompile.frontend.signature import Signature
 from jax_deepcompile.ir.placement import attached
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.jitted import OtherTypes
+from jax_deepcompile.lowering.compile import launched_singly
 from jax_deepcompile.lowering.emit import abstract_outputs, emit, sharding_of
 from jax_deepcompile.microbatch_counts import compilation_of
 from jax_deepcompile.options import StepOptions
@@ -224,7 +225,9 @@ class ShardedStep(Summarized, Generic[P, R]):
     def profile(self, *args, runs: int = 5, known: Profile | None = None) -> Taken:
         """Measures the step on these arguments, and the machine; ``shard(profile=...)`` plans by the result.
 
-        The step runs ``1 + 2 * runs`` times. State that it donates is used up; the result has its successor.
+        The step runs ``1 + 2 * runs`` times, on GPUs once more: what runs when is measured of a program that launches
+        its kernels one by one, with longer gaps between them. State that it donates is used up; the result has its
+        successor.
 
         Args:
           *args: state, batch and what else the step takes.
@@ -255,9 +258,23 @@ class ShardedStep(Summarized, Generic[P, R]):
                 runs=runs,
                 known=known or traced.compilation.runs.profile,
                 compiler_options=traced.plan().compiler_options(),
+                singly=self._launching_singly(traced.compilation),
             )
         traced.compilation.runs.measured = taken.profile.step
         return taken
+
+    def _launching_singly(self, made: Compilation) -> Callable | None:
+        """The step that launches every kernel by itself, for after this one has run; None if that does already."""
+        if not launched_singly(made.context.use.platform):
+            return None
+        other = ShardedStep(self._fun, self._context)
+
+        def run(*args: Any) -> Any:
+            if not other._compilations:
+                other._compilations[made.call.form] = made.launched_singly()
+            return other(*args)
+
+        return run
 
     def validate(self, *args, tolerance: float = 0.01) -> Agreement:
         """Runs the step once as written, on one device, and once sharded, and says where the results differ.

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-
-import jax
-from jax.sharding import Mesh
 
 import jax_deepcompile as deepcompile
 from experiments.gpu_suite.cases import Row
+from experiments.gpu_suite.meshes import one_device_mesh
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.costs.work import work_of
 from jax_deepcompile.hlo import opcodes
 from jax_deepcompile.hlo import reader as hlo
-from jax_deepcompile.ir.program import Program
-from jax_deepcompile.profilers import take_profile
 
 
 @dataclass(frozen=True)
@@ -39,20 +35,20 @@ class Kernel:
     predicted_s: float
 
 
-def profiled(
-    step: Callable, args: tuple, compiled: jax.stages.Compiled, program: Program, mesh: Mesh, runs: int, most: int
-) -> Iterator[Row]:
+def profiled(step: deepcompile.ShardedStep, args: tuple, runs: int, most: int) -> Iterator[Row]:
     """A row of the whole step, one a kind of op, and one for each of the heaviest ops.
 
     They share ``what`` and ``measured_s``, ``predicted_s``, ``predicted_over_measured``, of one step.
 
     Args:
-      step, args, compiled, program, mesh: as ``take_profile`` takes them.
+      step: on one device.
+      args: its state, which is used up, and its batch.
       runs: traced; the median counts.
       most: so many ops have a row.
     """
-    simulated = deepcompile.simulate(compiled, mesh)
-    profile = take_profile(step, args, compiled, program, mesh, limit_bytes=0, runs=runs).profile
+    compiled = step.lower(*args).compile()
+    simulated = deepcompile.simulate(compiled, one_device_mesh())
+    profile = step.profile(*args, runs=runs).profile
     kinds = kinds_of(compiled.as_text())
     predicted_s = predictions(simulated)
     kernels = [
@@ -109,8 +105,8 @@ def kinds_of(text: str) -> dict[str, str]:
 
 
 def _kind(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> str:
-    opcode, _ = opcodes.split(instruction.opcode)
-    if opcode not in ("fusion", "custom-call", "dot", "convolution"):
+    opcode, part = opcodes.split(instruction.opcode)
+    if part or opcode not in ("fusion", "custom-call", "dot", "convolution"):
         return opcode
     if work_of(module, computation, instruction).products:
         return "matmul"

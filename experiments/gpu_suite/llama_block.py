@@ -36,7 +36,5 @@ def rows(case: Row, sizes: Sizes, seconds: float) -> Iterator[Row]:
 
     sharded = deepcompile.shard(step, mesh, passes=())
     args = (sharded.init(lambda: layer.init(jax.random.key(0), x)["params"]), x)
-    traced = sharded.trace(*args)
-    compiled = traced.lower().compile()
-    for row in profiled(sharded, args, compiled, traced.sharded, mesh, wanted.runs, wanted.heaviest):
+    for row in profiled(sharded, args, wanted.runs, wanted.heaviest):
         yield case | row

@@ -65,9 +65,7 @@ def _kernels(work: Training, sizes: StepSizes) -> Iterator[Row]:
     mesh = one_device_mesh()
     step = deepcompile.shard(work.step, mesh, passes=())
     args = step.init(work.create), jax.device_put(work.batch, mesh.devices.flat[0])
-    traced = step.trace(*args)
-    compiled = traced.lower().compile()
-    return profiled(step, args, compiled, traced.sharded, mesh, sizes.runs, sizes.heaviest)
+    return profiled(step, args, sizes.runs, sizes.heaviest)
 
 
 def _jitted(work: Training, sizes: StepSizes) -> Iterator[Row]:

@@ -13,6 +13,7 @@ from jax_deepcompile.lowering.xla_options import (
     AUTOTUNE_LEVEL,
     COPY_FUSION,
     COPY_LIMIT,
+    CUDA_GRAPHS,
     DISABLED_PASSES,
     DOUBLE_BUFFERING,
     GATHER_COMBINER,
@@ -70,6 +71,15 @@ def kernel_options(platform: str, kernels: Path | None) -> Options:
     if platform != "cuda" or kernels is None or _gpu_attached() or config.jax_compilation_cache_dir is not None:
         return {}
     return known({KERNEL_CACHE: str(kernels)})
+
+
+def launched_singly(platform: str) -> Options:
+    """Every kernel is launched by itself: of those in a CUDA graph a profile knows no more than which graph.
+
+    2026-11, jax 0.11.2 on an H200: a profile has the graph for the op of every kernel. XLA would launch no graphs while
+    it is profiled, but the profile is JAX's, of which XLA's plugin for CUDA does not know.
+    """
+    return known({CUDA_GRAPHS: ""}) if platform == "cuda" else {}
 
 
 def double_buffering() -> Options:

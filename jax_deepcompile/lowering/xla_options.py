@@ -27,6 +27,7 @@ AUTOTUNE_LEVEL = "xla_gpu_autotune_level"
 SHARD_AUTOTUNING = "xla_gpu_shard_autotuning"
 DISABLED_PASSES = "xla_disable_hlo_passes"
 KERNEL_CACHE = "xla_gpu_kernel_cache_file"
+CUDA_GRAPHS = "xla_gpu_enable_command_buffer"
 
 COPY_FUSION = "copy_fusion"
 """A pass of XLA."""
@@ -114,6 +115,7 @@ _OPTIONS = (
     Option(AUTOTUNE_LEVEL, Range(0, 5), is_planned=False),
     Option(SHARD_AUTOTUNING, bool, is_planned=False),
     Option(KERNEL_CACHE, str, is_planned=False),
+    Option(CUDA_GRAPHS, str, is_planned=False),
 )
 
 OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option in _OPTIONS})

@@ -69,11 +69,12 @@ def take_profile(
     known: Profile | None = None,
     runs: int = 5,
     compiler_options: Mapping[str, object] | None = None,
+    singly: Callable | None = None,
 ) -> Taken:
     """Measures a step, on the user's own state and batch, and the machine it runs on.
 
-    The step runs ``1 + 2 * runs`` times, so the state moves on by as many steps; no second one is ever held. What
-    cannot be measured is left to the analytical model, and its entry says why.
+    The step runs ``1 + 2 * runs`` times, with ``singly`` once more, so the state moves on by as many steps; no second
+    one is ever held. What cannot be measured is left to the analytical model, and its entry says why.
 
     Args:
       step: the sharded step, called with ``args``.
@@ -89,6 +90,8 @@ def take_profile(
         on this machine its collectives and copies are.
       runs: measurements of everything; the median counts.
       compiler_options: XLA's, that ``compiled`` was compiled with.
+      singly: the step again, which launches every kernel by itself: what is traced, for traces do not tell kernels of
+        one CUDA graph apart; by default ``step``.
 
     Returns:
       The profile, the same in every process, and the arguments of the next call.
@@ -98,7 +101,7 @@ def take_profile(
     digest = fingerprint(program_text(program), machine, compiler_options)
     if known is not None and known.fingerprint == digest:
         return Taken(known, args)
-    ops, step_time, args, timelines = _run(step, args, compiled, program, mesh, runs)
+    ops, step_time, args, timelines = _run(step, singly, args, compiled, program, mesh, runs)
     memory = measure_memory(compiled, mesh)
     planned_from = "" if base is None else fingerprint(program_text(base), machine)
     profile = Profile(digest, machine, ops=ops, step=step_time, memory=memory, program=planned_from)
@@ -127,7 +130,13 @@ def of_first_process(profile: Profile | None, mesh: AnyMesh) -> Profile | None:
 
 
 def _run(
-    step: Callable, args: tuple, compiled: Executable, program: Program, mesh: AnyMesh, runs: int
+    step: Callable,
+    singly: Callable | None,
+    args: tuple,
+    compiled: Executable,
+    program: Program,
+    mesh: AnyMesh,
+    runs: int,
 ) -> tuple[tuple[OpTime, ...], StepTime | None, tuple, Mapping[int, tuple[Event, ...]]]:
     """Times of the ops and of whole runs, the arguments of the next call, and what ran when."""
     module = hlo.read(compiled.as_text() or "")
@@ -136,5 +145,8 @@ def _run(
         return unmeasured(ops, NOT_ATTACHED), None, args, {}
     step_runs = StepRuns(step, args, program)
     step_time = StepTime(median_seconds(step_runs, runs), measured(runs))
+    if singly is not None:
+        step_runs = StepRuns(singly, step_runs.args, program)
+        step_runs()
     times, trace = measure_ops(step_runs, ops, module.name, runs)
     return times, step_time, step_runs.args, timelines_of(trace, module, mesh)

@@ -6,7 +6,6 @@ import jax
 import pytest
 
 from jax_deepcompile.costs.entries import Direction, Method
-from jax_deepcompile.profilers import take_profile
 from tests.profilers import steps
 
 pytestmark = pytest.mark.gpu
@@ -19,9 +18,7 @@ def profile():
     except RuntimeError:
         pytest.skip("no GPU")
     step = steps.sharded(mesh=jax.make_mesh((count,), ("fsdp",), devices=jax.devices("cuda")))
-    args = (step.init(steps.create), steps.batch())
-    traced = step.trace(*args)
-    return take_profile(step, args, traced.lower().compile(), traced.sharded, step.mesh, limit_bytes=1 << 24).profile
+    return step.profile(step.init(steps.create), steps.batch()).profile
 
 
 def test_matrix_products_are_timed_and_attributed(profile):
