@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -9,5 +11,7 @@ Row = dict[str, Any]
 
 
 def error_text(error: BaseException, limit: int = 600) -> str:
-    """The class and the beginning of the message."""
-    return f"{type(error).__name__}: {str(error).strip()[:limit]}"
+    """The class, the beginning of the message, and the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in frames)
+    return f"{type(error).__name__}: {str(error).strip()[:limit]}{where}"

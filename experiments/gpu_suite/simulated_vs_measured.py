@@ -39,7 +39,7 @@ def both(case: Row, sizes: StepSizes) -> Iterator[Row]:
     The sharded step comes first, so that the allocator's high-water mark is its own; the figure of ``jit`` has none.
     """
     work = WORKLOADS[case["workload"]]()
-    for system, run in (("shard", _sharded), ("jit", _jitted), ("shard", _kernels)):
+    for system, run in (("shard", _sharded), ("jit", _jitted)):
         try:
             for row in run(work, sizes):
                 yield case | {"system": system} | row
@@ -59,13 +59,7 @@ def _sharded(work: Training, sizes: StepSizes) -> Iterator[Row]:
     stats = mesh.devices.flat[0].memory_stats() or {}
     peak = {"allocator_peak_bytes": stats.get("peak_bytes_in_use"), "compile_s": compile_s}
     yield figures | judged(compiled, mesh, figures["step_s"]) | peak
-
-
-def _kernels(work: Training, sizes: StepSizes) -> Iterator[Row]:
-    mesh = one_device_mesh()
-    step = deepcompile.shard(work.step, mesh, passes=())
-    args = step.init(work.create), jax.device_put(work.batch, mesh.devices.flat[0])
-    return profiled(step, args, sizes.runs, sizes.heaviest)
+    yield from profiled(step, (step.init(work.create), batch), sizes.runs, sizes.heaviest)
 
 
 def _jitted(work: Training, sizes: StepSizes) -> Iterator[Row]:

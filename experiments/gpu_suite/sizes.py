@@ -267,7 +267,7 @@ def full() -> Sizes:
             sequence=2048,
         ),
         steps=StepSizes(
-            ("llama_1b_cudnn", "llama_1b", "gpt2_small", "mixtral_small", "vit_b16", "resnet50", "gpt2_medium")
+            ("llama_1b_cudnn", "llama_1b", "mixtral_small", "vit_b16", "resnet50", "gpt2_small", "gpt2_medium")
         ),
         pair=PairSizes(
             dataclasses.replace(LLAMA3_8B, vocab_size=32_000, d_model=1024, n_layers=4, n_heads=8, d_ff=3584),

@@ -1,11 +1,13 @@
-"""The results as Markdown: a table a section, of what one reads first."""
+"""The results as Markdown: a table a section, of what one reads first, beside what the cost model has for it."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
 from experiments.gpu_suite.cases import Row
+from experiments.gpu_suite.expected import with_expected
 from experiments.gpu_suite.results import Results, SectionResult
 from experiments.markdown import table
 
@@ -17,6 +19,7 @@ _COLUMNS: dict[str, tuple[str, float, str]] = {
     "flops_per_s": ("TFLOP/s", 1e12, ".0f"),
     "bytes_per_s": ("GB/s", 1e9, ".1f"),
     "size_bytes": ("MiB", 1 << 20, ".2f"),
+    "expected_over_measured": ("expected / measured", 1.0, ".2f"),
     "period_s": ("period us", 1e-6, ".1f"),
     "kernel_s": ("kernel us", 1e-6, ".1f"),
     "gap_s": ("gap us", 1e-6, ".1f"),
@@ -46,13 +49,19 @@ _COLUMNS: dict[str, tuple[str, float, str]] = {
 }
 """Of figures by name: the head of their column, their unit there, and how they are written."""
 
+_NOT_OF_ALL = {"expected_over_measured", "simulated_over_measured"}
+"""What a row of a table may lack."""
+
 _TABLES: dict[str, tuple[str, ...]] = {
-    "matmul": ("m n k dtype form compiler seconds flops_per_s",),
-    "attention": ("model tokens implementation passes seconds flops_per_s",),
-    "memory": ("launched kernels period_s kernel_s gap_s", "kind size_bytes seconds bytes_per_s"),
+    "matmul": ("m n k dtype form compiler seconds flops_per_s expected_over_measured",),
+    "attention": ("model tokens implementation passes seconds flops_per_s expected_over_measured",),
+    "memory": (
+        "launched kernels period_s kernel_s gap_s",
+        "kind size_bytes seconds bytes_per_s expected_over_measured",
+    ),
     "host_copies": (
-        "direction size_bytes seconds bytes_per_s",
-        "direction how seconds kernels_s together_s hidden",
+        "direction size_bytes seconds bytes_per_s expected_over_measured",
+        "direction how seconds kernels_s together_s hidden simulated_over_measured",
     ),
     "llama_block": (
         "width untimed_ops measured_s predicted_s predicted_over_measured",
@@ -68,7 +77,7 @@ _TABLES: dict[str, tuple[str, ...]] = {
     "offload": (
         "system parameter_bytes params tokens_per_s step_s simulated_s simulated_over_measured losses compile_s",
         "system params xla_bytes simulated_bytes allocator_peak_bytes xla_host_bytes",
-        "size_bytes to_host_bytes_per_s from_host_bytes_per_s together_bytes_per_s",
+        "size_bytes to_host_bytes_per_s from_host_bytes_per_s together_bytes_per_s expected_over_measured",
     ),
     "two_processes": ("system losses compile_and_first_steps_s", "relative_difference step_s"),
 }
@@ -85,15 +94,20 @@ def summary(results: Results) -> str:
     ]
     if results.sizes == "tiny":
         head += ["", "Sizes that only prove that the suite runs: the figures mean nothing."]
-    return "\n".join([*head, *(_section(section) for section in results.sections)]) + "\n"
+    return "\n".join([*head, *(_section(section, results.device_kind) for section in results.sections)]) + "\n"
 
 
-def _section(section: SectionResult) -> str:
+def _section(section: SectionResult, device_kind: str) -> str:
     text = ["", f"## {section.name}", "", f"{section.status} after {section.seconds:.0f} s, {len(section.rows)} rows."]
     if section.error:
         text += ["", "```", section.error, "```"]
+    rows = [with_expected(section.name, row, device_kind) for row in section.measured]
+    if ratios := [row["expected_over_measured"] for row in rows if "expected_over_measured" in row]:
+        least, median, most = min(ratios), statistics.median(ratios), max(ratios)
+        text += ["", f"Expected / measured: median {median:.2f}, {least:.2f} to {most:.2f}."]
     for keys in map(str.split, _TABLES.get(section.name, ())):
-        shown = [[_shown(key, row[key]) for key in keys] for row in section.measured if row.keys() >= set(keys)]
+        wanted = set(keys) - _NOT_OF_ALL
+        shown = [[_shown(key, row.get(key)) for key in keys] for row in rows if row.keys() >= wanted]
         if shown:
             text += ["", *table([_COLUMNS[key][0] if key in _COLUMNS else key for key in keys], shown)]
     return "\n".join([*text, *_failures(section.rows)])

@@ -160,7 +160,7 @@ RESULTS = Results(
 def test_summary():
     text = summary(RESULTS)
     assert text.startswith("# One NVIDIA H100 80GB HBM3, measured 2026-11-21\n")
-    assert "| 64 | 64 | 64 | bf16 | nn | default | 1.0 | 2 |" in text
+    assert "| 64 | 64 | 64 | bf16 | nn | default | 1.0 | 2 |  |" in text
     assert "* failed: 64 64 64 bf16 nt default: `XlaRuntimeError: a/b c`" in text
     assert "partial after 1 s, 3 rows.\n\n```\nout of time\n```" in text
     assert "| b | 8 | 2.5 |  |  |" in text
