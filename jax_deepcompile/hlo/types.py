@@ -6,9 +6,10 @@ Nothing here knows what an operation costs.
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeAlias
 
 from jax_deepcompile import errors
@@ -263,9 +264,26 @@ class Module:
         return (self.frames or {}).get(int(found.group(1)), "") if found else ""
 
     def source_of(self, name: str) -> str:
-        """The same for the instruction called ``name``, wherever it is; empty if there is none."""
-        found = (each for computation in self.computations.values() for each in computation.instructions)
-        return next((self.source(each) for each in found if each.name == name), "")
+        """The same for the instruction called ``name``, wherever it is; for one that has none the nearest line: of what
+        it reads, and what that reads, or else of what reads it. Empty if there is none."""
+        home = next((each for each in self.computations.values() if name in each.by_name), None)
+        if home is None:
+            return ""
+        reads = _levels(name, lambda each: home.by_name[each].operands)
+        readers = _levels(name, lambda each: [reader.name for reader in home.users.get(each, ())])
+        return next(filter(None, (self.source(home.by_name[each]) for each in chain(reads, readers))), "")
+
+
+def _levels(name: str, neighbours: Callable[[str], Iterable[str]]) -> Iterator[str]:
+    """``name``, its neighbours, and theirs."""
+    level = [name]
+    for _ in range(_FAR):
+        yield from level
+        level = list(dict.fromkeys(other for each in level for other in neighbours(each)))
+
+
+_FAR = 4
+"""How many instructions away a line is still looked for, less one."""
 
 
 def parse_index(text: str) -> Index:

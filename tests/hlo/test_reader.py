@@ -99,6 +99,29 @@ def test_source_is_the_innermost_line_of_the_user(module: hlo.Module):
     assert module.entry.instructions[1].op_name == ""
 
 
+def test_of_what_has_no_line_the_nearest_is_told():
+    """``custom-call.2`` reads what has one, ``x`` is read by it, and nobody is near to what is not there."""
+    line = ', metadata={source_file="model.py" source_line=7}'
+    text = f"""HloModule m, is_scheduled=true
+
+%f (p: f32[4]) -> f32[4] {{
+  ROOT %p = f32[4] parameter(0)
+}}
+
+ENTRY %main (x: f32[4], y: f32[4]) -> ((f32[4], s8[64]), f32[4]) {{
+  %x = f32[4] parameter(0)
+  %y = f32[4] parameter(1)
+  %fusion.1 = f32[4] fusion(%x), kind=kLoop, calls=%f{line}
+  %custom-call.2 = (f32[4], s8[64]) custom-call(%fusion.1), custom_call_target="t"
+  %other = f32[4] negate(%y)
+  ROOT %out = ((f32[4], s8[64]), f32[4]) tuple(%custom-call.2, %other)
+}}
+"""
+    read = hlo.read(text)
+    assert [read.source_of(name) for name in ("fusion.1", "custom-call.2", "x")] == ["model.py:7"] * 3
+    assert [read.source_of(name) for name in ("p", "nowhere")] == ["", ""]
+
+
 def test_source_written_in_place():
     old = MODULE.replace("stack_frame_id=2", 'source_file="a/b.py" source_line=7')
     read = hlo.read(old)
