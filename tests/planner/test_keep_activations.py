@@ -366,6 +366,19 @@ def test_layers_that_are_not_checkpointed_have_nothing_to_keep():
     assert proposals(program) == []
 
 
+def test_loops_that_stack_what_is_cheap_are_tried_without_however_little_that_is_known_to_gain():
+    def body(x, w):
+        return x + jnp.sin(jnp.tanh(jnp.exp(jnp.cos(jnp.sin(jnp.tanh(jnp.cos(x @ w))))))), None
+
+    def loss(params, batch):
+        return jnp.mean(lax.scan(body, batch, params["w"])[0] ** 2)
+
+    program, _ = sharded(loss, {"w": (LAYERS, 256, 256)}, batch=(8 * ROWS, 256))
+    (proposal,) = proposals(program, step_s=1000.0)
+    assert proposal.plan.of(Rematerialized)
+    assert proposals(program, plan=proposal.plan, step_s=1000.0) == []
+
+
 def test_where_most_memory_is_left_more_is_kept_than_what_surely_gains():
     """Of a softmax is not known before it is compiled what XLA computes again beside other work."""
 

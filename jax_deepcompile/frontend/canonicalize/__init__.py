@@ -6,13 +6,20 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, dce, open_jaxpr
 from jax_deepcompile.frontend.canonicalize.batched_while import with_one_condition
+from jax_deepcompile.frontend.canonicalize.broadcasts_in_loops import with_broadcasts_inside
 from jax_deepcompile.frontend.canonicalize.defined_by_others import with_others_written_out
 from jax_deepcompile.frontend.canonicalize.empty_arrays import without_empty_arrays
 from jax_deepcompile.frontend.canonicalize.explicit_indices import without_explicit_indices
 from jax_deepcompile.frontend.canonicalize.inner_products import without_ravel
 from jax_deepcompile.ir.program import Program
 
-REWRITES = (without_empty_arrays, with_one_condition, without_ravel, without_explicit_indices)
+REWRITES = (
+    without_empty_arrays,
+    with_one_condition,
+    without_ravel,
+    without_explicit_indices,
+    with_broadcasts_inside,
+)
 """In this order. Each keeps what is computed, goes into loops and branches, and returns what needs no change."""
 
 

@@ -30,6 +30,7 @@ from jax_deepcompile.transforms.offload_activations import OffloadedActivations
 from jax_deepcompile.transforms.offload_values import OffloadedValues
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
+from jax_deepcompile.transforms.rematerialize import Rematerialized
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
 from jax_deepcompile.transforms.unshard import ReusedGathers
@@ -97,7 +98,8 @@ class KeepActivations:
             less_s = sum(saved_s(each, choice.places) - saved_s(each, start.already) for each in start.regions)
             gained_s = less_s if choice.stacks else choice.gained_s  # others find room for stacks alone
             gained_s += start.gained_s
-            if environment.fits(best) and gained_s < WORTH_TRYING * best.prediction.step_s:
+            is_known = best.plan.of(Rematerialized) or not start.plan.of(Rematerialized)  # what stacks of loops cost
+            if environment.fits(best) and is_known and gained_s < WORTH_TRYING * best.prediction.step_s:
                 continue
             plan = as_planned(start.plan, choice.places, start.regions)
             if choice.stacks:

@@ -1,0 +1,116 @@
+"""What loops read of broadcasts is made in them, and nothing else changes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import dce, open_jaxpr
+from jax_deepcompile.frontend.canonicalize.broadcasts_in_loops import with_broadcasts_inside
+from jax_deepcompile.ir.primitives import Scan
+from jax_deepcompile.ir.traversal import equations, inline_calls
+
+pytestmark = pytest.mark.pure
+
+X = np.random.default_rng(0).standard_normal((5, 3, 4), np.float32)
+
+
+def flat(function, *args) -> jex.ClosedJaxpr:
+    return inline_calls(jax.make_jaxpr(function)(*args))
+
+
+def assert_same(function, *args) -> jex.ClosedJaxpr:
+    """The rewritten jaxpr, which computes the same bits."""
+    before = flat(function, *args)
+    after = with_broadcasts_inside(before)
+    jex.check_jaxpr(open_jaxpr(after))
+    old, new = (jax.jit(jex.jaxpr_as_fun(closed))(*jax.tree.leaves(args)) for closed in (before, after))
+    for left, right in zip(old, new, strict=True):
+        np.testing.assert_array_equal(left, right)
+    return after
+
+
+def constants(closed) -> list[list[tuple[int, ...]]]:
+    """The shapes of those that each loop reads, outermost first."""
+    loops = (Scan(eqn) for eqn in equations(open_jaxpr(closed)) if eqn.primitive.name == "scan")
+    return [[atom.aval.shape for atom in loop.operands.consts] for loop in loops]
+
+
+def outside(closed) -> list[str]:
+    """The primitives of what is alive outside of loops."""
+    return [eqn.primitive.name for eqn in dce(open_jaxpr(closed)).eqns]
+
+
+def masked(stack, row):
+    """A loop over the rows of ``stack`` that reads a mask and what is in the place of what it hides."""
+    mask, fill = lax.broadcast_in_dim(row, (3, 4), (1,)), lax.broadcast_in_dim(jnp.float32(-7), (3, 4), ())
+    return lax.scan(lambda carry, x: (carry + jnp.where(mask, x, fill), carry), fill, stack)
+
+
+def test_a_mask_and_a_fill_are_made_in_the_loop():
+    row = jnp.arange(4) % 2 == 0
+    assert constants(flat(masked, X, row)) == [[(3, 4), (3, 4)]]
+    after = assert_same(masked, X, row)
+    assert sorted(constants(after)[0]) == [(), (4,)]
+    assert outside(after) == ["broadcast_in_dim", "scan"], "the carry begins as one"
+
+
+def test_of_what_is_broadcast_twice_the_first_is_read():
+    def twice(stack, row):
+        once = lax.broadcast_in_dim(row, (3, 4), (1,))
+        more = lax.broadcast_in_dim(once, (1, 3, 4), (1, 2))
+        return lax.scan(lambda carry, x: (carry + x * more, None), jnp.zeros((1, 3, 4)), stack)
+
+    after = assert_same(twice, X, X[0, 0])
+    assert constants(after) == [[(4,)]]
+
+
+def test_in_loops_of_loops_the_innermost_makes_it():
+    def nested(stack, row):
+        spread = lax.broadcast_in_dim(row, (3, 4), (1,))
+
+        def outer(carry, x):
+            return lax.scan(lambda carry, _: (carry * 0.5 + x * spread, None), carry, None, length=2)[0], None
+
+        return lax.scan(outer, jnp.zeros((3, 4)), stack)
+
+    after = assert_same(nested, X, X[0, 0])
+    assert [sorted(shapes) for shapes in constants(after)] == [[(4,)], [(3, 4), (4,)]]
+
+
+def test_in_branches_and_loops_without_an_end_too():
+    def hidden(stack, row):
+        return lax.cond(stack.sum() > 0, masked, lambda stack, row: masked(-stack, ~row), stack, row)
+
+    after = assert_same(hidden, X, jnp.arange(4) % 2 == 0)
+    assert all(sorted(shapes) == [(), (4,)] for shapes in constants(after))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda stack: lax.scan(lambda carry, x: (carry + x * stack[0], None), stack[1], stack),  # nothing is broadcast
+        lambda stack: lax.scan(  # nor is this larger than what it is made of
+            lambda carry, x: (carry + (x[None] * stack[0][None])[0], None), stack[1], stack
+        ),
+        lambda stack: lax.scan(lambda carry, x: (carry + x, None), jnp.zeros((3, 4)), stack),  # a carry
+        lambda stack: lax.scan(lambda carry, x: (carry * x, x), jnp.float32(1), jnp.ones(5)),  # a stack
+    ],
+)
+def test_other_loops_stay_as_they_are(function):
+    before = flat(function, X)
+    assert with_broadcasts_inside(before) is before
+
+
+def test_what_others_read_is_still_made_outside():
+    def read(stack, row):
+        spread = lax.broadcast_in_dim(row, (3, 4), (1,))
+        return lax.scan(lambda carry, x: (carry + x * spread, None), jnp.zeros((3, 4)), stack), spread
+
+    after = assert_same(read, X, X[0, 0])
+    assert outside(after).count("broadcast_in_dim") == 2
+    assert constants(after) == [[(4,)]]
