@@ -36,7 +36,6 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import located_equations
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.jitted import Shardings, jit
-from jax_deepcompile.lowering.compile import launched_singly
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.partition.rules.families import REGISTRY
@@ -166,13 +165,12 @@ class Compilation:
     @cached_property
     def jitted(self) -> Any:
         """The planned step for XLA; see ``jit``."""
-        return jit(self.planned, self.traced, self.placed, self.call.leaf_types, self.context.use.mesh)
+        return jit(self.planned, self.traced, self.placed, self.call.leaf_types, self.context.use)
 
     def launched_singly(self) -> Compilation:
         """The same, but with every kernel launched by itself, for profiles to tell them apart."""
-        other, use = copy(self), self.context.use
-        options = launched_singly(use.platform)
-        jitted = jit(self.planned, self.traced, self.placed, self.call.leaf_types, use.mesh, options)
+        other = copy(self)
+        jitted = jit(self.planned, self.traced, self.placed, self.call.leaf_types, self.context.use, singly=True)
         vars(other).update(jitted=jitted, runs=replace(self.runs, is_compiled=False))
         return other
 

@@ -11,7 +11,6 @@ from jax_deepcompile.compiler import Compilation
 from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.jitted import Shardings, jit
-from jax_deepcompile.lowering.compile import launched_singly
 from jax_deepcompile.planner.limits import require_fit
 from jax_deepcompile.planner.session import fastest_of
 from jax_deepcompile.profilers.rivals import copy_donated, measure_in_turns
@@ -38,7 +37,8 @@ def prepare(made: Compilation, args: tuple, processes: Alone) -> None:
 def _choose(made: Compilation, args: tuple, processes: Alone) -> None:
     """Runs the plans that simulate fastest, of those that have the state in the same place, on a copy of ``args``: the
     fastest is taken."""
-    simulated, mesh, traced = made.planned, made.context.use.mesh, made.traced
+    simulated, traced, use = made.planned, made.traced, made.context.use
+    mesh = use.mesh
     if made.runs.fastest is not None or not simulated.rivals:
         return
     assert isinstance(mesh, Mesh), "what is measured is attached"
@@ -46,14 +46,14 @@ def _choose(made: Compilation, args: tuple, processes: Alone) -> None:
     rivals = (replace(simulated, plan=plan, program=program, evaluation=None) for plan, program in programs)
     placed = made.placed
     each = [simulated, *(one for one in rivals if Shardings.of(one.program, traced, made.context.use) == placed)]
-    steps = [jit(one, traced, placed, made.call.leaf_types, mesh).lower(*args).compile() for one in each]
+    steps = [jit(one, traced, placed, made.call.leaf_types, use).lower(*args).compile() for one in each]
     copied = copy_donated(made.context.name, args, traced.donated_leaves, steps, mesh)
     processes.agree(f"measure {len(each)} plans of {title(made)}")
     seconds, copied = measure_in_turns(steps, copied, simulated.program)
     seconds = json.loads(processes.first_says(json.dumps(seconds)))
     best = min(range(len(each)), key=seconds.__getitem__)
-    options = launched_singly(made.context.use.platform)
-    singly = jit(each[best], traced, placed, made.call.leaf_types, mesh, options) if options else None
+    on_gpus = use.platform == "cuda"
+    singly = jit(each[best], traced, placed, made.call.leaf_types, use, singly=True) if on_gpus else None
     taken = take_profile(
         steps[best],
         copied,

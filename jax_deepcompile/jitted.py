@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,8 +13,8 @@ from jax_deepcompile.frontend.arguments import takes_arrays_only
 from jax_deepcompile.frontend.call import leaf_type
 from jax_deepcompile.frontend.meshes import MeshUse
 from jax_deepcompile.frontend.trace import Traced
-from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Port, Program
+from jax_deepcompile.lowering.compile import launched_singly
 from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
 from jax_deepcompile.planner.session import Planned
 
@@ -60,15 +59,16 @@ def jit(
     traced: Traced,
     shardings: Shardings,
     types: Sequence[Hashable],
-    mesh: AnyMesh,
-    options: Mapping[str, Any] = MappingProxyType({}),
+    use: MeshUse,
+    singly: bool = False,
 ) -> Any:
     """``jax.jit`` of ``(*args, kwargs) -> out``; it raises OtherTypes for leaves of other ``types``.
 
     Args:
-      options: XLA's, beside those of the plan.
+      singly: every kernel is launched by itself, for profiles to tell them apart.
     """
-    program, run = planned.program, emit(planned.program, mesh)
+    program, run = planned.program, emit(planned.program, use.mesh)
+    options = planned.plan.compiler_options() | (launched_singly(use.platform) if singly else {})
 
     def step(*args):
         leaves = jax.tree.leaves(args)
@@ -82,5 +82,5 @@ def jit(
         in_shardings=shardings.in_shardings,
         out_shardings=shardings.out_shardings,
         donate_argnums=traced.donated,
-        compiler_options={**planned.plan.compiler_options(), **options} or None,
+        compiler_options=options or None,
     )

@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 TARGETS = {f"jax_deepcompile.costs.{name}" for name in ("hardware", "network", "overlap")}
 """What ``lowering.targets``, which describes clusters, may import beyond its room."""
 
-MEASURES = {"call_overhead": {"frontend"}, "gpu_suite": {"costs", "hlo", "lowering", "profilers"},
+MEASURES = {"call_overhead": {"frontend"}, "gpu_suite": {"analysis", "costs", "hlo", "lowering", "profilers"},
             "validation": {"costs", "hlo"}, "host_memory": {"costs", "lowering"}, "copies": {"costs"}}  # fmt: skip
 """What an experiment that measures for the cost model may import besides what is public."""
 

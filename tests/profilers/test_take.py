@@ -11,9 +11,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile import jitted
+from jax_deepcompile import step as step_module
 from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.entries import Axis, CollectiveKind, Method
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.lowering.xla_options import CUDA_GRAPHS
 from jax_deepcompile.profilers import Taken, take_profile
 from jax_deepcompile.profilers.runs import StepRuns
 from tests.profilers import steps
@@ -68,6 +71,18 @@ def test_the_state_comes_back_as_many_steps_on(taken: Taken):
         state, _ = jax.jit(steps.train_step)(state, steps.batch())
     np.testing.assert_allclose(params["head"], state[0]["head"], rtol=1e-5)
     assert batch is not None
+
+
+def test_on_gpus_what_is_traced_launches_every_kernel_by_itself(monkeypatch):
+    """By an option of XLA's that CPUs take and do not look at."""
+    asked = []
+    for module in (step_module, jitted):
+        monkeypatch.setattr(module, "launched_singly", lambda platform: asked.append(platform) or {CUDA_GRAPHS: ""})
+    step = steps.sharded()
+    taken = step.profile(step.init(steps.create), steps.batch(), runs=RUNS)
+    assert asked == ["cpu", "cpu"], "whether there is such a program, and for it"
+    assert any(op.source.method is Method.MEASURED for op in taken.profile.ops)
+    assert int(taken.args[0][1][0].count) == 2 + 2 * RUNS, "it has run before it is traced"
 
 
 def test_there_is_never_a_second_state():
