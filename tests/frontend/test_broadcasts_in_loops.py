@@ -114,3 +114,46 @@ def test_what_others_read_is_still_made_outside():
     after = assert_same(read, X, X[0, 0])
     assert outside(after).count("broadcast_in_dim") == 2
     assert constants(after) == [[(4,)]]
+
+
+def test_what_is_made_of_broadcasts_is_made_of_what_they_are_of():
+    """One of them is a broadcast by its sizes of 1 alone."""
+
+    def both(stack, small):
+        mask = lax.and_p.bind(lax.broadcast_in_dim(True, (2, 3, 4), ()), small)
+        body = lambda carry, x: (carry + jnp.where(mask, x, 0.0), None)  # noqa: E731
+        return lax.scan(body, jnp.zeros((2, 3, 4)), stack), lax.scan(body, jnp.ones((2, 3, 4)), -stack)
+
+    stack, small = np.stack([X, 2 * X], 1), jnp.arange(12).reshape(1, 3, 4) % 5 > 1
+    assert constants(flat(both, stack, small)) == [[(2, 3, 4)]] * 2
+    after = assert_same(both, stack, small)
+    assert constants(after) == [[(1, 3, 4)]] * 2
+    assert outside(after).count("and") == 1, "for both loops"
+
+
+KINDS = {
+    "fill": lambda x: lax.broadcast_in_dim(jnp.float32(2), (3, 4), ()),
+    "row": lambda x: lax.broadcast_in_dim(x[0], (3, 4), (1,)),
+    "column": lambda x: lax.broadcast_in_dim(x[:, 0], (3, 4), (0,)),
+    "one row": lambda x: x[:1],
+    "whole": lambda x: x,
+}
+"""Operands of operations whose results are 3 by 4."""
+
+SMALL = {
+    ("fill", "row"): (4,), ("row", "row"): (4,), ("column", "fill"): (3,), ("column", "column"): (3,),
+    ("fill", "one row"): (1, 4), ("fill", "fill"): (), ("row", "fill"): (4,), ("one row", "fill"): (1, 4),
+    ("fill", "column"): (3,), ("one row", "one row"): (1, 4),
+}  # fmt: skip
+"""By the kinds of two operands, the shape of what their sum is a broadcast of; of others it is of nothing smaller."""
+
+
+@pytest.mark.parametrize("right", KINDS)
+@pytest.mark.parametrize("left", KINDS)
+def test_sums_of_two(left: str, right: str):
+    def summed(stack):
+        both = lax.add_p.bind(KINDS[left](stack[0]), KINDS[right](stack[1]))
+        return lax.scan(lambda carry, x: (carry * both + x, None), stack[2], stack)
+
+    after = assert_same(summed, X)
+    assert constants(after) == [[SMALL.get((left, right), (3, 4))]]
