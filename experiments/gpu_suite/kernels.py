@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -57,10 +57,16 @@ def profiled(step: deepcompile.ShardedStep, args: tuple, runs: int, most: int) -
         if op.seconds is not None and op.name in predicted_s
     ]
     if profile.step is not None:
-        untimed = len(profile.ops) - len(kernels)
-        yield {"what": "step", "untimed_ops": untimed} | _compared(profile.step.seconds, simulated.step_s)
+        untimed = {"untimed_ops": len(profile.ops) - len(kernels), "untimed_because": _why(profile)}
+        yield {"what": "step"} | untimed | _compared(profile.step.seconds, simulated.step_s)
     yield from by_kind(kernels)
     yield from heaviest(kernels, most)
+
+
+def _why(profile: deepcompile.Profile) -> str:
+    """Most ops without a time have none; empty if all have one."""
+    reasons = Counter(op.source.note for op in profile.ops if op.seconds is None)
+    return next((reason for reason, _ in reasons.most_common(1)), "")
 
 
 def predictions(simulated: Simulation) -> dict[str, float]:

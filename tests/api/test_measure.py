@@ -74,10 +74,11 @@ def test_what_ran_is_said(measured):
 
 
 def test_simulated_figures_stay_those_that_it_was_planned_by(measured):
+    """The fastest may be the step as it was before planning, which is no times as fast as itself."""
     headline = measured[0].explain().headline
     assert "kernels" not in headline.costs
     assert re.fullmatch(
-        r"[\d.]+ \w+, measured; simulated [\d.]+ \w+, [\d.]+x as fast as before planning as simulated",
+        r"[\d.]+ \w+, measured; simulated [\d.]+ \w+(, [\d.]+x as fast as before planning as simulated)?",
         headline.step_text(),
     )
 
