@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from jax_deepcompile.costs.schedule import Schedule, schedule_of
 from jax_deepcompile.hlo import opcodes
-from jax_deepcompile.hlo.reader import Instruction, Module, leaves
+from jax_deepcompile.hlo.reader import Computation, Instruction, Module, leaves
 
-_FAR = 4
-"""How many instructions away a name is still looked for."""
+_CHAIN = 8
+"""How many instructions, one after the other, an argument is followed through."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,26 @@ class Neighbours:
 
     def near(self, name: str) -> list[tuple[str, str]]:
         """``op_name`` and line of what has them beside an instruction, the nearest it reads first."""
-        around = self._around(self._by_name[name]) if name in self._by_name else ()
+        if name not in self._by_name:
+            return []
+        instruction = self._by_name[name]
+        home = self._home(instruction)
+        around = chain(home.feeding(instruction), home.fed(instruction))
         found = (each for each in around if each.op_name and each.opcode != "parameter")
         return [(each.op_name, self.module.source(each)) for each in found]
 
     def _gathered(self, gather: Instruction) -> Iterator[int]:
         """The arguments that it gathers."""
-        for operand in self._operands(gather):
+        for operand in self._home(gather).operands(gather):
             numbers = [number for each in self._from(operand) if (number := each.input_number) is not None]
             yield from numbers[:1]
 
     def _updated(self, reduction: Instruction, trained: Collection[int]) -> Iterator[int]:
         """The parameters that are read together with what it makes."""
         sizes = {math.prod(array.dims) for _, array in leaves(reduction.shape)} - {1}
-        for reader in self._levels(reduction, self._users):
-            for each in self._operands(reader):
+        home = self._home(reduction)
+        for reader in home.fed(reduction):
+            for each in home.operands(reader):
                 number = each.input_number
                 if (
                     number is not None
@@ -72,28 +78,14 @@ class Neighbours:
 
     def _from(self, instruction: Instruction) -> Iterator[Instruction]:
         """``instruction``, and what it is made of, one after the other."""
-        for _ in range(2 * _FAR):
+        home = self._home(instruction)
+        for _ in range(_CHAIN):
             yield instruction
-            operands = self._operands(instruction)
+            operands = home.operands(instruction)
             if len(operands) != 1:
                 return
             taken = instruction.opcode == "get-tuple-element" and operands[0].opcode == "tuple"
-            instruction = self._operands(operands[0])[instruction.number] if taken else operands[0]
+            instruction = home.operands(operands[0])[instruction.number] if taken else operands[0]
 
-    def _around(self, instruction: Instruction) -> Iterator[Instruction]:
-        """What it reads, and what that reads; then what reads it, and what reads that."""
-        yield from self._levels(instruction, self._operands)
-        yield from self._levels(instruction, self._users)
-
-    def _levels(self, instruction: Instruction, neighbours: Callable) -> Iterator[Instruction]:
-        level = [instruction]
-        for _ in range(_FAR):
-            level = list({other.name: other for each in level for other in neighbours(each)}.values())
-            yield from level
-
-    def _users(self, instruction: Instruction) -> Sequence[Instruction]:
-        return self._schedule.home[instruction.name].users.get(instruction.name, ())
-
-    def _operands(self, instruction: Instruction) -> list[Instruction]:
-        home = self._schedule.home[instruction.name]
-        return [home.by_name[name] for name in instruction.operands if name in home.by_name]
+    def _home(self, instruction: Instruction) -> Computation:
+        return self._schedule.home[instruction.name]

@@ -71,7 +71,7 @@ def _is_pointwise(body: Computation, index: Index, number: int) -> bool:
     while waiting:
         step = waiting.popleft()
         found = found or step.name == output.name
-        for user in body.users.get(step.name, ()):
+        for user in body.readers(step):
             if user.name in seen or (user.opcode == "tuple" and step.name == output.name):
                 continue
             updates = user.opcode == "dynamic-update-slice" and user.operands[0] == step.name

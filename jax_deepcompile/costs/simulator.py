@@ -174,7 +174,7 @@ class _Schedule:
         run.free = {
             queue: {stream: end_s + delay_s for stream, end_s in due.items()} for queue, due in steady.free.items()
         }
-        for user in computation.users.get(loop.name, ()):
+        for user in computation.readers(loop):
             if user.opcode == "get-tuple-element" and user.number in left:
                 run.started[user.name] = replace(left[user.number], end_s=left[user.number].end_s + delay_s)
 

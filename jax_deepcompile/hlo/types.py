@@ -204,6 +204,21 @@ class Computation:
     def operand(self, instruction: Instruction, number: int) -> Instruction:
         return self.by_name[instruction.operands[number]]
 
+    def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
+        return tuple(self.by_name[name] for name in instruction.operands)
+
+    def readers(self, instruction: Instruction) -> tuple[Instruction, ...]:
+        """Who reads it, in schedule order."""
+        return self.users.get(instruction.name, ())
+
+    def feeding(self, instruction: Instruction) -> Iterator[Instruction]:
+        """What it reads, what that reads and so on, a few instructions far; the nearest first."""
+        return _levels(instruction, self.operands)
+
+    def fed(self, instruction: Instruction) -> Iterator[Instruction]:
+        """What reads it, what reads that and so on, a few instructions far; the nearest first."""
+        return _levels(instruction, self.readers)
+
     def seen_through(self, instruction: Instruction, opcodes: Collection[str]) -> Instruction:
         """``instruction``, or where it is of one of ``opcodes``, which pass on their operand, what it passes on."""
         while instruction.opcode in opcodes:
@@ -269,21 +284,23 @@ class Module:
         home = next((each for each in self.computations.values() if name in each.by_name), None)
         if home is None:
             return ""
-        reads = _levels(name, lambda each: home.by_name[each].operands)
-        readers = _levels(name, lambda each: [reader.name for reader in home.users.get(each, ())])
-        return next(filter(None, (self.source(home.by_name[each]) for each in chain(reads, readers))), "")
+        found = home.by_name[name]
+        near = chain([found], home.feeding(found), home.fed(found))
+        return next(filter(None, map(self.source, near)), "")
 
 
-def _levels(name: str, neighbours: Callable[[str], Iterable[str]]) -> Iterator[str]:
-    """``name``, its neighbours, and theirs."""
-    level = [name]
+def _levels(
+    instruction: Instruction, neighbours: Callable[[Instruction], Iterable[Instruction]]
+) -> Iterator[Instruction]:
+    """Its neighbours, theirs and so on."""
+    level = [instruction]
     for _ in range(_FAR):
+        level = list({other.name: other for each in level for other in neighbours(each)}.values())
         yield from level
-        level = list(dict.fromkeys(other for each in level for other in neighbours(each)))
 
 
 _FAR = 4
-"""How many instructions away a line is still looked for, less one."""
+"""How many instructions away a name or line is still looked for."""
 
 
 def parse_index(text: str) -> Index:
