@@ -153,10 +153,15 @@ def _moved(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, r
         is_value = returns and not isinstance(leaf, Tracer) and not is_tracing()
         return jax.device_put(leaf, target or NamedSharding(mesh, PartitionSpec())) if is_value else leaf
     if target is None:
-        on_mesh = len(leaf.sharding.device_set) == mesh.size
+        on_mesh = len(leaf.sharding.device_set) == mesh.size and not _names_axes(leaf)
         return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
     fits = (not leaf.committed and not returns) or leaf.sharding.is_equivalent_to(target, leaf.ndim)
-    return leaf if fits else jax.device_put(leaf, target)
+    return leaf if fits and not _names_axes(leaf) else jax.device_put(leaf, target)
+
+
+def _names_axes(leaf: jax.Array) -> bool:
+    """Whether its type has the explicit axes of a mesh, which may not be the step's; what is traced has none."""
+    return any(axes is not None for axes in leaf.aval.sharding.spec)
 
 
 def _shape_only(leaf: Any, target: NamedSharding | None, port: Port) -> Any:

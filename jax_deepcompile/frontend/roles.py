@@ -184,6 +184,7 @@ class _Known:
         state = signature.divided
         like = {index for index in rest if self._is_like(index, state)}
         like |= {index for index in rest if self._looks_like_parameters(index) and len(examples(self.args[index])) > 1}
+        like |= {index for index in rest if self._is_like_a_part(index, state)}
         doubtful = self._doubtful([index for index in rest if index not in like])
         if doubtful and guess:
             asked = [*state, *like, *doubtful]
@@ -215,11 +216,27 @@ class _Known:
 
     def _is_like(self, index: int, state: Sequence[int]) -> bool:
         """Whether an argument has the leaves of one that is state."""
-        several = len(jax.tree.leaves(self.args[index])) > 1
+        several = len(jax.tree.leaves(self.args[index])) >= _SEVERAL
         return several and any(_kinds(self.args[index]) == _kinds(self.args[other]) for other in state)
+
+    def _is_like_a_part(self, index: int, state: Sequence[int]) -> bool:
+        """Whether an argument has the leaves, all floating, of a part of one that is state, as its parameters are."""
+        kinds = _kinds(self.args[index])
+        dtypes = [dtype for _, dtype in kinds[1] if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
+        if not _SEVERAL <= len(dtypes) == len(kinds[1]):
+            return False
+
+        def is_alike(node: Any) -> bool:
+            return _kinds(node) == kinds
+
+        return any(is_alike(node) for at in state for node in jax.tree.leaves(self.args[at], is_leaf=is_alike))
 
     def _before_optimizer(self, index: int) -> bool:
         return any(argument.has_optimizer for argument in self.step.arguments[index + 1 :])
+
+
+_SEVERAL = 2
+"""Leaves of which it is no chance that two arguments have the same."""
 
 
 def _positions(parameter: str, argnums: int | Sequence[int] | None) -> tuple[int, ...] | None:

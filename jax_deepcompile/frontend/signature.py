@@ -73,7 +73,11 @@ def in_objects(names: Sequence[str], path: tuple) -> str:
 
 
 def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[Port, ...], Any]:
-    """A port for every leaf, named as the user finds it, and the structure of ``(args, kwargs)``."""
+    """A port for every leaf, named as the user finds it, and the structure of ``(args, kwargs)``.
+
+    Raises:
+      LeafTypeError: a leaf is neither an array nor a number.
+    """
     leaves, in_tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     ports = []
     for (path, leaf), is_optimizers in zip(leaves, optimizer_leaves((args, kwargs)), strict=True):
@@ -81,15 +85,15 @@ def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[
         where = argument if isinstance(argument, str) else signature.name_of(argument)
         rest, role = path[2:], signature.role_of(argument)
         role = state_role(rest, where, is_optimizers) if role is Role.PARAM else role
+        if not is_numeric(leaf):
+            raise errors.LeafTypeError(signature.path_of(argument, rest), leaf)
         port = port_of(signature.path_of(argument, rest), role, leaf)
         ports.append(replace(port, role=Role.OTHER) if role is Role.BATCH and not port.shape else port)
     return tuple(ports), in_tree
 
 
 def port_of(path: str, role: Role, leaf: Any) -> Port:
-    """What stands for ``leaf``, an array, number, tracer or shape; raises LeafTypeError if it is neither."""
-    if not is_numeric(leaf):
-        raise errors.LeafTypeError(path, leaf)
+    """What stands for ``leaf``, an array, number, tracer or shape."""
     shape = tuple(leaf.shape) if hasattr(leaf, "shape") else tuple(np.shape(leaf))
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
     extended = jnp.issubdtype(dtype, jax.dtypes.extended)

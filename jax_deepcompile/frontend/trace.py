@@ -13,7 +13,14 @@ from jax.extend import core as jex
 from jax_deepcompile import _jax_compat, errors
 from jax_deepcompile.frontend.call import PureCall, abstract, argument_names, function_name
 from jax_deepcompile.frontend.donation import Kept, donations
-from jax_deepcompile.frontend.signature import Signature, input_ports, optimizer_leaves, port_of, state_role
+from jax_deepcompile.frontend.signature import (
+    Signature,
+    input_ports,
+    is_numeric,
+    optimizer_leaves,
+    port_of,
+    state_role,
+)
 from jax_deepcompile.frontend.state_matching import Returned, outputs_like_state, state_outputs
 from jax_deepcompile.ir.lineage import lineage
 from jax_deepcompile.ir.memory import size_bytes
@@ -182,7 +189,7 @@ def _python_values(args: tuple, kwargs: dict, ports: Sequence[Port], names: Sequ
 def _call(fun: Callable, name: str, args: tuple, kwargs: dict):
     out = fun(*args, **kwargs)
     for path, leaf in jax.tree_util.tree_leaves_with_path(out):
-        if isinstance(leaf, (str, bytes)) or callable(leaf):
+        if callable(leaf) or not (hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__") or is_numeric(leaf)):
             raise errors.ReturnedLeafError(name, f"out{jax.tree_util.keystr(path)}", leaf)
     return out
 

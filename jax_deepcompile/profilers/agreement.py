@@ -150,14 +150,15 @@ def _seed(leaf: jax.ShapeDtypeStruct) -> int:
     return int.from_bytes(hashlib.sha256(f"{leaf.shape} {leaf.dtype}".encode()).digest()[:4], "little")
 
 
-def _place(program: Program) -> Any:
+def _place(program: Program) -> NamedSharding:
     """One device; or those that the user's own shardings or ``shard_map``s name, and all is whole on each of them."""
     for eqn in equations(program.jaxpr):
         for value in jax.tree.leaves(list(eqn.params.values())):
             mesh = value.mesh if isinstance(value, NamedSharding) else value
             if isinstance(mesh, Mesh) and mesh.size > 1:
                 return NamedSharding(mesh, PartitionSpec())
-    return jax.local_devices()[0]
+    # 2026-11: put on a bare device, an array keeps explicit axes of the mesh it was on in its type.
+    return NamedSharding(Mesh(np.array(jax.local_devices()[:1]), "one"), PartitionSpec())
 
 
 def _coarsest(program: Program) -> float:

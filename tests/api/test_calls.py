@@ -346,6 +346,31 @@ def test_values_that_the_user_reshards_between_explicit_axes(shape, expected):
     assert "P('fsdp', None)" not in text
 
 
+def test_arrays_divided_along_the_explicit_axes_of_another_mesh(expected):
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    rows = NamedSharding(mesh, PartitionSpec("rows"))
+    sharded = deepcompile.shard(step)
+    state, given = jax.device_put(create(), {"w": rows, "count": None}), jax.device_put(batch(), rows)
+    assert sharded.validate(state, given).agrees
+    assert_equal(sharded(state, given), expected)
+
+
+def test_gradients_of_whole_numbers_are_returned_as_jit_does():
+    def indexed(state, batch):
+        def loss_of(state):
+            return jnp.mean((batch["x"][:, state["columns"]] @ state["w"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of, allow_int=True)(state)
+        return {"w": state["w"] - 0.1 * grads["w"], "columns": state["columns"]}, {"loss": loss, "grads": grads}
+
+    def state():
+        return {"w": create()["w"], "columns": jnp.arange(16)[::-1]}
+
+    expected, found = jax.jit(indexed)(state(), batch()), deepcompile.shard(indexed)(state(), batch())
+    assert found[1]["grads"].pop("columns").dtype == expected[1]["grads"].pop("columns").dtype == jax.dtypes.float0
+    assert_equal(found, expected)
+
+
 def manual_step(mesh, spec, body):
     """The square of each element, times one, by a ``shard_map`` as its users write it."""
 

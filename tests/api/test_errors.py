@@ -273,9 +273,11 @@ def test_a_step_jitted_with_static_arguments(how):
         sharded.trace(STATE, BATCH, *[True] * (not arguments), **arguments)
 
 
-def test_text_among_the_metrics():
+def test_what_is_no_array_among_the_metrics():
     with pytest.raises(errors.ReturnedLeafError, match=r"returns 'epoch' at out\[1\]\['name'\], a builtins.str"):
         trace(lambda state, batch: (state, {"name": "epoch"}))
+    with pytest.raises(errors.ReturnedLeafError, match=r"at out\[1\]\['x'\], a builtins.object"):
+        trace(lambda state, batch: (state, {"x": object()}))
 
 
 @pytest.mark.parametrize("calls", [1, 2])

@@ -80,6 +80,16 @@ def one_of_two_returned(opt_state, target, params, x, y):
     return with_target(params, target, opt_state, x, y)
 
 
+def with_reference(state, reference, x, y):
+    params, opt_state = state
+    params, opt_state, loss = _updated(params, opt_state, lambda p: _flat(p, x, y) + _flat(reference, x, y))
+    return (params, opt_state), loss
+
+
+def _flat(params, x, y):
+    return jnp.mean((x @ params["down"] @ params["up"] - y) ** 2)
+
+
 def teacher_in_front(teacher, state, x):
     params, opt_state, loss = with_teacher(state.params, state.opt_state, teacher, x)
     return state.replace(params=params, opt_state=opt_state), loss
@@ -170,6 +180,7 @@ _PARAMS, _OTHER = _model(0), _model(1)
 _STATE = _OPTIMIZER.init(_PARAMS)
 _SYNCED = optax.LookaheadParams.init_synced(_PARAMS)
 _ADAPTER = {"down": jnp.ones((32, 8)) / 8, "up": jnp.ones((8, 32)) / 8}
+_TABLES = {"down": _ADAPTER["down"], "up": jnp.ones((8, 16)) / 8}
 _LAYERS = [(layer["kernel"], layer["bias"]) for layer in _PARAMS.values()]
 _STATISTICS = {"norm": {"mean": jnp.ones(64), "var": jnp.ones(64)}}
 
@@ -270,6 +281,11 @@ _STEPS = [
         with_schedule_that_is_only_read,
         (_PARAMS, _STATE, optax.scale_by_schedule(lambda count: 1.0).init(_PARAMS), {"x": _X, "y": _Y}),
         "state: params, opt_state; read only: transform_state; batch: batch",
+    ),
+    (
+        with_reference,
+        ((_TABLES, _OPTIMIZER.init(_TABLES)), jax.tree.map(jnp.ones_like, _TABLES), _X, _Y),
+        "state: state; read only: reference; batch: x, y",
     ),
     (
         one_of_two_returned,
