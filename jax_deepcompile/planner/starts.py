@@ -18,6 +18,7 @@ from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
 from jax_deepcompile.planner.residency import Places, taken_bytes
 from jax_deepcompile.planner.stacks import Stack, saved_stacks
+from jax_deepcompile.transforms.gradients_in_turn import GradientsInTurn
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_on_device import KeptOnDevice, copies
 from jax_deepcompile.transforms.offload_activations import OffloadedActivations
@@ -109,7 +110,10 @@ def _computing_again(
         if any(each.with_loops for each in segments):
             again = again.replace(options=dict(plan.options) | stacks_in_turn())
         shorter = again.program(base, environment.mesh, until=SavedGathers)
-        less_bytes = memory_of_program(after).live_peak_bytes - memory_of_program(shorter).live_peak_bytes
+        now_bytes = memory_of_program(after).live_peak_bytes
+        if best.plan.of(GradientsInTurn):  # so XLA holds what is read and no more; of others it knows how to hold less
+            now_bytes = best.prediction.peak_bytes
+        less_bytes = now_bytes - memory_of_program(shorter).live_peak_bytes
         if less_bytes > 0:
             plan, after = again, shorter
         elif not loops:

@@ -13,6 +13,7 @@ from jax_deepcompile.transforms.compute_once import ComputeOnce
 from jax_deepcompile.transforms.compute_whole import ComputedWhole
 from jax_deepcompile.transforms.decision import Decision, refused
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
+from jax_deepcompile.transforms.gradients_in_turn import GradientsInTurn
 from jax_deepcompile.transforms.join_collectives import JoinedCollectives
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
@@ -43,6 +44,7 @@ TRANSFORMS: tuple[type[Decision], ...] = (
     KeptActivations,
     OffloadedActivations,
     OffloadedValues,
+    GradientsInTurn,
     AccumulateInLoops,
     UpdatedInLoop,
     NarrowStacks,

@@ -33,6 +33,7 @@ from jax_deepcompile.transforms import TRANSFORMS
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
 from jax_deepcompile.transforms.compute_whole import ComputedWhole
 from jax_deepcompile.transforms.delay_reductions import DelayedReductions
+from jax_deepcompile.transforms.gradients_in_turn import GradientsInTurn
 from jax_deepcompile.transforms.join_collectives import JoinedCollectives
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
@@ -68,6 +69,7 @@ DECISIONS = (
     KeptActivations("", "", ("head dot_general @forward",)),
     OffloadedActivations(AHEAD, BACK, ("layers input",)),
     OffloadedValues("", ("head add @forward",)),
+    GradientsInTurn("", 1 << 30),
     *AROUND_PIPELINED,
     UpdatedInLoop(BACK, ("optimizer/mu/up",)),
     LoopSchedule(AHEAD, 1, 0, 0, 3),
@@ -304,6 +306,7 @@ def test_a_plan_reads_in_words():
         "outside of loops: keeps head dot_general @forward until they are used again",
         "layers @forward: copies layers input to the host for layers @backward",
         "outside of loops: copies head add @forward to the host for backward",
+        "outside of loops: backward waits for gradients that hold 1024 MiB",
         "sums that results of loops go into are added up in those loops",
         "layers @backward: updates the state of a layer as its gradients are there, on the host: optimizer/mu/up",
         "gradients of layers stay in the type they were reduced in",

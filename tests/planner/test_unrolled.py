@@ -22,6 +22,7 @@ from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.layers import pipelined
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
+from jax_deepcompile.planner.strategies.gradients_in_turn import WaitForGradients
 from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
 from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.planner.strategies.prefetch import PrefetchGathers
@@ -30,6 +31,7 @@ from jax_deepcompile.planner.strategies.stacks_in_turn import StacksInTurn
 from jax_deepcompile.planner.strategies.unshard import Unshard
 from jax_deepcompile.planner.strategies.unshard_unrolled import UnshardUnrolled
 from jax_deepcompile.planner.unrolled import Repeat, choose_unsharded, chosen_anew, exposed_seconds
+from jax_deepcompile.transforms.gradients_in_turn import GradientsInTurn
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions, reduction_buckets
@@ -247,6 +249,29 @@ def test_where_memory_may_not_have_the_room_gathers_start_later_otherwise():
 def test_where_layers_have_no_loops_inside_no_stacks_wait(loss, params):
     program, best, environment = situation(loss, params, Clock())
     assert list(StacksInTurn().propose(program, best, environment)) == []
+
+
+def taking(loss, params, peak_bytes: int, limit: int | None):
+    """A situation in which a step takes ``peak_bytes``."""
+    program, _, environment = situation(loss, params, Clock(), limit)
+    return program, candidate(program, prediction=replace(WAITS, peak_bytes=peak_bytes)), environment
+
+
+def test_gradients_are_waited_for_where_a_step_does_not_fit():
+    (found,) = WaitForGradients(waiting_share=0.5).propose(*taking(unrolled_loss, UNROLLED, 101, 100))
+    assert found.plan == START.having(GradientsInTurn, [GradientsInTurn("", 50)])
+    assert found.otherwise is not None
+    assert found.otherwise.plan == START.having(GradientsInTurn, [GradientsInTurn("", 0)])
+    assert found.otherwise.otherwise is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "limit"),
+    [(unrolled_loss, UNROLLED, 101), (unrolled_loss, UNROLLED, None), (headed_loss, HEADED, 100)],
+    ids=["it fits", "no limit", "layers in a loop"],
+)
+def test_otherwise_gradients_may_come_whenever_they_do(loss, params, limit):
+    assert list(WaitForGradients().propose(*taking(loss, params, 101, limit))) == []
 
 
 @pytest.mark.h100_aot

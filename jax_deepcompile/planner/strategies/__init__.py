@@ -5,6 +5,7 @@ from __future__ import annotations
 from jax_deepcompile.planner.strategies.bucket_collectives import BucketCollectives
 from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
 from jax_deepcompile.planner.strategies.delay_reductions import DelayReductions
+from jax_deepcompile.planner.strategies.gradients_in_turn import WaitForGradients
 from jax_deepcompile.planner.strategies.join_collectives import JoinCollectives
 from jax_deepcompile.planner.strategies.keep_activations import KeepActivations
 from jax_deepcompile.planner.strategies.keep_gathered import KeepGathered
@@ -22,6 +23,7 @@ from jax_deepcompile.planner.strategy import Strategy
 STRATEGIES: tuple[Strategy, ...] = (
     PipelineLoops(),
     StacksInTurn(),
+    WaitForGradients(),
     KeepActivations(),
     BucketCollectives(),
     Unshard(),
@@ -37,7 +39,7 @@ STRATEGIES: tuple[Strategy, ...] = (
 """The list: hide communication in loops, join what is small, spend the memory that is left on computing and
 communicating less."""
 
-ONE_DEVICE: tuple[Strategy, ...] = (StacksInTurn(), UpdateInLoops(), KeepActivations())
+ONE_DEVICE: tuple[Strategy, ...] = (StacksInTurn(), WaitForGradients(), UpdateInLoops(), KeepActivations())
 """Where there is nothing to communicate."""
 
 ON_A_HOST: tuple[Strategy, ...] = (KeepGathered(), KeepActivations(), JoinCollectives())
