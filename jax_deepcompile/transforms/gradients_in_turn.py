@@ -96,16 +96,24 @@ class _Wait(NamedTuple):
 
 
 def _in_turn(jaxpr: Any, waiting_bytes: int) -> Any:
+    """``jaxpr`` with its barriers; what reads a gradient comes after the one that waits for it."""
     waits = {each.place: each for each in _waits(jaxpr, waiting_bytes)}
-    walk = Walk(jaxpr)
+    awaited = {gradient for each in waits.values() for gradient in each.gradients}
+    walk, behind, later = Walk(jaxpr), list[Any](), set[Any]()
     for place, eqn in enumerate(walk):
         if place in waits:
             wait, now = waits[place], partial(renamed, names=walk.names)
-            barrier = new_barrier([now(wait.operand), *map(now, wait.gradients)], eqn.source_info)
-            eqn = with_renamed_operands(eqn, {barrier.invars[0]: barrier.outvars[0]})
+            barrier = new_barrier([now(wait.operand), *wait.gradients], eqn.source_info)
             walk.names |= zip(wait.gradients, barrier.outvars[1:], strict=True)
-            walk.eqns.append(barrier)
-        walk.eqns.append(eqn)
+            walk.eqns += [barrier, *(with_renamed_operands(each, walk.names) for each in behind)]
+            eqn, behind, later = with_renamed_operands(eqn, {barrier.invars[0]: barrier.outvars[0]}), [], set()
+        if later.isdisjoint(variables(eqn.invars)):
+            walk.eqns.append(eqn)
+            later.update(awaited.intersection(eqn.outvars))
+        else:
+            behind.append(eqn)
+            later.update(eqn.outvars)
+    walk.eqns += behind
     return walk.result()
 
 
