@@ -156,6 +156,6 @@ def _leading_on(eqns: Sequence, products: Sequence[bool]) -> list[bool]:
 
 def _is_gradient(eqn: Any, fresh: Sequence) -> bool:
     """Whether what lies aside of backward's way is made of ``fresh``, by work that leaves less than it reads."""
-    if not fresh or is_drop_var(eqn.outvars[0]) or not has_numbers(eqn.outvars[0]):
+    if not fresh or not eqn.outvars or is_drop_var(eqn.outvars[0]) or not has_numbers(eqn.outvars[0]):
         return False
     return is_anchor(eqn) or 2 * sum(map(size_bytes, eqn.outvars)) <= max(map(size_bytes, fresh))

@@ -115,6 +115,26 @@ def test_convolutions():
 
 
 @pytest.mark.cpu_mesh
+def test_backward_that_tells_of_itself():
+    """What returns nothing is no gradient."""
+
+    @jax.custom_vjp
+    def told(x):
+        return x
+
+    def backward(_, cotangent):
+        jax.debug.callback(lambda value: None, jnp.sum(cotangent))
+        jax.debug.callback(lambda value: None, cotangent)
+        return (cotangent,)
+
+    told.defvjp(lambda x: (x, None), backward)
+    program, mesh = sharded(
+        lambda params, batch: chain_loss(params, told(jnp.sin(batch * jnp.mean(params["layer0"])))), CHAIN
+    )
+    assert_same_work(in_turn(program, mesh), program, mesh)
+
+
+@pytest.mark.cpu_mesh
 def test_in_the_iterations_of_a_loop():
     program, mesh = sharded(in_two_iterations(with_biases_loss), STACK)
     (where,) = bodies_with_gradients(program)
