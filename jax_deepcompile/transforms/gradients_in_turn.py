@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jax_deepcompile._jax_compat import is_drop_var, new_barrier, open_jaxpr
-from jax_deepcompile.analysis.dataflow import variables
+from jax_deepcompile.analysis.dataflow import needed_for, variables
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.names import phase
 from jax_deepcompile.analysis.segments import Tape, has_numbers
@@ -121,14 +121,15 @@ def _waits(jaxpr: Any, waiting_bytes: int) -> Iterator[_Wait]:
     """Each product that backward goes on by and that comes after gradients which hold ``waiting_bytes`` or more."""
     eqns, cheap = jaxpr.eqns, Tape(jaxpr).cheap
     backward = [phase(eqn) == " @backward" for eqn in eqns]
-    goes_on = _leading_on(eqns, [is_later and is_anchor(eqn) for is_later, eqn in zip(backward, eqns, strict=True)])
+    products = (eqn for is_later, eqn in zip(backward, eqns, strict=True) if is_later and is_anchor(eqn))
+    goes_on = set(map(id, needed_for(eqns, [atom for eqn in products for atom in eqn.invars], effects=False)))
     coming, aside, held = set[Any](), set[Any](), dict[Any, int]()
     gradients: list[Any] = []
     for place, eqn in enumerate(eqns):
         if not backward[place]:
             continue
         read = [var for var in variables(eqn.invars) if has_numbers(var) and var not in cheap]
-        if not goes_on[place]:
+        if id(eqn) not in goes_on:
             fresh = [var for var in read if var not in aside]
             is_gradient = _is_gradient(eqn, fresh)
             if is_gradient:
@@ -142,16 +143,6 @@ def _waits(jaxpr: Any, waiting_bytes: int) -> Iterator[_Wait]:
         if is_anchor(eqn) and operand is not None and gradients and sum(held.values()) >= waiting_bytes:
             yield _Wait(place, operand, tuple(gradients))
             gradients, held = [], {}
-
-
-def _leading_on(eqns: Sequence, products: Sequence[bool]) -> list[bool]:
-    """For each equation whether one of ``products`` depends on what it makes."""
-    wanted, found = set[Any](), [False] * len(eqns)
-    for place in reversed(range(len(eqns))):
-        found[place] = not wanted.isdisjoint(eqns[place].outvars)
-        if found[place] or products[place]:
-            wanted.update(variables(eqns[place].invars))
-    return found
 
 
 def _is_gradient(eqn: Any, fresh: Sequence) -> bool:
