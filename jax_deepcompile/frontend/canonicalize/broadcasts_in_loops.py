@@ -5,16 +5,16 @@ place where it hides them, would be read from memory in every iteration, though 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.extend import core as jex
 
+from jax_deepcompile._jax_compat import new_var
 from jax_deepcompile.frontend.canonicalize.counting import shape_of
 from jax_deepcompile.ir.primitives import ELEMENTWISE, VIEWS, Scan, closed_like
-from jax_deepcompile.ir.rewrite import Walk, with_regions
+from jax_deepcompile.ir.rewrite import Walk, with_regions, with_renamed_operands
 
 
 def with_broadcasts_inside(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -23,22 +23,24 @@ def with_broadcasts_inside(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     Before::
 
         m:bool[8,16,64,64] = broadcast_in_dim[broadcast_dimensions=(2, 3)] n:bool[64,64]
-        t:bool[8,16,64,64] = broadcast_in_dim[broadcast_dimensions=()] True
-        a:bool[8,16,64,64] = and t m
+        a:bool[8,16,64,64] = not m
         scan[jaxpr={ lambda ; b:bool[8,16,64,64] c. let ... }] a d
 
-    After, with ``a`` dead unless others read it::
+    After, with ``m`` and ``a`` dead unless others read them::
 
-        u:bool[64,64] = broadcast_in_dim[broadcast_dimensions=()] True
-        s:bool[64,64] = and u n
-        scan[jaxpr={ lambda ; e:bool[64,64] c. let b = broadcast_in_dim[broadcast_dimensions=(2, 3)] e; ... }] s d
+        scan[jaxpr={ lambda ; e:bool[64,64] c. let
+            f:bool[8,16,64,64] = broadcast_in_dim[broadcast_dimensions=(2, 3)] e
+            b:bool[8,16,64,64] = not f
+            ... }] n d
+
+    Nothing is written otherwise than it was: a loop that computes the same by itself, as the backward one of
+    checkpointed layers does, is still seen to.
     """
-    walk, known, made = Walk(closed), dict[Any, _Spread](), set[Any]()
+    walk, known = Walk(closed), dict[Any, _Spread]()
     for eqn in walk:
         if (spread := _spread(eqn, known)) is not None:
             known[eqn.outvars[0]] = spread
-        for each in _moved(eqn, known, made):
-            walk.eqns.append(with_regions(each, with_broadcasts_inside))
+        walk.eqns.append(with_regions(_with_spreads_inside(eqn, known), with_broadcasts_inside))
     return walk.result()
 
 
@@ -47,96 +49,56 @@ class _Spread:
     """A value that is a broadcast.
 
     Attributes:
-      eqn: makes it of something smaller.
-      first: makes that, where nothing has yet.
+      source: what it is a broadcast of: a variable, or a literal where it is made of such alone.
+      eqns: what makes it, in order, the last one the value itself.
     """
 
-    eqn: jex.JaxprEqn
-    first: tuple[jex.JaxprEqn, ...] = ()
-
-    @property
-    def source(self) -> Any:
-        return self.eqn.invars[0]
+    source: Any
+    eqns: tuple[jex.JaxprEqn, ...] = ()
 
 
-def _spread(eqn: jex.JaxprEqn, known: dict[Any, _Spread]) -> _Spread | None:
-    """Of what broadcast the result of ``eqn`` is; None if of none."""
-    if eqn.primitive.name in ELEMENTWISE - VIEWS:
-        return _alike(eqn, known)
-    if eqn.primitive.name != "broadcast_in_dim" or len(eqn.invars) > 1:
+def _spread(eqn: jex.JaxprEqn, known: Mapping[Any, _Spread]) -> _Spread | None:
+    """Of what one smaller thing the result of ``eqn`` is a broadcast; None if of none, or of more."""
+    is_broadcast = eqn.primitive.name == "broadcast_in_dim" and len(eqn.invars) == 1
+    if not is_broadcast and eqn.primitive.name not in ELEMENTWISE - VIEWS:
         return None
-    (source,) = eqn.invars
-    before, after = (math.prod(shape_of(atom)) for atom in (source, eqn.outvars[0]))
-    return _Spread(eqn) if before < after or (isinstance(source, jex.Var) and source in known) else None
-
-
-def _alike(eqn: jex.JaxprEqn, known: dict[Any, _Spread]) -> _Spread | None:
-    """The broadcast of what ``eqn`` makes of smaller arrays; None where its operands are no broadcasts alike."""
-    result, values = eqn.outvars[0], [atom for atom in eqn.invars if isinstance(atom, jex.Var)]
-    like = next((known[atom] for atom in values if atom in known), None)
-    spreads = {} if like is None else {atom: _operand(atom, result, known, like) for atom in values}
-    found = [each for each in spreads.values() if each is not None]
-    if not found or len(found) < len(spreads):
-        return None
-    model = max(found, key=lambda each: math.prod(shape_of(each.source)))
-    shape, first, operands = shape_of(model.source), list[jex.JaxprEqn](), list[Any]()
+    size, read = math.prod(shape_of(eqn.outvars[0])), list[_Spread]()
     for atom in eqn.invars:
-        each = spreads.get(atom) if isinstance(atom, jex.Var) else None
-        if each is None:
-            operands.append(atom)
-            continue
-        first += each.first
-        if shape_of(each.source) == shape and each.eqn.params == model.eqn.params:
-            operands.append(each.source)
-        elif shape_of(each.source) == ():
-            filled = _broadcast(each.eqn, each.source, _variable(shape, each.source), ())
-            first.append(filled)
-            operands += filled.outvars
-        else:
+        if isinstance(atom, jex.Var) and atom in known:
+            read.append(known[atom])
+        elif math.prod(shape_of(atom)) < size and (is_broadcast or isinstance(atom, jex.Var)):
+            read.append(_Spread(atom))  # of an elementwise operation, what has sizes of 1
+        elif isinstance(atom, jex.Var):
             return None
-    made = _variable(shape, result)
-    first.append(eqn.replace(invars=operands, outvars=[made]))
-    return _Spread(model.eqn.replace(invars=[made], outvars=[result]), tuple(first))
-
-
-def _operand(atom: Any, result: Any, known: dict[Any, _Spread], like: _Spread) -> _Spread | None:
-    """Of what an operand is a broadcast to the shape of the result; None if of nothing smaller."""
-    shape, wanted = shape_of(atom), shape_of(result)
-    if shape == wanted:
-        return known.get(atom)
-    if len(shape) != len(wanted):
+    sources = dict.fromkeys(each.source for each in read if isinstance(each.source, jex.Var))
+    if not read or len(sources) > 1:
         return None
-    return _Spread(_broadcast(like.eqn, atom, result, tuple(range(len(wanted)))))  # where its sizes are 1
+    before = {id(made): made for each in read for made in each.eqns}
+    return _Spread(next(iter(sources), read[0].source), (*before.values(), eqn))
 
 
-def _broadcast(like: jex.JaxprEqn, source: Any, result: Any, dims: tuple[int, ...]) -> jex.JaxprEqn:
-    """``like``, of other values."""
-    params = like.params | {"shape": shape_of(result), "broadcast_dimensions": dims}
-    return like.replace(invars=[source], outvars=[result], params=params)
+def _with_spreads_inside(eqn: jex.JaxprEqn, known: Mapping[Any, _Spread]) -> jex.JaxprEqn:
+    """A loop with all broadcasts that it reads made inside; any other equation as it is."""
+    if eqn.primitive.name != "scan":
+        return eqn
+    loop = Scan(eqn)
+    operands, invars, eqns = list(eqn.invars), list(loop.body.invars), list[jex.JaxprEqn]()
+    for place, atom in enumerate(loop.operands.consts):
+        if isinstance(atom, jex.Var) and atom in known:
+            operands[place] = known[atom].source
+            variable = new_var(operands[place].aval)
+            eqns += _made_of(known[atom], variable, invars[place])
+            invars[place] = variable
+    if not eqns:
+        return eqn
+    body = loop.body.replace(invars=invars, eqns=[*eqns, *loop.body.eqns])
+    return eqn.replace(invars=operands, params=eqn.params | {"jaxpr": closed_like(loop.closed, body)})
 
 
-def _moved(eqn: jex.JaxprEqn, known: dict[Any, _Spread], made: set[Any]) -> Iterator[jex.JaxprEqn]:
-    """A loop with all broadcasts that it reads made inside, after what they are of, unless that is ``made``."""
-    while eqn.primitive.name == "scan":
-        loop = Scan(eqn)
-        consts = enumerate(loop.operands.consts)
-        place = next((place for place, atom in consts if isinstance(atom, jex.Var) and atom in known), None)
-        if place is None:
-            break
-        spread = known[eqn.invars[place]]
-        for each in spread.first:
-            if made.isdisjoint(each.outvars):
-                made.update(each.outvars)
-                yield each
-        invars = list(loop.body.invars)
-        inside = spread.eqn.replace(invars=[_variable(shape_of(spread.source), spread.source)], outvars=[invars[place]])
-        invars[place] = inside.invars[0]
-        body = loop.body.replace(invars=invars, eqns=[inside, *loop.body.eqns])
-        operands = [*eqn.invars[:place], spread.source, *eqn.invars[place + 1 :]]
-        eqn = eqn.replace(invars=operands, params=eqn.params | {"jaxpr": closed_like(loop.closed, body)})
-    yield eqn
-
-
-def _variable(shape: tuple[int, ...], like: Any) -> Any:
-    """A new one, of the type of ``like``."""
-    return jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct(shape, like.aval.dtype)).jaxpr.invars[0]
+def _made_of(spread: _Spread, source: Any, result: Any) -> Iterator[jex.JaxprEqn]:
+    """The equations of ``spread`` that make ``result``, with new variables between the two."""
+    names = {spread.source: source} if isinstance(spread.source, jex.Var) else {}
+    for eqn in spread.eqns:
+        inside, (old,) = with_renamed_operands(eqn, names), eqn.outvars
+        names[old] = result if eqn is spread.eqns[-1] else new_var(old.aval)
+        yield inside.replace(outvars=[names[old]])
