@@ -30,8 +30,9 @@ class UnshardUnrolled:
         spared_s = sum(repeat.spared_s for repeat in repeats if repeat.name in stay - stays(best.plan))
         if not chosen or not (waits(base, best) or spared_s >= WORTH_SPARING * best.prediction.step_s):
             return
-        plan = best.plan.having(ReusedGathers, chosen)
-        if best.plan.of(Prefetch):
-            plan = starting(base, plan, best, environment, self.slack)
+        plan, starts = best.plan.having(ReusedGathers, chosen), best.plan.of(Prefetch)
         size = sum(repeat.size_bytes for repeat in repeats if repeat.name in stay)
-        yield Proposal(plan, f"{len(stay)} of {len(repeats)} repeated gathers stay, {size / 2**30:.2f} GiB")
+        said = f"{len(stay)} of {len(repeats)} repeated gathers stay, {size / 2**30:.2f} GiB"
+        if starts:
+            yield Proposal(starting(base, plan, best, environment, self.slack), said)
+        yield Proposal(plan.without(Prefetch), said + ", and all others start as XLA has them" * bool(starts))
