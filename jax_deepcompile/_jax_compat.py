@@ -23,6 +23,7 @@ from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.lax import optimization_barrier_p
 from jax._src.random.core import _gamma_one
+from jax._src.state.types import AbstractRef
 from jax.experimental import topologies
 from jax.extend import core as jex
 
@@ -139,6 +140,11 @@ def _frames(eqn) -> list[Any]:
     """Those outside of JAX and of this package, which calls the step that it traces."""
     frames = _source_info.user_frames(eqn.source_info.traceback)
     return [frame for frame in frames if not frame.file_name.startswith(_PACKAGE)]
+
+
+def is_mutable(atom: Any) -> bool:
+    """Whether an atom of a jaxpr is an array that its equations write into, as ``jax.new_ref`` makes them."""
+    return isinstance(atom.aval, AbstractRef)
 
 
 def scan_counts(eqn) -> tuple[int, int]:

@@ -24,7 +24,7 @@ class BatchNotDivisibleError(DeepCompileError, ValueError):
         of {parts}, the number of {counted}. Use a batch of {choices} examples, or drop the last, shorter batch of an
         epoch. Examples lead: where time or microbatches do, transpose or reshape it before the step. If it holds no
         examples, make it an argument of its own, which is replicated, or name the arguments that do: shard(...,
-        batch_argnums=...). If it is state, name what is: shard(..., state_argnums=...).""")
+        batch_argnums=...), () for none. If it is state, name what is: shard(..., state_argnums=...).""")
 
 
 class ArgnumsError(DeepCompileError, ValueError):
@@ -245,6 +245,12 @@ class LeafTypeError(DeepCompileError, TypeError):
         flax.struct.field(pytree_node=False).""")
 
 
+class MutableArrayError(DeepCompileError, NotImplementedError):
+    def __init__(self, what: str) -> None:
+        super().__init__(f"""{what}, and each device would change one of its own. Keep a value in its place: a leaf of
+        the state, which the step returns anew.""")
+
+
 class ContainerError(DeepCompileError, TypeError):
     def __init__(self, path: str, kind: type, reason: str) -> None:
         super().__init__(f"""{path} is a {kind.__module__}.{kind.__qualname__}, a pytree whose class cannot be made of
@@ -266,10 +272,11 @@ class PythonValueNeededError(DeepCompileError, TypeError):
     def __init__(self, function: str, arguments: Sequence[str], reason: str) -> None:
         name = function.rsplit(".", 1)[-1]
         keyword = arguments[0].split("[")[0].split(".")[0]
+        lists = " Where it is one number of many in a list, pass the list as an array." * ("[" in arguments[0])
         super().__init__(f"""{function} needs the value of {", ".join(arguments)} while it is traced, for an if, a loop
         or a shape, and an argument is an array then, whose value is not known. Fix it beforehand, with
-        functools.partial({name}, {keyword}=...) in the place of {name}, one for each value; or close over it. JAX said:
-        {reason}""")
+        functools.partial({name}, {keyword}=...) in the place of {name}, one for each value; or close over it.{lists}
+        JAX said: {reason}""")
 
 
 class StateValueNeededError(DeepCompileError, TypeError):

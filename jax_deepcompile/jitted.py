@@ -9,18 +9,20 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jax_deepcompile.frontend.arguments import takes_arrays_only
+from jax_deepcompile._jax_compat import is_tracing
+from jax_deepcompile.frontend.arguments import explicit_axes, takes_arrays_only
 from jax_deepcompile.frontend.call import leaf_type
 from jax_deepcompile.frontend.meshes import MeshUse
 from jax_deepcompile.frontend.trace import Traced
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.lowering.compile import launched_singly
 from jax_deepcompile.lowering.emit import emit, sharding_of, shardings_of
+from jax_deepcompile.lowering.first_nan import is_looked_for, without_nans
 from jax_deepcompile.planner.session import Planned
 
 
 class OtherTypes(Exception):
-    """What was compiled for arguments of some types was called with others."""
+    """What was compiled for arguments of some types was called with others, or of a mesh with other axes."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ def jit(
     use: MeshUse,
     singly: bool = False,
 ) -> Any:
-    """``jax.jit`` of ``(*args, kwargs) -> out``; it raises OtherTypes for leaves of other ``types``.
+    """``jax.jit`` of ``(*args, kwargs) -> out``; it raises OtherTypes for leaves of other ``types`` or axes.
+
+    Where JAX has it computed once more to find the first value that is no number, that is done as it was written.
 
     Args:
       singly: every kernel is launched by itself, for profiles to tell them apart.
@@ -72,7 +76,10 @@ def jit(
 
     def step(*args):
         leaves = jax.tree.leaves(args)
-        if tuple(map(leaf_type, leaves)) != types:
+        if is_looked_for() and not is_tracing():
+            return jax.tree.unflatten(program.out_tree, without_nans(traced.program.jaxpr, leaves))
+        axes = frozenset[str]().union(*map(explicit_axes, leaves))
+        if tuple(map(leaf_type, leaves)) != types or not axes <= set(use.mesh.axis_names):
             raise OtherTypes
         return jax.tree.unflatten(program.out_tree, run(*leaves))
 

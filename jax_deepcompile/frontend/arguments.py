@@ -151,17 +151,19 @@ def _moved(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, r
     """What ``returns`` is put where the next call will have it, and what is compiled for one serves the other."""
     if not is_concrete(leaf):
         is_value = returns and not isinstance(leaf, Tracer) and not is_tracing()
-        return jax.device_put(leaf, target or NamedSharding(mesh, PartitionSpec())) if is_value else leaf
+        is_put = is_value or (isinstance(leaf, Tracer) and bool(explicit_axes(leaf)))
+        return jax.device_put(leaf, target or NamedSharding(mesh, PartitionSpec())) if is_put else leaf
     if target is None:
-        on_mesh = len(leaf.sharding.device_set) == mesh.size and not _names_axes(leaf)
+        on_mesh = len(leaf.sharding.device_set) == mesh.size and not explicit_axes(leaf)
         return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
     fits = (not leaf.committed and not returns) or leaf.sharding.is_equivalent_to(target, leaf.ndim)
-    return leaf if fits and not _names_axes(leaf) else jax.device_put(leaf, target)
+    return leaf if fits and not explicit_axes(leaf) else jax.device_put(leaf, target)
 
 
-def _names_axes(leaf: jax.Array) -> bool:
-    """Whether its type has the explicit axes of a mesh, which may not be the step's; what is traced has none."""
-    return any(axes is not None for axes in leaf.aval.sharding.spec)
+def explicit_axes(leaf: jax.Array) -> frozenset[str]:
+    """The axes of its mesh, which may not be the step's, where its type says along which of them it is divided."""
+    sharding = leaf.aval.sharding
+    return frozenset(sharding.mesh.axis_names if any(axes is not None for axes in sharding.spec) else ())
 
 
 def _shape_only(leaf: Any, target: NamedSharding | None, port: Port) -> Any:

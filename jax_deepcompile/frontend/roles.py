@@ -50,6 +50,7 @@ class Roles:
         Raises:
           ArgnumsError: a position is named that the step has no argument for.
           LeafTypeError: a leaf is neither an array nor a number.
+          MutableArrayError: a leaf is what the step would write into.
         """
         step, args = call.step, call.args
         last = max((argument.position for argument in step.arguments if argument.position is not None), default=-1)

@@ -77,6 +77,7 @@ def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[
 
     Raises:
       LeafTypeError: a leaf is neither an array nor a number.
+      MutableArrayError: a leaf is what the step would write into.
     """
     leaves, in_tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     ports = []
@@ -85,9 +86,12 @@ def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[
         where = argument if isinstance(argument, str) else signature.name_of(argument)
         rest, role = path[2:], signature.role_of(argument)
         role = state_role(rest, where, is_optimizers) if role is Role.PARAM else role
+        name = signature.path_of(argument, rest)
         if not is_numeric(leaf):
-            raise errors.LeafTypeError(signature.path_of(argument, rest), leaf)
-        port = port_of(signature.path_of(argument, rest), role, leaf)
+            raise errors.LeafTypeError(name, leaf)
+        if isinstance(leaf, jax.Ref):
+            raise errors.MutableArrayError(f"argument leaf {name} is a mutable array (jax.new_ref)")
+        port = port_of(name, role, leaf)
         ports.append(replace(port, role=Role.OTHER) if role is Role.BATCH and not port.shape else port)
     return tuple(ports), in_tree
 

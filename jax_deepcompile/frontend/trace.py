@@ -154,6 +154,7 @@ def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name
         if in_state := [port.path for port in needed if port.role.is_state]:
             raise errors.StateValueNeededError(name, in_state, reason) from error
         raise errors.PythonValueNeededError(name, [port.path for port in needed], reason) from error
+    _refuse_mutable(closed, name)
     flat = inline_calls(closed)
     _refuse_effects(flat)
     live = _jax_compat.dce(_jax_compat.open_jaxpr(flat))
@@ -192,6 +193,14 @@ def _call(fun: Callable, name: str, args: tuple, kwargs: dict):
         if callable(leaf) or not (hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__") or is_numeric(leaf)):
             raise errors.ReturnedLeafError(name, f"out{jax.tree_util.keystr(path)}", leaf)
     return out
+
+
+def _refuse_mutable(closed: jex.ClosedJaxpr, function: str) -> None:
+    """Of what reads, writes or makes one, the innermost has the line."""
+    using = [eqn for eqn in equations(closed) if any(map(_jax_compat.is_mutable, (*eqn.invars, *eqn.outvars)))]
+    if using:
+        where = _jax_compat.user_line(using[-1])
+        raise errors.MutableArrayError(f"{function} uses a mutable array (jax.new_ref) at {where}")
 
 
 def _refuse_effects(closed: jex.ClosedJaxpr) -> None:

@@ -355,6 +355,16 @@ def test_arrays_divided_along_the_explicit_axes_of_another_mesh(expected):
     assert_equal(sharded(state, given), expected)
 
 
+@pytest.mark.parametrize("around", [lambda step: step, jax.jit], ids=["called", "in jit"])
+def test_arrays_along_explicit_axes_after_others(around, expected):
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharded = around(deepcompile.shard(step))
+    state, _ = sharded(create(), batch())
+    given = jax.device_put(batch(), NamedSharding(mesh, PartitionSpec("rows")))
+    assert_equal(sharded(create(), given), expected)
+    assert_equal(sharded(state, given), jax.jit(step)(expected[0], batch()))
+
+
 def test_gradients_of_whole_numbers_are_returned_as_jit_does():
     def indexed(state, batch):
         def loss_of(state):

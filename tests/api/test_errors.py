@@ -37,7 +37,8 @@ def test_a_batch_the_mesh_does_not_divide():
         "devices along the mesh axes fsdp. Use a batch of 8 or 16 examples, or drop the last, shorter batch of an "
         "epoch. Examples lead: where time or microbatches do, transpose or reshape it before the step. If it holds no "
         "examples, make it an argument of its own, which is replicated, or name the arguments "
-        "that do: shard(..., batch_argnums=...). If it is state, name what is: shard(..., state_argnums=...)."
+        "that do: shard(..., batch_argnums=...), () for none. If it is state, "
+        "name what is: shard(..., state_argnums=...)."
     )
 
 
@@ -233,6 +234,38 @@ def test_a_function_on_the_host_of_more_than_devices_can_be_handed_at_once():
 
     with pytest.raises(errors.HostCallbackError, match=r"pure_callback at .*large\).*float32\[1024,32\].* 100 KiB"):
         trace(large, batch={"x": jax.ShapeDtypeStruct((1024, 32), jnp.float32)})
+
+
+def made_inside(state, batch):
+    total = jax.new_ref(jnp.float32(0))
+    total[...] = batch["x"].sum()
+    return step(state, {"x": total[...]})
+
+
+def written_in_a_loop(state, batch):
+    total = jax.new_ref(jnp.float32(0))
+    jax.lax.fori_loop(0, 3, lambda index, _: total.set(total[...] + index), None)
+    return step(state, batch)
+
+
+COUNTER = jax.new_ref(np.int32(0))
+
+
+def closed_over(state, batch):
+    COUNTER[...] += 1
+    return step(state, batch)
+
+
+@pytest.mark.parametrize("fun", [made_inside, written_in_a_loop, closed_over])
+def test_mutable_arrays_are_refused(fun):
+    line = rf"{fun.__name__} uses a mutable array \(jax.new_ref\) at .*test_errors.py:\d+"
+    with pytest.raises(errors.MutableArrayError, match=line):
+        trace(fun)
+
+
+def test_a_mutable_array_as_argument_is_refused():
+    with pytest.raises(errors.MutableArrayError, match=r"argument leaf batch\['count'\] is a mutable array"):
+        trace(step, batch=BATCH | {"count": COUNTER})
 
 
 def test_ordered_prints_are_refused():
