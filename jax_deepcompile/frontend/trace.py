@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from jax_deepcompile.ir.lineage import lineage
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Port, Program, Role
-from jax_deepcompile.ir.traversal import equations, inline_calls
+from jax_deepcompile.ir.traversal import equations, inline_calls, nested_jaxprs
 
 _HANDED_OVER_AT_ONCE_BYTES = 100 * 1024
 """XLA's CPU client copies more than that in threads of its own, which devices that wait for a callback may hold all of.
@@ -197,10 +197,21 @@ def _call(fun: Callable, name: str, args: tuple, kwargs: dict):
 
 def _refuse_mutable(closed: jex.ClosedJaxpr, function: str) -> None:
     """Of what reads, writes or makes one, the innermost has the line."""
-    using = [eqn for eqn in equations(closed) if any(map(_jax_compat.is_mutable, (*eqn.invars, *eqn.outvars)))]
+    using = list(_using_mutable(closed))
     if using:
         where = _jax_compat.user_line(using[-1])
         raise errors.MutableArrayError(f"{function} uses a mutable array (jax.new_ref) at {where}")
+
+
+def _using_mutable(jaxpr: Any) -> Iterator[jex.JaxprEqn]:
+    """Not what kernels do with the memory that they are given, whose equation is given none."""
+    for eqn in _jax_compat.open_jaxpr(jaxpr).eqns:
+        is_given = any(map(_jax_compat.is_mutable, (*eqn.invars, *eqn.outvars)))
+        if is_given:
+            yield eqn
+        for inner in nested_jaxprs(eqn):
+            if is_given or not any(map(_jax_compat.is_mutable, _jax_compat.open_jaxpr(inner).invars)):
+                yield from _using_mutable(inner)
 
 
 def _refuse_effects(closed: jex.ClosedJaxpr) -> None:
