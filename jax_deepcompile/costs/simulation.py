@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -29,6 +29,7 @@ class Totals:
       exposed_s: what compute waited for each of the other streams.
       kernels_s: ``compute_s`` by what kernels are a part of.
       slowed_s: of compute, what kernels took longer because other streams ran beside them.
+      alone_s: of the operations on each queue, as fast as they are alone.
       delayed_s: what the other streams cost kernels at least, by running at all, if none of it is exposed.
     """
 
@@ -40,6 +41,7 @@ class Totals:
     exposed_s: Mapping[Stream, float] = field(default_factory=dict)
     kernels_s: Mapping[Part, float] = field(default_factory=dict)
     slowed_s: float = 0.0
+    alone_s: Mapping[Queue, float] = field(default_factory=dict)
     delayed_s: float = 0.0
 
     @property
@@ -53,14 +55,16 @@ class Totals:
     @classmethod
     def of(cls, timing: Timing, seconds: float) -> Totals:
         """Of one operation that took ``seconds`` beside others, but for what is waited for."""
+        alone_s = {timing.stream.queue: timing.seconds}
         if timing.stream is Stream.COMPUTE:
-            return cls(compute_s=seconds, slowed_s=seconds - timing.seconds, kernels_s={timing.part: seconds})
-        delayed_s = timing.seconds * timing.taken.least
+            slowed_s, kernels_s = seconds - timing.seconds, {timing.part: seconds}
+            return cls(compute_s=seconds, slowed_s=slowed_s, alone_s=alone_s, kernels_s=kernels_s)
+        least = {"alone_s": alone_s, "delayed_s": timing.seconds * timing.taken.least}
         if timing.stream.is_copy:
-            return cls(copy_s=seconds, delayed_s=delayed_s)
+            return cls(copy_s=seconds, **least)
         gathered = timing.bytes if timing.stream is Stream.ALL_GATHER else 0
         reduced = timing.bytes if timing.stream in (Stream.REDUCE_SCATTER, Stream.ALL_REDUCE) else 0
-        return cls(communication_s=seconds, delayed_s=delayed_s, gathered_bytes=gathered, reduced_bytes=reduced)
+        return cls(communication_s=seconds, gathered_bytes=gathered, reduced_bytes=reduced, **least)
 
     @classmethod
     def of_wait(cls, stream: Stream, waited_s: float) -> Totals:
@@ -223,8 +227,7 @@ class Simulation(Summarized):
       memory: what is in the device's memory when.
       is_scheduled: whether XLA's schedule of the compiled step was played. If not, its program was, before compilation:
         every kernel reads and writes memory, for want of XLA's fusions, and collectives begin as early as they can.
-      in_order_s: the most that collectives a loop needs, with those of the loops before it, and the compute after that
-        loop take together: such a phase of the step has no other compute to hide its collectives under.
+      least_s: what its operations take at least, as some need others; 0 where that was not looked at.
       waits: what of the timeline's communication and copies is exposed; bodies of loops once.
       played: what ran when, as ``timeline``, but with all trips of loops.
       module: whose schedule was played; None if none was.
@@ -237,7 +240,7 @@ class Simulation(Summarized):
     loops: tuple[Loop, ...]
     timeline: tuple[Event, ...]
     memory: MemoryUse
-    in_order_s: float = 0.0
+    least_s: float = 0.0
     is_scheduled: bool = True
     waits: tuple[Wait, ...] = ()
     played: tuple[Event | Repeated, ...] = ()
@@ -284,20 +287,12 @@ class Simulation(Summarized):
 
     @property
     def bound_s(self) -> float:
-        """What no schedule of the same operations beats, the busiest stream alone or one phase after the other.
+        """What no schedule of the same operations beats, each queue's one after another and some after others.
 
         Kernels are as fast as alone, but for the least that collectives and copies beside them cost.
         """
         alone_s = self.compute_s - self.totals.slowed_s
-        return max(alone_s + self.totals.delayed_s, self.communication_s, self.in_order_s, *self._copies_s())
-
-    def _copies_s(self) -> list[float]:
-        """Seconds of copies in each direction."""
-        seconds: defaultdict[Stream, float] = defaultdict(float)
-        for event in self.timeline:
-            if event.stream.is_copy:
-                seconds[event.stream] += event.trips * (event.end_s - event.start_s)
-        return list(seconds.values())
+        return max(alone_s + self.totals.delayed_s, *self.totals.alone_s.values(), self.least_s)
 
     @property
     def attainable_s(self) -> float:

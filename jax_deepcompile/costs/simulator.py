@@ -13,10 +13,11 @@ from functools import partial
 
 from jax_deepcompile import errors
 from jax_deepcompile.costs.cost_model import CostModel
+from jax_deepcompile.costs.least import least_s
 from jax_deepcompile.costs.memory import memory_of
 from jax_deepcompile.costs.operation import timing_of
 from jax_deepcompile.costs.player import Operation, Player
-from jax_deepcompile.costs.simulation import Loop, Repeated, Simulation
+from jax_deepcompile.costs.simulation import Loop, Repeated, Simulation, Totals
 from jax_deepcompile.costs.streams import Queue, Stream, Timing
 from jax_deepcompile.hlo import opcodes
 from jax_deepcompile.hlo.reader import Computation, Instruction, Module
@@ -34,11 +35,9 @@ def simulate(module: Module, costs: CostModel) -> Simulation:
         raise errors.UnscheduledHloError(module.name)
     schedule, run = _Schedule(module, costs), _Run()
     schedule.play(module.entry, run)
-    alone_s = run.totals.compute_s - run.totals.slowed_s
-    in_order_s = max((needed_s + alone_s - done_s for needed_s, done_s in schedule.loop_ends), default=0.0)
     loops, events, memory = tuple(run.loops), tuple(run.events), memory_of(module)
     record = {"waits": tuple(run.waits), "played": tuple(run.played), "module": module}
-    return Simulation(run.ended_s, run.totals, loops, events, memory, in_order_s, **record)
+    return Simulation(run.ended_s, run.totals, loops, events, memory, least_s(module.entry, schedule.busy_s), **record)
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,10 @@ class _Run(Player):
     Attributes:
       started: the asynchronous operations under way, by name.
       carried: those that the previous trip, or what came before the loop, has left under way, by place in its tuple.
-      waited_s: what the collectives took that it waited for, hidden or not.
     """
 
     started: dict[str, _UnderWay] = field(default_factory=dict)
     carried: Mapping[int, _UnderWay] = field(default_factory=dict)
-    waited_s: float = 0.0
 
     @property
     def late_s(self) -> float:
@@ -72,8 +69,6 @@ class _Run(Player):
     def end(self, operation: _UnderWay) -> None:
         """Holds the compute stream until it has ended."""
         self.wait({operation.timing.stream: operation.end_s}, operation.operation)
-        if operation.timing.stream.queue is Queue.NETWORK:
-            self.waited_s += operation.timing.seconds
 
 
 @dataclass
@@ -81,31 +76,41 @@ class _Schedule:
     """Plays computations of a module.
 
     Attributes:
-      loop_ends: at the end of each of the program's own loops: seconds of the collectives that loops have waited for by
-        then, and of all kernels by then, as fast as alone.
+      busy_s: how long each instruction of the program itself holds each queue at least, by name.
     """
 
     module: Module
     costs: CostModel
-    loop_ends: list[tuple[float, float]] = field(default_factory=list)
+    busy_s: dict[str, dict[Queue, float]] = field(default_factory=dict)
 
     def play(self, computation: Computation, run: _Run) -> None:
         for instruction in computation.instructions:
-            opcode, part = opcodes.split(instruction.opcode)
-            if opcode not in opcodes.KNOWN:
-                raise errors.UnknownOperationError(instruction.opcode, instruction.name)
-            if part == "-done":
-                self._wait(computation, instruction, run)
-            elif part == "-update" or opcode in opcodes.FREE or instruction.target in opcodes.FREE_CALLS:
-                continue
-            elif opcode == "while":
-                self._loop(computation, instruction, run)
-            elif opcode == "conditional":
-                self._branch(instruction, run)
-            elif opcode == "call" and not part:
-                self.play(self.module.body(instruction), run)
-            else:
-                self._issue(computation, instruction, part == "-start", run)
+            before, passed_on = run.totals, self._run(computation, instruction, run)
+            if computation is self.module.entry and run.totals is not before:
+                held = _held_s(run.totals)
+                others = {name: {timing.stream.queue: timing.seconds} for name, timing in passed_on.items()}
+                for each in (_held_s(before), *others.values()):
+                    held |= {queue: held[queue] - seconds for queue, seconds in each.items()}
+                self.busy_s |= {**others, instruction.name: held}
+
+    def _run(self, computation: Computation, instruction: Instruction, run: _Run) -> dict[str, Timing]:
+        """Plays one instruction; returns what it leaves under way for others, by the name of what reads it."""
+        opcode, part = opcodes.split(instruction.opcode)
+        if opcode not in opcodes.KNOWN:
+            raise errors.UnknownOperationError(instruction.opcode, instruction.name)
+        if part == "-done":
+            self._wait(computation, instruction, run)
+        elif part == "-update" or opcode in opcodes.FREE or instruction.target in opcodes.FREE_CALLS:
+            return {}
+        elif opcode == "while":
+            return self._loop(computation, instruction, run)
+        elif opcode == "conditional":
+            self._branch(instruction, run)
+        elif opcode == "call" and not part:
+            self.play(self.module.body(instruction), run)
+        else:
+            self._issue(computation, instruction, part == "-start", run)
+        return {}
 
     def _issue(self, computation: Computation, instruction: Instruction, is_start: bool, run: _Run) -> None:
         """Runs an operation, or sets an asynchronous one under way."""
@@ -128,14 +133,14 @@ class _Schedule:
         if under_way is not None:
             run.end(under_way)
 
-    def _loop(self, computation: Computation, loop: Instruction, run: _Run) -> None:
+    def _loop(self, computation: Computation, loop: Instruction, run: _Run) -> dict[str, Timing]:
         """Plays one trip; a second one if trips leave operations under way for the next, and further ones as long as
-        they work off what was under way before the loop.
+        they work off what was under way before the loop. What the last trip leaves is returned.
         """
         counted = trip_count(self.module, loop)
         trips, body = (1 if counted is None else counted), self.module.body(loop)
         if trips == 0:
-            return
+            return {}
 
         def trip(before: _Run, carried: Mapping[int, _UnderWay]) -> _Run:
             streams = before.now_s, dict(before.free), dict(before.taken)
@@ -163,20 +168,15 @@ class _Schedule:
         run.loops.append(Loop(loop.name, loop.op_name, trips, counted is not None, *in_all, *where))
         for each, times in (*((each, 1) for each in unsteady), (steady, alike)):
             run.totals = run.totals.plus(each.totals, times)
-        waited_s = sum(each.waited_s for each in unsteady) + alike * steady.waited_s
-        if not run.loop:
-            needed_s = self.loop_ends[-1][0] if self.loop_ends else 0.0
-            self.loop_ends.append((needed_s + waited_s, run.totals.compute_s - run.totals.slowed_s))
-        else:
-            run.waited_s += waited_s
         delay_s = (alike - 1) * trip_s
         run.now_s, run.taken = steady.now_s + delay_s, steady.taken
         run.free = {
             queue: {stream: end_s + delay_s for stream, end_s in due.items()} for queue, due in steady.free.items()
         }
-        for user in computation.readers(loop):
-            if user.opcode == "get-tuple-element" and user.number in left:
-                run.started[user.name] = replace(left[user.number], end_s=left[user.number].end_s + delay_s)
+        users = [each for each in computation.readers(loop) if each.opcode == "get-tuple-element"]
+        passed_on = {user.name: left[user.number] for user in users if user.number in left}
+        run.started |= {name: replace(each, end_s=each.end_s + delay_s) for name, each in passed_on.items()}
+        return {name: each.timing for name, each in passed_on.items()}
 
     def _under_way(self, computation: Computation, carry: Instruction, run: _Run) -> dict[int, _UnderWay]:
         """The operations under way that a loop's tuple holds, by place in it."""
@@ -200,6 +200,11 @@ _UNSTEADY = 8
 
 _ALIKE_S = 1e-6
 """By how much less is under way after a trip that works off some of it."""
+
+
+def _held_s(totals: Totals) -> dict[Queue, float]:
+    """How long what was played holds each queue at least: compute for what the others cost it, too."""
+    return {**totals.alone_s, Queue.COMPUTE: totals.alone_s.get(Queue.COMPUTE, 0.0) + totals.delayed_s}
 
 
 def _origin(computation: Computation, instruction: Instruction) -> Instruction:

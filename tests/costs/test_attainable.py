@@ -50,10 +50,3 @@ def test_what_xla_rematerialised_is_told_by_its_name():
     names = {"fusion.1": 1.0, "fusion.1.remat": 2.0, "dot.3.remat2": 4.0, "add.remat.5": 8.0, "rematerialize.2": 16.0}
     events = tuple(Event(Stream.COMPUTE, name, 1.0, 1.0 + seconds, trips=2) for name, seconds in names.items())
     assert Simulation(40.0, Totals(), (), events, NOTHING).rematerialized_s == pytest.approx(2 * (2.0 + 4.0 + 8.0))
-
-
-def test_a_phase_that_only_gathers_is_followed_by_what_only_computes():
-    """Forward gathers 0.4 s and computes 0.2; backward computes 0.8 s: no schedule takes less than 1.2 s."""
-    run = Simulation(1.3, Totals(compute_s=1.0, communication_s=0.9), (), (), NOTHING, in_order_s=1.2)
-    assert run.bound_s == 1.2
-    assert Simulation(1.3, Totals(compute_s=1.0, communication_s=0.9), (), (), NOTHING).bound_s == 1.0

@@ -17,7 +17,7 @@ import jax_deepcompile as deepcompile
 from jax_deepcompile._jax_compat import users_line
 from jax_deepcompile.costs.memory import MemoryUse
 from jax_deepcompile.costs.simulation import Simulation, Totals
-from jax_deepcompile.costs.streams import Part
+from jax_deepcompile.costs.streams import Part, Queue
 from jax_deepcompile.report.peak import vocabularies
 from jax_deepcompile.report.seconds import Seconds, _ceilings
 from jax_deepcompile.report.words import operation_text
@@ -57,7 +57,8 @@ def test_where_nothing_is_compiled_nothing_is_made_up():
 @pytest.mark.pure
 @pytest.mark.parametrize(("sent_s", "beaten"), [(1.0, False), (9.0, True)])
 def test_the_first_ceiling_says_what_it_adds_up_to_and_whether_a_schedule_may_reach_it(sent_s, beaten):
-    totals = Totals(compute_s=5.0, communication_s=sent_s, kernels_s={Part.PRODUCTS: 5.0}, slowed_s=1.0, delayed_s=0.5)
+    alone_s = {Queue.COMPUTE: 4.0, Queue.NETWORK: sent_s}
+    totals = Totals(5.0, sent_s, kernels_s={Part.PRODUCTS: 5.0}, slowed_s=1.0, alone_s=alone_s, delayed_s=0.5)
     run: Any = Simulation(10.0, totals, (), (), MemoryUse(0, 0, 0, 0, (), (), ()))
     ceilings = _ceilings(run, None)
     (line,) = (line for line in Seconds(10.0, bound_s=run.bound_s, ceilings=ceilings).lines() if "ceiling" in line)
