@@ -22,6 +22,7 @@ from jax_deepcompile.costs.devices import as_if_here, is_described, latency_byte
 from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
+from jax_deepcompile.costs.utilisation import model_flops
 from jax_deepcompile.frontend.arguments import on_host
 from jax_deepcompile.frontend.call import PureCall
 from jax_deepcompile.frontend.canonicalize import canonicalize
@@ -102,8 +103,13 @@ class Compilation:
     @cached_property
     def signature(self) -> Signature:
         """What each argument is."""
-        context, call = self.context, self.call
-        return context.roles.signature(context.name, call, lambda known: _function(context, call, known).returned)
+        context, call, unknown = self.context, self.call, Signature(self.context.name)
+        return context.roles.signature(
+            context.name,
+            call,
+            lambda known: _function(context, call, known).returned,
+            lambda other: model_flops(_function(context, other, unknown).closed),
+        )
 
     @cached_property
     def traced(self) -> Traced:

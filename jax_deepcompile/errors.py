@@ -238,11 +238,15 @@ class ProfileMismatchError(DeepCompileError, ValueError):
 class LeafTypeError(DeepCompileError, TypeError):
     def __init__(self, path: str, leaf: object) -> None:
         dtype = None if isinstance(leaf, type) else getattr(leaf, "dtype", None)
-        of, what = ("", "an array nor a number") if dtype is None else (f" of {dtype}", "numbers nor random keys")
-        super().__init__(f"""argument leaf {path} is a {type(leaf).__module__}.{type(leaf).__qualname__}{of}, neither
-        {what}: {_shortened(leaf)}. Keep it out of the step's arguments (close over it; of an Equinox model
-        pass what eqx.partition gives), or, in a class of yours, mark it static:
-        flax.struct.field(pytree_node=False).""")
+        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}" + (f" of {dtype}" if dtype is not None else "")
+        if dtype is not None and getattr(dtype, "kind", "f") not in "OSUVMm":
+            super().__init__(f"""argument leaf {path} is a {kind}, which JAX does not take for an array:
+            {_shortened(leaf)}. Pass numpy.asarray(..., dtype) of it, after .filled() if it is masked.""")
+            return
+        what = "an array nor a number" if dtype is None else "numbers nor random keys"
+        super().__init__(f"""argument leaf {path} is a {kind}, neither {what}: {_shortened(leaf)}. Keep it out of the
+        step's arguments (close over it; of an Equinox model pass what eqx.partition gives), or, in a class of yours,
+        mark it static: flax.struct.field(pytree_node=False).""")
 
 
 class MutableArrayError(DeepCompileError, NotImplementedError):
@@ -483,8 +487,8 @@ class ProcessMismatchError(OtherProcessError):
             for what in dict.fromkeys(said.values())
         )
         super().__init__(f"""the processes of this run are about to do different things: {listed}. Their collectives
-        would wait for each other forever. Give every process the same code, configuration and versions, and in every
-        step as many rows: drop the last, shorter batch of an epoch in all of them.""")
+        would wait for each other forever. Give every process the same code, configuration and versions, the same of
+        what is no batch, and in every step as many rows: drop the last, shorter batch of an epoch in all of them.""")
 
 
 class ProcessStoppedError(OtherProcessError):

@@ -17,7 +17,15 @@ from jax_deepcompile.costs.devices import as_if_here, has_host_memory, machine_o
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.first_run import prepare, title
-from jax_deepcompile.frontend.arguments import are_plain, free_moved, join_rows, move, refuse_deleted, shapes_only
+from jax_deepcompile.frontend.arguments import (
+    are_plain,
+    free_moved,
+    join_rows,
+    move,
+    refuse_deleted,
+    replicated_text,
+    shapes_only,
+)
 from jax_deepcompile.frontend.call import PureCall, bind, function_name
 from jax_deepcompile.frontend.meshes import MeshLike, resolve_mesh
 from jax_deepcompile.frontend.objects import Creation, holds_objects
@@ -340,6 +348,8 @@ class ShardedStep(Summarized, Generic[P, R]):
         refuse_deleted(call.inputs, made.program.inputs, self._context.name)
         if not processes.is_alone:
             processes.agree(f"{'compile' if is_first else 'run'} {title(made)}")
+            if is_first:
+                processes.agree(f"call {self._context.name} with {replicated_text(call.inputs, made.program.inputs)}")
         returned, donated = made.traced.returned_leaves, made.traced.donated_leaves
         self._last = made
         there, is_moved = move(call.inputs, made.placed.inputs, returned, donated, self.mesh)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import zlib
 from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard
 
@@ -14,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import ArrayImpl, is_tracing
 from jax_deepcompile.ir.memory import HOST_KIND
-from jax_deepcompile.ir.program import Port
+from jax_deepcompile.ir.program import Port, Role
 
 
 def move(
@@ -160,8 +161,10 @@ def _moved(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, r
     return leaf if fits and not explicit_axes(leaf) else jax.device_put(leaf, target)
 
 
-def explicit_axes(leaf: jax.Array) -> frozenset[str]:
+def explicit_axes(leaf: Any) -> frozenset[str]:
     """The axes of its mesh, which may not be the step's, where its type says along which of them it is divided."""
+    if not isinstance(leaf, jax.Array):  # where jit is disabled
+        return frozenset()
     sharding = leaf.aval.sharding
     return frozenset(sharding.mesh.axis_names if any(axes is not None for axes in sharding.spec) else ())
 
@@ -198,9 +201,28 @@ def join_rows(arg: Any, name: str, sharding: NamedSharding) -> Any:
         if leaf.shape[0] % parts:
             where = f"{name}{jax.tree_util.keystr(path)}"
             raise errors.BatchNotDivisibleError(where, leaf.shape, parts, "this process's devices")
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+        words = jax.make_array_from_process_local_data(sharding, np.asarray(jax.random.key_data(leaf)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
 
     return jax.tree_util.tree_map_with_path(joined, arg)
+
+
+def replicated_text(args: tuple, ports: Sequence[Port]) -> str:
+    """What this process has of what is neither state nor batch, of which all should have the same, to compare."""
+    others = [pair for pair in zip(jax.tree.leaves(args), ports, strict=True) if pair[1].role is Role.OTHER]
+    return ", ".join(f"{port.path} = {_value_text(leaf)}" for leaf, port in others if _is_own(leaf))
+
+
+def _value_text(leaf: Any) -> str:
+    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    value = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+    return str(value) if value.size <= _SHOWN else f"{value.dtype} of digest {zlib.crc32(value.tobytes()):08x}"
+
+
+_SHOWN = 4
+"""Numbers that are said as they are: those of a random key."""
 
 
 def may_be_rows(arg: Any, batch: Any, sharding: NamedSharding) -> bool:
@@ -217,8 +239,12 @@ def may_be_rows(arg: Any, batch: Any, sharding: NamedSharding) -> bool:
 
 def _has_own_rows(leaf: Any) -> bool:
     """Whether ``leaf`` is an array of this process alone."""
-    is_own = leaf.is_fully_addressable if is_concrete(leaf) else isinstance(leaf, np.ndarray)
-    return is_own and bool(leaf.shape)
+    return _is_own(leaf) and bool(np.shape(leaf))
+
+
+def _is_own(leaf: Any) -> bool:
+    """Whether ``leaf`` is a number or an array of this process alone."""
+    return leaf.is_fully_addressable if is_concrete(leaf) else not isinstance(leaf, Tracer | jax.ShapeDtypeStruct)
 
 
 def _parts(sharding: NamedSharding) -> tuple[int, int]:

@@ -28,7 +28,7 @@ class Argument:
       position: among the parameters of the user's step; None for the state of all NNX objects.
       has_objects: NNX objects are in it.
       has_arrays: and anything else is.
-      is_key: it is a random key.
+      is_key: it is a random key, or several by name.
       has_optimizer: the state of an optax optimizer is in it.
       is_optimizer: and nothing else is.
       is_number: all of it are numbers: Python's, or integers such as the count of a step.
@@ -223,7 +223,12 @@ def _refuse_without_shapes(name: str, arg: Any, without_value: Callable) -> None
 
 
 def _is_key(value: Any) -> bool:
-    """One random key, typed or, as ``jax.random.PRNGKey`` makes them, two or four raw words."""
+    """A random key, typed or, as ``jax.random.PRNGKey`` makes them, two or four raw words; or several, each a leaf."""
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(map(_is_one_key, leaves))
+
+
+def _is_one_key(value: Any) -> bool:
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray):
         return False
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):

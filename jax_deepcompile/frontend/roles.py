@@ -39,13 +39,20 @@ class Roles:
             raise errors.StateAndBatchError(both)
         return roles
 
-    def signature(self, name: str, call: PureCall, returned: Callable[[Signature], Returned]) -> Signature:
+    def signature(
+        self,
+        name: str,
+        call: PureCall,
+        returned: Callable[[Signature], Returned],
+        flops: Callable[[PureCall], float],
+    ) -> Signature:
         """Roles of a call's arguments.
 
-        The batch is the first argument with examples that is neither state nor parameters nor a random key, and the
-        others with as many, such as labels; or what more arguments have as many examples as. What is passed under any
-        name is batch if it has as many examples, or if no positional argument has any. What is returned anew is state
-        where it cannot be told from a batch by its looks: in case of doubt what is ``returned`` is asked for.
+        The batch is the first argument with examples that is neither state nor parameters nor random keys, and the
+        others with as many, such as labels. Where some have more and some have fewer, it is what the step's ``flops``
+        grow with most; or else what more arguments have as many examples as. What is passed under any name is batch if
+        it has as many examples, or if no positional argument has any. What is returned anew is state where it cannot be
+        told from a batch by its looks: in case of doubt what is ``returned`` is asked for.
 
         Raises:
           ArgnumsError: a position is named that the step has no argument for.
@@ -59,7 +66,9 @@ class Roles:
                 raise errors.ArgnumsError(parameter, positions, last)
         unknown = Signature(name, names=tuple(each.name for each in step.arguments), objects=step.objects)
         input_ports(args, call.kwargs, unknown)  # refuses leaves that are neither arrays nor numbers
-        known = _Known(step, args, functools.cache(lambda: returned(unknown)))
+        known = _Known(
+            step, args, functools.cache(lambda: returned(unknown)), lambda args: flops(replace(call, args=args))
+        )
         signature = self._with_state(unknown, known)
         rest = known.with_examples(without=signature.divided)
         like = known.parameters(rest, signature, guess=self.state is None and self.batch is None)
@@ -145,11 +154,12 @@ class Roles:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the arguments of a step tell by themselves, and what it returns."""
+    """What the arguments of a step tell by themselves, what it returns, and what it computes of others."""
 
     step: PureStep
     args: tuple
     returned: Callable[[], Returned]
+    flops: Callable[[tuple], float]
 
     def with_examples(self, without: Collection[int]) -> list[int]:
         """Positions of arguments with arrays that may be divided by examples."""
@@ -196,11 +206,29 @@ class _Known:
         return like
 
     def batch(self, rest: Sequence[int]) -> list[int]:
-        """Those of ``rest`` that have as many examples as most do, apart from what stands before an optimizer."""
+        """Those of ``rest`` that have as many examples as the batch, which is neither keys nor before an optimizer."""
         behind = [index for index in rest if not self._before_optimizer(index)] or rest
-        shared = _most_common([self.args[index] for index in behind])
+        behind = [index for index in behind if not _are_keys(self.args[index])] or behind
+        grown = self._grown([index for index in behind if len(examples(self.args[index])) == 1])
+        shared = _most_common([self.args[index] for index in grown or behind])
         alike = [index for index in rest if examples(self.args[index]) == shared]
         return alike if len(shared) == 1 else alike[:1]
+
+    def _grown(self, indices: Sequence[int]) -> list[int]:
+        """Those of ``indices`` with which the work grows most, were there twice as many; none where that is unclear."""
+        groups: dict[int, list[int]] = {}
+        for index in indices:
+            groups.setdefault(min(examples(self.args[index])), []).append(index)
+        try:
+            flops = {count: self._flops_of_twice(group) for count, group in groups.items() if len(groups) > 1}
+        except Exception:  # whatever a step raises that is not written for as many
+            return []
+        most, is_clear = max(flops.values(), default=0.0), len(set(flops.values())) > 1
+        return [index for count, group in groups.items() if is_clear and flops[count] == most for index in group]
+
+    def _flops_of_twice(self, indices: Sequence[int]) -> float:
+        twice = [jax.tree.map(_twice, arg) if index in indices else arg for index, arg in enumerate(self.args)]
+        return self.flops(tuple(twice))
 
     def _doubtful(self, rest: Sequence[int]) -> list[int]:
         """Those of ``rest`` that may be state by what they are and where they stand."""
@@ -262,6 +290,25 @@ def _most_common(args: Sequence[Any]) -> set[int]:
         return len(alike), not all(map(_is_vectors, alike))
 
     return max(counts, key=rank, default=set())
+
+
+def _twice(leaf: Any) -> Any:
+    """What stands for ``leaf`` with twice as many examples."""
+    shape = getattr(leaf, "shape", ())
+    return jax.ShapeDtypeStruct((2 * shape[0], *shape[1:]), leaf.dtype) if shape else leaf
+
+
+def _are_keys(arg: Any) -> bool:
+    """Whether all of ``arg`` are random keys, typed or in pairs of raw words, of which there may be several."""
+    leaves = jax.tree.leaves(arg)
+    return bool(leaves) and all(
+        hasattr(leaf, "dtype")
+        and (
+            jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            or (leaf.dtype == jnp.uint32 and len(leaf.shape) == 2 and leaf.shape[1] == 2)
+        )
+        for leaf in leaves
+    )
 
 
 def _is_vectors(arg: Any) -> bool:

@@ -105,10 +105,15 @@ def port_of(path: str, role: Role, leaf: Any) -> Port:
 
 
 def is_numeric(leaf: Any) -> bool:
-    """Whether ``leaf`` is a number or an array of numbers or random keys, a tracer or the shape of one."""
+    """Whether ``leaf`` is a number or what JAX takes for an array of numbers or keys, a tracer or the shape of one."""
     if not hasattr(leaf, "dtype") or isinstance(leaf, type):
         return isinstance(leaf, bool | int | float | complex)
-    return any(jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
+    if isinstance(leaf, np.ndarray):
+        is_taken = leaf.dtype.isnative and not isinstance(leaf, np.ma.MaskedArray)
+    else:
+        is_taken = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | jax.Ref | np.generic)
+    is_taken = is_taken or hasattr(leaf, "__jax_array__")
+    return is_taken and any(jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
 
 
 def state_role(path: Sequence, argument: str = "", is_optimizers: bool = False) -> Role:

@@ -128,6 +128,12 @@ def test_numpys_wide_defaults_are_what_jax_makes_of_them(expected):
     assert_equal(found, expected)
 
 
+def test_numpys_arrays_are_taken_where_jit_is_disabled(expected):
+    with jax.disable_jit():
+        found = deepcompile.shard(step)(create(), batch())
+    assert_equal(found, expected)
+
+
 def test_a_state_that_holds_one_array_twice():
     def averaging(state, batch):
         new, loss = step(state["now"], batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,15 @@ def test_a_leaf_that_is_neither_array_nor_number():
     )
     with pytest.raises(errors.LeafTypeError, match=r"numpy.ndarray of <U5, neither numbers nor random keys: array"):
         trace(step, batch={"x": BATCH["x"], "names": np.array(["one", "three"])})
+
+
+@pytest.mark.parametrize("kind", ["tensor", "masked", "other bytes"])
+def test_an_array_that_jax_does_not_take_is_named(kind):
+    tensor = SimpleNamespace(shape=(16,), ndim=1, dtype=SimpleNamespace(name="torch.float32"))
+    masked = np.ma.MaskedArray(np.ones(16), [True] + [False] * 15)
+    given = {"tensor": tensor, "masked": masked, "other bytes": np.ones(16, ">f4")}[kind]
+    with pytest.raises(errors.LeafTypeError, match=r"leaf batch\['z'\] is a .*, which JAX does not take .* Pass"):
+        trace(step, batch={"x": BATCH["x"], "z": given})
 
 
 def test_a_value_that_is_needed_while_tracing_is_called_as_the_user_does():

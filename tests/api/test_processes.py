@@ -82,6 +82,18 @@ def test_each_process_passes_its_own_rows():
         print("LOSS", float(deepcompile.shard(weighted, batch_argnums=(1, 2))(given, mine, weights)[1]))
         planned = deepcompile.shard(step, memory_limit="1GiB")
         print("LOSS", float(planned(planned.init(create), mine)[1]))
+        def noisy(state, batch):
+            noise = jax.vmap(lambda key: jax.random.normal(key, (16,)))(batch["key"])
+            return step(state, {"x": batch["x"] + noise})
+        keys = jax.random.split(jax.random.key(0), 8)[rank * 4 : (rank + 1) * 4]
+        print("LOSS", float(deepcompile.shard(noisy)(sharded.init(create), {**mine, "key": keys})[1]))
+        def scaled(state, batch, scale, table):
+            return step(state, {"x": batch["x"] * scale + table})
+        for scale, table in ((1.0, 1.0), (1.0 + rank, 1.0), (1.0, rank)):
+            try:
+                deepcompile.shard(scaled)(sharded.init(create), mine, scale, np.full(16, table, np.float32))
+            except deepcompile.errors.ProcessMismatchError as error:
+                print("VALUES", error)
         examples = {"x": jax.ShapeDtypeStruct((8, 16), "f4")}
         traced = jax.eval_shape(deepcompile.shard(step), sharded.init(create), examples)
         print("SHAPE", traced[1].shape)
@@ -99,11 +111,16 @@ def test_each_process_passes_its_own_rows():
     _, second = jax.jit(step)(state, batch(8))
     _, third = step(create(), {"x": batch(8)["x"] * np.linspace(1, 2, 8, dtype=np.float32)[:, None]})
     _, fourth = step(create(), batch(8))
-    assert len(losses[0]) == 4, runs
-    expected = [float(first), float(second), float(third), float(fourth)]
+    noise = jax.vmap(lambda key: jax.random.normal(key, (16,)))(jax.random.split(jax.random.key(0), 8))
+    _, fifth = step(create(), {"x": batch(8)["x"] + noise})
+    expected = [float(first), float(second), float(third), float(fourth), float(fifth)]
+    assert len(losses[0]) == len(expected), runs
     np.testing.assert_allclose(losses, [expected] * 2, rtol=1e-6)
     for run in runs:
         assert "SHAPE ()" in run.stdout, run.stderr[-3000:]
+        numbers, arrays = lines(run, "VALUES")
+        assert "process 1 would call scaled with scale = 2.0, table = float32 of digest " in numbers
+        assert "process 0 would call scaled with scale = 1.0, table = float32 of digest " in arrays
         uneven, ambiguous, *different = lines(run, "ERROR")
         assert "6 must be a multiple of 4, the number of this process's devices" in uneven
         assert "shard(..., batch_argnums=(1, 2)) if weights is one" in ambiguous

@@ -361,6 +361,55 @@ def test_what_batches_look_like(first, second, roles):
     assert arguments_of(sharded) == f"state: params, opt_state; {roles}"
 
 
+def _rotated(params, opt_state, x, cos, sin):
+    turned = x * cos[: len(x[0])] + jnp.roll(x, 1, -1) * sin[: len(x[0])]
+    return _updated(params, opt_state, lambda p: jnp.mean(_apply(p, turned) ** 2))
+
+
+def _diffused(params, opt_state, betas, alphas, x, key):
+    at = jax.random.randint(key, (len(x),), 0, len(betas))
+    noised = x * alphas[at, None] + betas[at, None] * jax.random.normal(key, x.shape)
+    return _updated(params, opt_state, lambda p: jnp.mean(_apply(p, noised) ** 2))
+
+
+def _mined(params, opt_state, near, far, x):
+    if len(x) != 16:
+        raise ValueError("sixteen examples")
+    return _updated(params, opt_state, lambda p: jnp.mean(_apply(p, x) ** 2) + near.mean() + far.mean())
+
+
+_TABLE, _BETAS = np.ones((24, 32), np.float32), np.linspace(1e-4, 0.02, 1001)
+
+
+@pytest.mark.parametrize(
+    ("step", "others", "roles"),
+    [
+        (_rotated, (np.ones((16, 8, 32)), _TABLE, _TABLE), "batch: x; replicated: cos, sin"),
+        (_diffused, (_BETAS, _BETAS, _X, jax.random.key(0)), "batch: x; replicated: betas, alphas, key"),
+        (_mined, (_BETAS[:24], _BETAS[:24], np.ones((16, 32))), "batch: near, far; replicated: x"),
+    ],
+    ids=["tables behind", "tables in front", "a step for as many examples alone"],
+)
+def test_the_batch_is_what_the_work_grows_with(step, others, roles):
+    sharded = deepcompile.shard(step)
+    sharded.trace(_PARAMS, _STATE, *others)
+    assert arguments_of(sharded) == f"state: params, opt_state; {roles}"
+
+
+_KEY = jax.random.PRNGKey(0)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"dropout": _KEY, "noise": _KEY}, jax.random.split(_KEY, 8), jax.random.split(jax.random.key(0), 8)],
+    ids=["one of each name", "several", "several of a type"],
+)
+def test_random_keys_are_no_batch(keys):
+    sharded = deepcompile.shard(lambda params, opt_state, keys, x, y: _updated(params, opt_state, _loss, x, y))
+    sharded.trace(_PARAMS, _STATE, keys, _X, _Y)
+    assert arguments_of(sharded) == "state: params, opt_state; batch: x, y; replicated: keys"
+
+
 def test_examples_by_name():
     sharded = deepcompile.shard(with_keywords)
     found = sharded(*jax.tree.map(jnp.copy, (_PARAMS, _STATE)), x=_X, y=_Y)

@@ -48,8 +48,8 @@ def test_processes_that_do_different_things_are_all_told_who_does_what():
     assert {str(error) for error in found} == {
         "the processes of this run are about to do different things: processes 0, 2 would run a on x float32[8]; "
         "process 1 would run a on x float32[4]. Their collectives would wait for each other forever. Give every "
-        "process the same code, configuration and versions, and in every step as many rows: drop the last, shorter "
-        "batch of an epoch in all of them."
+        "process the same code, configuration and versions, the same of what is no batch, and in every step as many "
+        "rows: drop the last, shorter batch of an epoch in all of them."
     }
 
 
