@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -230,7 +231,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         """The decisions of every pass for these arguments; takes and raises what ``lower`` does."""
         return self.trace(*args, **kwargs).plan()
 
-    def profile(self, *args, runs: int = 5, known: Profile | None = None) -> Taken:
+    def profile(self, *args, runs: int = 5, known: Profile | None = None, **kwargs) -> Taken:
         """Measures the step on these arguments, and the machine; ``shard(profile=...)`` plans by the result.
 
         The step runs ``1 + 2 * runs`` times, on GPUs once more: what runs when is measured of a program that launches
@@ -238,7 +239,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         successor.
 
         Args:
-          *args: state, batch and what else the step takes.
+          *args, **kwargs: state, batch and what else the step takes.
           runs: measurements of everything; the median counts.
           known: an earlier profile, whose entries are not measured again where they still hold.
 
@@ -255,9 +256,13 @@ class ShardedStep(Summarized, Generic[P, R]):
         processes = self._processes()
         with processes.together():
             processes.agree(f"profile {self._context.name}")
-            traced = self.trace(*args)
+            traced = self.trace(*args, **kwargs)
+            singly = self._launching_singly(traced.compilation)
+            if kwargs:
+                bound = inspect.signature(self._fun).bind(*args, **kwargs)
+                args, kwargs = bound.args, bound.kwargs
             taken = take_profile(
-                self,
+                functools.partial(self, **kwargs),
                 args,
                 traced.lower().compile(),
                 traced.planned,
@@ -266,7 +271,7 @@ class ShardedStep(Summarized, Generic[P, R]):
                 runs=runs,
                 known=known or traced.compilation.runs.profile,
                 compiler_options=traced.plan().compiler_options(),
-                singly=self._launching_singly(traced.compilation),
+                singly=singly and functools.partial(singly, **kwargs),
             )
         traced.compilation.runs.measured = taken.profile.step
         return taken
@@ -277,21 +282,21 @@ class ShardedStep(Summarized, Generic[P, R]):
             return None
         other = ShardedStep(self._fun, self._context)
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if not other._compilations:
                 other._compilations[made.call.form] = made.launched_singly()
-            return other(*args)
+            return other(*args, **kwargs)
 
         return run
 
-    def validate(self, *args, tolerance: float = 0.01) -> Agreement:
+    def validate(self, *args, tolerance: float = 0.01, **kwargs) -> Agreement:
         """Runs the step once as written, on one device, and once sharded, and says where the results differ.
 
         Nothing is donated, and NNX objects keep their values. The step as written has to fit one device; where it
         has shardings of its own it runs on the devices that they name.
 
         Args:
-          *args: state, batch and what else the step takes; shapes get values that are made up.
+          *args, **kwargs: state, batch and what else the step takes; shapes get values that are made up.
           tolerance: what a leaf may differ, of what the step changes of it, beside what rounding explains.
 
         Raises:
@@ -303,7 +308,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         self._require_devices()
         if not self._processes().is_alone:
             raise errors.DevicesNotAttachedError(*_devices(self.mesh))
-        call = self._bind(jax.tree.map(made_up, args), {})
+        call = self._bind(*jax.tree.map(made_up, (args, kwargs)))
         made = self._compilation(call)
         leaves, tree = jax.tree.flatten(call.inputs)
 
@@ -435,11 +440,11 @@ class BoundStep(Summarized):
     def plan(self, *args, **kwargs) -> Plan:
         return self._step.plan(self._self(), *args, **kwargs)
 
-    def profile(self, *args, runs: int = 5, known: Profile | None = None) -> Taken:
-        return self._step.profile(self._self(), *args, runs=runs, known=known)
+    def profile(self, *args, runs: int = 5, known: Profile | None = None, **kwargs) -> Taken:
+        return self._step.profile(self._self(), *args, runs=runs, known=known, **kwargs)
 
-    def validate(self, *args, tolerance: float = 0.01) -> Agreement:
-        return self._step.validate(self._self(), *args, tolerance=tolerance)
+    def validate(self, *args, tolerance: float = 0.01, **kwargs) -> Agreement:
+        return self._step.validate(self._self(), *args, tolerance=tolerance, **kwargs)
 
     def _summary(self) -> Summary:
         bound = f", bound to a {type(self._instance).__name__}"

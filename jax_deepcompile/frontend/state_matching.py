@@ -46,7 +46,8 @@ def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tupl
     matches.match_carried(signature.networks)
     matches.match_carried(signature.parameters, all_of_a_kind=True)
     for position in signature.networks:
-        matches.refuse_changed(position, signature, carried=matches.has_any(guessed))
+        if not matches.same(position):
+            matches.refuse_changed(position, signature, carried=matches.has_any(guessed))
     if signature.networks and not matches.has_any(guessed) and not matches.same(signature.networks[0]):
         matches.refuse_missing(signature.networks[0], signature)
     return matches.pairs()

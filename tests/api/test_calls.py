@@ -352,6 +352,16 @@ def test_values_that_the_user_reshards_between_explicit_axes(shape, expected):
     assert "P('fsdp', None)" not in text
 
 
+def test_what_a_step_takes_by_name_is_validated_and_profiled_by_name():
+    def named(state, *, batch):
+        return step(state, batch)
+
+    sharded = deepcompile.shard(named)
+    assert sharded.validate(create(), batch=batch()).agrees
+    (state,) = sharded.profile(create(), batch=batch(), runs=1).args
+    assert not sharded(state, batch=batch())[0]["w"].is_deleted()
+
+
 def test_arrays_divided_along_the_explicit_axes_of_another_mesh(expected):
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
     rows = NamedSharding(mesh, PartitionSpec("rows"))

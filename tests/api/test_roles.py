@@ -417,6 +417,16 @@ def test_examples_by_name():
     assert arguments_of(sharded) == "state: params, opt_state; batch: x, y"
 
 
+def test_state_of_which_nothing_is_kept_is_returned_before_another_result_of_its_shape():
+    def nearest_means(centres, x):
+        nearest = jnp.abs(x[:, None] - centres).argmin(1)
+        return jax.ops.segment_sum(x, nearest, 16) / jnp.maximum(jnp.bincount(nearest, length=16), 1), nearest
+
+    x, centres = np.arange(16, dtype=np.float32), np.arange(16, dtype=np.float32) + 0.3
+    found = deepcompile.shard(nearest_means)(jnp.asarray(centres), x)
+    assert_close(found, jax.jit(nearest_means)(centres, x), 1e-6, "result")
+
+
 def test_gradients_are_no_new_parameters():
     """What is computed outside from the parameters and their gradients needs both."""
 

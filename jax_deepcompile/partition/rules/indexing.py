@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.equation import Equation
@@ -176,7 +178,25 @@ def dynamic_slice(eqn: Equation) -> OpRule:
     operand, *starts = eqn.invars
     builder = RuleBuilder()
     dims, sliced = builder.shared(operand.aval.shape, eqn.params["slice_sizes"])
-    return builder.build([dims, *[()] * len(starts)], [sliced], linear=[(0,)], emit=_local_slice_sizes)
+    return builder.build([dims, *[()] * len(starts)], [sliced], linear=[(0,)], emit=_clamped_slice)
+
+
+def _clamped_slice(local: LocalEquation, operand: jax.Array, *starts: jax.Array) -> Sequence[jax.Array]:
+    """Starts are clamped beforehand: XLA adds up those of a slice of a slice, as of its block that a device takes."""
+    whole, sizes = local.eqn.invars[0].aval.shape, local.params["slice_sizes"]
+    last = [full - size for full, size in zip(whole, sizes, strict=True)]
+    atoms = zip(local.eqn.invars[1:], starts, last, strict=True)
+    return _local_slice_sizes(local, operand, *(_clamped(atom, start, most) for atom, start, most in atoms))
+
+
+def _clamped(atom: Any, start: jax.Array, most: int) -> Any:
+    """``start``, which ``atom`` stands for, from 0 to ``most``."""
+    dtype = atom.aval.dtype
+    if most == 0:
+        return np.zeros((), dtype)
+    if isinstance(atom, jex.Literal) and 0 <= atom.val <= most:
+        return start
+    return lax.clamp(np.zeros((), dtype), start, np.asarray(min(most, np.iinfo(dtype).max), dtype))
 
 
 @rule("dynamic_update_slice")

@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax import lax
 
+import jax_deepcompile as deepcompile
 from jax_deepcompile.partition.rules.base import Kind
 from tests.cases import examples
 from tests.partition.rules.harness import check, integers, rules_of, seeds, sizes
@@ -170,6 +171,18 @@ def test_dynamic_slice_and_update(shape, seed, data):
         *starts,
         primitives=["dynamic_slice", "dynamic_update_slice"],
     )
+
+
+@pytest.mark.parametrize("start", [4, 9, 40, -3])
+def test_what_a_device_takes_of_a_slice_begins_where_jax_clamps_it(start):
+    """XLA makes one slice of two, and leaves out what the first one's start is clamped to."""
+
+    def step(state, x, start):
+        return {"u": 0.9 * state["u"]}, lax.dynamic_slice_in_dim(x, start, 8) * state["u"]
+
+    given = {"u": np.ones(16, np.float32)}, integers((16, 16), 0).astype(np.float32), np.int32(start)
+    found = deepcompile.shard(step, state_argnums=0, donate=False)(*given)
+    np.testing.assert_array_equal(found[1], jax.jit(step)(*given)[1])
 
 
 def test_lookup_of_a_batch_of_tokens_and_its_gradient():
