@@ -18,7 +18,7 @@ from jax_deepcompile.planner.strategies.unshard import Unshard
 from jax_deepcompile.planner.strategies.unshard_microbatches import UnshardMicrobatches
 from jax_deepcompile.planner.strategies.unshard_unrolled import UnshardUnrolled
 from jax_deepcompile.planner.strategies.update_in_loops import UpdateInLoops
-from jax_deepcompile.planner.strategy import Strategy
+from jax_deepcompile.planner.strategy import Stage, Strategy
 
 STRATEGIES: tuple[Strategy, ...] = (
     PipelineLoops(),
@@ -35,6 +35,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     UnshardUnrolled(),
     ReduceInOrder(),
     DeepenLoops(),
+    ReduceInOrder(latency_shares=(0.3, 0.1), stage=Stage.CLOSING),
 )
 """The list: hide communication in loops, join what is small, spend the memory that is left on computing and
 communicating less."""

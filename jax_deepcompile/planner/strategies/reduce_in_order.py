@@ -17,19 +17,23 @@ from jax_deepcompile.transforms.reduce_in_order import OrderedReductions, reduce
 class ReduceInOrder:
     """Reductions outside of layer loops follow one another in the order in which gradients are ready.
 
+    Fewer at a time begin sooner, more at a time take less: what is better shows once they are scheduled.
+
     Attributes:
-      latency_share: of the time of reductions that go together.
+      latency_shares: of the time of reductions that go together; one proposal each.
     """
 
-    latency_share: float = 0.3
+    latency_shares: tuple[float, ...] = (0.3,)
     name: str = "reduce_in_order"
     stage: Stage = Stage.MAIN
 
     def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
         if not waits(base, best):
             return
-        size = bandwidth_bound_bytes(base, environment, self.latency_share)
         program, in_loops = best.plan.program(base, environment.mesh), not best.plan.of(LoopSchedule)
-        if reduce_in_order(program, size, in_loops) is not program:
-            plan = best.plan.having(OrderedReductions, [OrderedReductions(size, in_loops)])
-            yield Proposal(plan, f"reductions follow one another, {size / 2**20:.0f} MiB at a time")
+        for share in self.latency_shares:
+            size = bandwidth_bound_bytes(base, environment, share)
+            ordered = OrderedReductions(size, in_loops)
+            if ordered not in best.plan.decisions and reduce_in_order(program, size, in_loops) is not program:
+                plan = best.plan.having(OrderedReductions, [ordered])
+                yield Proposal(plan, f"reductions follow one another, {size / 2**20:.0f} MiB at a time")
