@@ -201,11 +201,11 @@ def wide_loss(params, x):
 def test_reductions_follow_one_another_where_something_is_waited_for():
     program, mesh = sharded(wide_loss, {f"layer{index}": (1024, 1024) for index in range(4)}, batch=(4096, 1024))
     best, environment = candidate(program), Environment(mesh, "cuda", CostModel(), None)
-    (found,) = ReduceInOrder(latency_share=1.0).propose(program, best, environment)
+    found, together = ReduceInOrder(latency_shares=(1.0, 1e-6)).propose(program, best, environment)
     assert found.plan == START.having(OrderedReductions, [OrderedReductions(1 << 20, in_loops=True)])
-    hidden = candidate(program, prediction=replace(WAITS, exposed_s=0.0))
-    assert list(ReduceInOrder(latency_share=1.0).propose(program, hidden, environment)) == []
-    (together,) = ReduceInOrder(latency_share=1e-6).propose(program, best, environment)
+    hidden, ordered = candidate(program, prediction=replace(WAITS, exposed_s=0.0)), candidate(program, plan=found.plan)
+    assert list(ReduceInOrder(latency_shares=(1.0,)).propose(program, hidden, environment)) == []
+    assert list(ReduceInOrder(latency_shares=(1.0,)).propose(program, ordered, environment)) == []
     assert len(reduction_buckets(program.jaxpr, together.plan.of(OrderedReductions)[0].bucket_bytes)) == 2
 
 
