@@ -239,7 +239,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         successor.
 
         Args:
-          *args, **kwargs: state, batch and what else the step takes.
+          *args: state, batch and what else the step takes, some of it by name.
           runs: measurements of everything; the median counts.
           known: an earlier profile, whose entries are not measured again where they still hold.
 
@@ -296,7 +296,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         has shardings of its own it runs on the devices that they name.
 
         Args:
-          *args, **kwargs: state, batch and what else the step takes; shapes get values that are made up.
+          *args: state, batch and what else the step takes, some of it by name; shapes get values that are made up.
           tolerance: what a leaf may differ, of what the step changes of it, beside what rounding explains.
 
         Raises:
