@@ -79,6 +79,11 @@ def _one_by_one(eqn: Equation, index_map: Sequence[int], dims: Sequence[int]) ->
 def _look_up(local: LocalEquation, operand: jax.Array, indices: jax.Array) -> Sequence[jax.Array]:
     """Zeros where another device has what is looked up. What to fill in out of bounds is the first one's to say."""
     whole, numbers = local.eqn.invars[0].aval.shape, local.params["dimension_numbers"]
+    sizes = [local.params["slice_sizes"][dim] for dim in numbers.start_index_map]
+    if local.params["mode"] is Mode.CLIP and max(sizes, default=1) > 1:  # see _clamped_slice: XLA may make one of it
+        last = [whole[dim] - size for dim, size in zip(numbers.start_index_map, sizes, strict=True)]
+        indices = _wide(indices)
+        indices = jnp.clip(indices, 0, np.array(last, indices.dtype))
     mine: Any = True
     for coordinate, dim in enumerate(numbers.start_index_map):
         if operand.shape[dim] == whole[dim] or local.params["slice_sizes"][dim] == whole[dim]:

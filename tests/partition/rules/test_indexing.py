@@ -185,6 +185,22 @@ def test_what_a_device_takes_of_a_slice_begins_where_jax_clamps_it(start):
     np.testing.assert_array_equal(found[1], jax.jit(step)(*given)[1])
 
 
+@pytest.mark.parametrize("start", [4, 9, 40, -3])
+def test_windows_of_one_example_a_device_begin_where_jax_clamps_them(start):
+    """Eight windows of windows are one on each device, of which XLA makes slices."""
+
+    def windows(rows, starts, size):
+        return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, size))(rows, starts)
+
+    def step(state, rows, starts, inner):
+        return {"u": 0.9 * state["u"]}, windows(windows(rows, starts, 8), inner, 4) * state["u"].sum()
+
+    rows, starts, inner = integers((8, 16, 2), 0), np.full(8, start, np.int32), np.full(8, 1, np.int32)
+    given = {"u": np.ones(16, np.float32)}, rows.astype(np.float32), starts, inner
+    found = deepcompile.shard(step, state_argnums=0, batch_argnums=(1, 2, 3), donate=False)(*given)
+    np.testing.assert_array_equal(found[1], jax.jit(step)(*given)[1])
+
+
 def test_lookup_of_a_batch_of_tokens_and_its_gradient():
     table, tokens = integers((24, 8), 0), np.arange(16, dtype=np.int32).reshape(8, 2) % 5
 
