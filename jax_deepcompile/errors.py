@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 
 class DeepCompileError(Exception):
@@ -242,6 +242,10 @@ class LeafTypeError(DeepCompileError, TypeError):
         if dtype is not None and getattr(dtype, "kind", "f") not in "OSUVMm":
             super().__init__(f"""argument leaf {path} is a {kind}, which JAX does not take for an array:
             {_shortened(leaf)}. Pass numpy.asarray(..., dtype) of it, after .filled() if it is masked.""")
+            return
+        if dtype is None and isinstance(leaf, Iterable) and not isinstance(leaf, str | bytes | Set):
+            super().__init__(f"""argument leaf {path} is a {kind}, neither an array nor a number. Pass what it gives,
+            one at a step: for batch in {path}: ...""")
             return
         what = "an array nor a number" if dtype is None else "numbers nor random keys"
         super().__init__(f"""argument leaf {path} is a {kind}, neither {what}: {_shortened(leaf)}. Keep it out of the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from flax import nnx
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import ArrayImpl
 from jax_deepcompile.frontend.objects import Holder, Structure, finish, purify, split
-from jax_deepcompile.frontend.signature import is_numeric, is_optimizer_state
+from jax_deepcompile.frontend.signature import children, is_numeric, is_optimizer_state
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,15 @@ class PureCall:
 
 
 def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
-    """``fun(*args, **kwargs)`` as a pure call."""
+    """``fun(*args, **kwargs)`` as a pure call.
+
+    Raises:
+      LeafTypeError: an argument is an iterator.
+    """
     arranged, names, args, kwargs = _arranged(fun, args, kwargs)
+    for (argument, _), value in zip(names, args, strict=True):
+        if isinstance(value, Iterator):
+            raise errors.LeafTypeError(argument, value)
     holders = tuple(map(Holder.of, args))
     arguments = tuple(
         _argument(name, position, holder, value)
@@ -216,8 +223,7 @@ def _refuse_without_shapes(name: str, arg: Any, without_value: Callable) -> None
     reason = failure(arg)
     if reason is None:
         return
-    children = jax.tree_util.tree_leaves_with_path(arg, is_leaf=lambda node: node is not arg)
-    for path, child in children:
+    for path, child in children(arg):
         _refuse_without_shapes(f"{name}{jax.tree_util.keystr(path)}", child, without_value)
     raise errors.ContainerError(name, type(arg), str(reason).splitlines()[0]) from reason
 

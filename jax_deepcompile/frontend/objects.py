@@ -152,7 +152,7 @@ def purify(fun: Callable, name: str, graphdef: Any, holders: Sequence[Holder], n
         after = split(objects)[1]
         if jax.tree.structure(after) != jax.tree.structure(state):
             changes = structure_changes(state, after, functools.partial(in_objects, names))
-            raise errors.StateChangedError(name, changes or ["the metadata of a variable differs"])
+            raise errors.StateChangedError(name, changes)
         return after, out
 
     return pure

@@ -1,6 +1,6 @@
 """What the leaves of a step's arguments are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +69,8 @@ class Signature:
 
 def in_objects(names: Sequence[str], path: tuple) -> str:
     """Where the user finds what is at ``path`` in the state of all NNX objects, which have ``names``."""
+    if not path:
+        return ", ".join(names)
     return f"{names[path[0].key]}{jax.tree_util.keystr(path[1:])}"
 
 
@@ -136,7 +138,29 @@ def is_optimizer_state(node: Any) -> bool:
 
 
 def structure_changes(before: Any, after: Any, path_of: Callable[[tuple], str]) -> list[str]:
-    """The leaves that two trees do not share, in words; ``path_of`` says where the user finds them."""
+    """What tells the structures of two trees apart, in words; ``path_of`` says where the user finds it.
+
+    These are the leaves that they do not share, or else the innermost nodes that differ.
+    """
     flat = (jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after))
     old, new = ({path_of(path) for path, _ in leaves} for leaves in flat)
-    return [f"{path} is missing" for path in sorted(old - new)] + [f"{path} is new" for path in sorted(new - old)]
+    leaves = [f"{path} is missing" for path in sorted(old - new)] + [f"{path} is new" for path in sorted(new - old)]
+    return leaves or list(_node_changes(before, after, path_of))
+
+
+def _node_changes(before: Any, after: Any, path_of: Callable[[tuple], str], path: tuple = ()) -> Iterator[str]:
+    if jax.tree.structure(before) == jax.tree.structure(after):
+        return
+    pairs = zip(children(before), children(after), strict=False)
+    inside = [text for (key, was), (_, now) in pairs for text in _node_changes(was, now, path_of, (*path, *key))]
+    if inside:
+        yield from inside
+    elif type(before) is not type(after):
+        yield f"{path_of(path)} was a {type(before).__name__} and is a {type(after).__name__}"
+    else:
+        yield f"the static fields of {path_of(path)} ({type(before).__name__}) differ"
+
+
+def children(node: Any) -> list[tuple[tuple, Any]]:
+    """What a pytree's node is made of, each with its path in there."""
+    return jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda other: other is not node)

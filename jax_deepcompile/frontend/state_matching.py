@@ -125,9 +125,7 @@ class _Matches:
                 raise errors.StateChangedError(signature.function, changes)
         for sub in () if carried else self._left():
             if _resembles(sub.tree, argument) and sub.structure != jax.tree.structure(argument):
-                changes = structure_changes(argument, sub.tree, path_of)
-                static = f"the static fields of {signature.name_of(position)} ({type(argument).__name__}) differ"
-                raise errors.StateChangedError(signature.function, changes or [static])
+                raise errors.StateChangedError(signature.function, structure_changes(argument, sub.tree, path_of))
 
     def refuse_missing(self, position: int, signature: Signature) -> None:
         text = str(jax.tree.map(_kind, self._returned.shape))

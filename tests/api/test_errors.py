@@ -108,6 +108,14 @@ def test_a_train_state_whose_static_fields_change():
     with pytest.raises(errors.StateChangedError, match=r"static fields of state \(TrainState\) differ"):
         trace(lambda state, batch: (state.replace(apply_fn=step), 0.0), state=create())
 
+    def nested(state, batch):
+        return {**state, "train": state["train"].replace(apply_fn=step)}, 0.0
+
+    with pytest.raises(errors.StateChangedError, match=r"static fields of state\['train'\] \(TrainState\) differ"):
+        trace(nested, state={"train": create(), "w": jnp.zeros(8)})
+    with pytest.raises(errors.StateChangedError, match=r"state\['layers'\] was a list and is a tuple"):
+        trace(lambda state, batch: ({"layers": tuple(state["layers"])}, 0.0), state={"layers": [jnp.zeros(8)] * 2})
+
 
 def test_a_leaf_that_is_neither_array_nor_number():
     with pytest.raises(errors.LeafTypeError) as caught:
@@ -117,6 +125,8 @@ def test_a_leaf_that_is_neither_array_nor_number():
     )
     with pytest.raises(errors.LeafTypeError, match=r"numpy.ndarray of <U5, neither numbers nor random keys: array"):
         trace(step, batch={"x": BATCH["x"], "names": np.array(["one", "three"])})
+    with pytest.raises(errors.LeafTypeError, match=r"one at a step: for batch in batch: ..."):
+        trace(step, batch=iter([BATCH]))
 
 
 @pytest.mark.parametrize("kind", ["tensor", "masked", "other bytes"])
