@@ -133,11 +133,14 @@ def has_numbers(var: Any) -> bool:
     return isinstance(var.aval.dtype, np.dtype)
 
 
-def segment_inputs(tape: Tape) -> tuple:
+def segment_inputs(tape: Tape, on_host: bool = False) -> tuple:
     """What is kept of forward where backward computes the rest again by segments, in as little memory as can be.
 
     That is what the segments are given, and what backward reads of the largest one. The last segment is not computed
     again: backward begins with it. Nothing if that keeps hardly fewer bytes.
+
+    Args:
+      on_host: what segments are given is on the host meanwhile; so there are more of them, and smaller ones.
     """
     places = tape.without_cheap(tape.needed(tape.residuals, ()))
     order = {place: index for index, place in enumerate(places)}
@@ -151,7 +154,7 @@ def segment_inputs(tape: Tape) -> tuple:
     for var in tape.residuals:
         if tape.makers[var] in order:
             left[order[tape.makers[var]]] += size_bytes(var)
-    cuts = _best_cuts(crossing, np.array(list(accumulate(left))))
+    cuts = _best_cuts(crossing, np.array(list(accumulate(left))), _COPIED if on_host else 1.0)
     return tuple(var for var, last in until.items() if any(order[tape.makers[var]] <= cut < last for cut in cuts))
 
 
@@ -165,12 +168,13 @@ def _last_reads(tape: Tape, places: Sequence[int], order: dict[int, int]) -> dic
     return dict(sorted(until.items(), key=lambda item: tape.makers[item[0]]))
 
 
-def _best_cuts(crossing: np.ndarray, left: np.ndarray) -> list[int]:
+def _best_cuts(crossing: np.ndarray, left: np.ndarray, worth: float) -> list[int]:
     """Positions after which to cut: the bytes that cross them and those of the largest segment are fewest.
 
     Args:
       crossing: bytes that are made up to each position and read later.
       left: bytes that backward reads of all up to each position.
+      worth: what a byte that crosses a cut counts as.
     """
     if not len(crossing) or not left[-1]:
         return []
@@ -184,12 +188,15 @@ def _best_cuts(crossing: np.ndarray, left: np.ndarray) -> list[int]:
         if cuts is None:
             break
         edges = np.r_[0.0, left[cuts], left[-1]]
-        best = min(best, (float(crossing[cuts].sum() + np.diff(edges).max()), cuts))
+        best = min(best, (float(worth * crossing[cuts].sum() + np.diff(edges).max()), cuts))
     return best[1]
 
 
 _WORTH = 0.9
 """Of what backward reads: for saving less nothing is computed again."""
+
+_COPIED = 0.25
+"""What a byte on the host counts as: it takes no memory of the device, but copies take time."""
 
 _MOST = 512
 """Places to cut that are looked at: those that the fewest bytes cross."""

@@ -56,8 +56,8 @@ class Start:
 
 def starts(base: Program, best: Candidate, environment: Environment) -> Iterator[Start]:
     """All there are: the best plan; one with pipelined loops, if those did not fit; one that computes again what loops
-    and segments keep, each loop's iterations by themselves; one that computes loops inside of layers again as a whole;
-    one that copies nothing of itself."""
+    and segments keep, each loop's iterations by themselves; one with smaller segments, if those leave too much; one
+    that computes loops inside of layers again as a whole; one that copies nothing of itself."""
     gathers = best.plan.program(base, environment.mesh, until=SavedGathers)
     regions = _regions(gathers, environment)
     stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
@@ -72,8 +72,12 @@ def starts(base: Program, best: Candidate, environment: Environment) -> Iterator
     here = [replace(each, residuals=()) if each.loops in named else each for each in regions]
     yield Start(best.plan, here, places_of(best.plan, regions), stacks)
     yield from _pipelined(base, best, environment)
-    again = [_computing_again(base, best, environment, regions, *each) for each in ((loops, segments), ({}, whole))]
-    yield from filter(None, again)
+    again = _computing_again(base, best, environment, regions, loops, segments)
+    smaller = {}
+    if segments and environment.host_bytes and not (again and _suffices(again, best, environment)):
+        smaller = dict(_segments_again(base, regions, environment, on_host=True))
+    others = [each for each in (smaller, whole) if each != segments]
+    yield from filter(None, [again, *(_computing_again(base, best, environment, regions, {}, each) for each in others)])
     yield from _without_own_copies(base, best, environment)
 
 
@@ -133,6 +137,12 @@ def _computing_again(
     return Start(plan, found, already, said=said, freed_bytes=freed_bytes)
 
 
+def _suffices(start: Start, best: Candidate, environment: Environment) -> bool:
+    """Whether ``start``, with nothing at hand that it computes again, makes a step fit that does not."""
+    less_bytes = start.freed_bytes + taken_bytes(start.regions, start.already, {})
+    return less_bytes + budget.free_bytes(best, environment) >= 0
+
+
 def _without_own_copies(base: Program, best: Candidate, environment: Environment) -> Iterator[Start]:
     """One that keeps on the device what the step copies to the host by itself."""
     if best.plan.of(KeptOnDevice) or KeptOnDevice.kind in environment.disabled or not copies(base):
@@ -166,12 +176,12 @@ def _loops_again(
 
 
 def _segments_again(
-    base: Program, regions: Sequence[RecomputeRegion], environment: Environment
+    base: Program, regions: Sequence[RecomputeRegion], environment: Environment, on_host: bool = False
 ) -> Iterator[tuple[RematerializedSegments, Collection[str]]]:
-    """Likewise, where no loop runs most layers."""
+    """Likewise, where no loop runs most layers; ``on_host`` as of ``segments_of``."""
     leaving = {each.loops[0] for each in regions if not each.is_of_loops and each.residuals}
     if leaving and RematerializedSegments.kind not in environment.disabled:
-        yield from (found for found in segments_of(base) if found[0].where in leaving)
+        yield from (found for found in segments_of(base, on_host=on_host) if found[0].where in leaving)
 
 
 def _layers_again(

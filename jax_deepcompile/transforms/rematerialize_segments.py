@@ -74,17 +74,20 @@ class RematerializedSegments(Decision, kind="rematerialize_segments", after=("re
         return replace_bodies(program, mesh, choices, "computes segments again of", again)
 
 
-def segments_of(program: Program, with_loops: bool = False) -> Iterator[tuple[RematerializedSegments, tuple[str, ...]]]:
+def segments_of(
+    program: Program, with_loops: bool = False, on_host: bool = False
+) -> Iterator[tuple[RematerializedSegments, tuple[str, ...]]]:
     """What would save most memory, outside of loops and in each loop, and the names of what is not kept then.
 
     Args:
       with_loops: as of the decision.
+      on_host: what segments are given is on the host meanwhile.
     """
     bodies = {"": program.jaxpr} | {loop.name: loop.scan.closed for loop in find_loops(program)}
     for where, jaxpr in bodies.items():
         flat = open_jaxpr(jaxpr)
         tape, names = Tape(flat, with_loops), value_names(flat, phased=not where)
-        if inputs := segment_inputs(tape):
+        if inputs := segment_inputs(tape, on_host):
             choice = RematerializedSegments(where, tuple(names[var] for var in inputs), with_loops)
             yield choice, tuple(names[var] for var in tape.before(inputs))
 

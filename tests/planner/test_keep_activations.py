@@ -397,3 +397,24 @@ def test_where_most_memory_is_left_more_is_kept_than_what_surely_gains():
     assert set(few.values) < set(many.values)
     assert proposals(program, plan=Plan("0"), limit_bytes=40 * MIB) == [sure], "there is no room for more"
     verify(more.plan.program(program, MESH))
+
+
+def test_segments_are_smaller_where_what_they_are_given_has_to_be_on_the_host_anyway():
+    def loss(params, batch):
+        for each in params["alone"]:
+            batch = layer(batch, each)
+        return jnp.mean(batch**2)
+
+    one = {name: shape[1:] for name, shape in wide_stack().items()}
+    program, _ = sharded(loss, {"alone": [one] * 16}, batch=(8 * ROWS, WIDTH))
+
+    def segments(limit_bytes: int, host_bytes: int) -> set[int]:
+        at = {"plan": Plan("0"), "peak_bytes": 2 * GIB, "limit_bytes": limit_bytes, "host_bytes": host_bytes}
+        found = proposals(program, **at)
+        verify(found[-1].plan.program(program, MESH))
+        return {again.segments for each in found for again in each.plan.of(RematerializedSegments)}
+
+    (largest,) = segments(GIB // 2, host_bytes=0)
+    assert segments(2 * GIB - 1, PLENTY) == {largest}
+    fewer, more = sorted(segments(GIB // 2, PLENTY))
+    assert fewer == largest < more
