@@ -14,9 +14,9 @@ from jax_deepcompile.lowering.compile import stacks_in_turn
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.layers import all_pipelined, layer_stacks, not_pipelined
+from jax_deepcompile.planner.places import Places, taken_bytes
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
-from jax_deepcompile.planner.residency import Places, taken_bytes
 from jax_deepcompile.planner.stacks import Stack, saved_stacks
 from jax_deepcompile.transforms.gradients_in_turn import GradientsInTurn
 from jax_deepcompile.transforms.keep_activations import KeptActivations

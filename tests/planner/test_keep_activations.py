@@ -20,9 +20,11 @@ from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.lowering.compile import copies_at_once, double_buffering
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.layers import all_pipelined, not_pipelined
+from jax_deepcompile.planner.phases import Phases
+from jax_deepcompile.planner.places import Places
 from jax_deepcompile.planner.plan import Plan, Prediction
 from jax_deepcompile.planner.recomputation import find_recomputation
-from jax_deepcompile.planner.residency import Choice, Phases, Places, choose
+from jax_deepcompile.planner.residency import Choice, choose
 from jax_deepcompile.planner.stacks import Stack
 from jax_deepcompile.planner.strategies import keep_activations
 from jax_deepcompile.planner.strategies.keep_activations import KeepActivations

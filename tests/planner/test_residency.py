@@ -21,8 +21,10 @@ from jax_deepcompile.analysis.residuals import Residual
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.simulation import Loop, Totals
 from jax_deepcompile.costs.streams import Part
+from jax_deepcompile.planner.phases import Phases
+from jax_deepcompile.planner.places import Places
 from jax_deepcompile.planner.recomputation import RecomputeRegion
-from jax_deepcompile.planner.residency import Choice, Phases, Places, choose
+from jax_deepcompile.planner.residency import Choice, choose
 from jax_deepcompile.planner.stacks import Stack
 
 pytestmark = pytest.mark.pure

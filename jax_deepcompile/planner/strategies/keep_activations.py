@@ -11,9 +11,11 @@ from jax_deepcompile.lowering.compile import most_argument_bytes
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
 from jax_deepcompile.planner.layers import copying_ahead, in_place, keep_over_loops
+from jax_deepcompile.planner.phases import Phases
+from jax_deepcompile.planner.places import Places, saved_s, taken_bytes
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion
-from jax_deepcompile.planner.residency import WORTH, Choice, Phases, Places, choose, saved_s, taken_bytes
+from jax_deepcompile.planner.residency import WORTH, Choice, choose
 from jax_deepcompile.planner.stacks import every_layer, saving
 from jax_deepcompile.planner.starts import Start, starts
 from jax_deepcompile.planner.state_on_host import (
