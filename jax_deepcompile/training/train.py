@@ -177,17 +177,11 @@ def train(
     create_state = make_create_state(model, make_optimizer(experiment.optimizer, settings.steps))
     batches = training_batches(dataset.training, experiment.data, **share_of_batch())
     with contextlib.closing(Checkpoints(folder, settings)) as checkpoints:
-        key = jax.random.key(settings.seed)
         with Progress("planning the step"):
-            shapes = jax.eval_shape(create_state, key), abstract_batch(dataset, experiment.data.batch_size)
+            state = jax.eval_shape(create_state, jax.random.key(settings.seed))
+            shapes = state, abstract_batch(dataset, experiment.data.batch_size)
             plan_s = seconds_of(step.plan, *shapes)
-        with Progress("making the state"):
-            state = step.init(create_state, key)  # born in the memory where the plan has it
-        if settings.base is not None and not resume:
-            if state.frozen is None:
-                raise ConfigError(f"train.base={settings.base}: all parameters of this model are trained")
-            with Progress(f"reading {settings.base}"):
-                state = state.replace(frozen=parameters_of(Path(settings.base), abstract(state.frozen)))
+        state = starting_state(experiment, folder, step, create_state, resume=resume)
         done = 0
         if resume and checkpoints.steps():
             target = abstract(state)
@@ -207,17 +201,12 @@ def train(
             experiment, folder, step, state, batches, checkpoints, stop, done=done, plan_s=plan_s, console=console
         )
 
-    held_out_loss = None
-    if records[-1]["step"] >= settings.steps and stop.signal is None:
-        evaluate_step = shard(make_evaluate_step(model), mesh)
-        held_out = held_out_batches(dataset.held_out, experiment.data, settings.held_out_batches, **share_of_batch())
-        with Progress("measuring the loss on data held out"):
-            held_out_loss = mean_loss(evaluate_step, state, held_out)
+    is_done = records[-1]["step"] >= settings.steps and stop.signal is None
     summary = report.summarise(
         records,
         dataset,
         total_steps=settings.steps,
-        held_out_loss=held_out_loss,
+        held_out_loss=held_out_loss(experiment, model, dataset, mesh, state) if is_done else None,
         stopped_by=stop.signal.name if stop.signal is not None else None,
     )
     explanation = str(step.explain())
@@ -227,6 +216,29 @@ def train(
         console.print(explanation, markup=False)
     console.print(report.closing(summary, folder, experiment.data.target))
     return summary
+
+
+def starting_state(experiment: Experiment, folder: Path, step: Any, create_state: Callable, *, resume: bool) -> State:
+    """The initial state, born in the memory where the plan of ``step`` has it; of ``train.base`` what is frozen."""
+    base, key = experiment.train.base, jax.random.key(experiment.train.seed)
+    with Progress("making the state"):
+        state = step.init(create_state, key)
+    if base is None or resume:
+        return state
+    if state.frozen is None:
+        raise ConfigError(f"train.base={base}: all parameters of this model are trained")
+    with Progress(f"reading {base}"):
+        return state.replace(frozen=parameters_of(Path(base), abstract(state.frozen)))
+
+
+def held_out_loss(
+    experiment: Experiment, model: Model, dataset: Dataset, mesh: jax.sharding.Mesh, state: State
+) -> float:
+    """The loss on data that nothing was learned from, in nats."""
+    evaluate_step = shard(make_evaluate_step(model), mesh)
+    batches = held_out_batches(dataset.held_out, experiment.data, experiment.train.held_out_batches, **share_of_batch())
+    with Progress("measuring the loss on data held out"):
+        return mean_loss(evaluate_step, state, batches)
 
 
 def run_steps(
