@@ -259,14 +259,6 @@ class MutableArrayError(DeepCompileError, NotImplementedError):
         the state, which the step returns anew.""")
 
 
-class ContainerError(DeepCompileError, TypeError):
-    def __init__(self, path: str, kind: type, reason: str) -> None:
-        super().__init__(f"""{path} is a {kind.__module__}.{kind.__qualname__}, a pytree whose class cannot be made of
-        shapes in the place of arrays: {reason}. Let its tree_unflatten keep what it is given as it is (in
-        object.__new__({kind.__name__}), where __init__ checks or converts), as JAX asks of pytrees, or pass what is in
-        it in a dict or a dataclass of flax.struct.""")
-
-
 class PlainSelfError(DeepCompileError, TypeError):
     def __init__(self, function: str, instance: object) -> None:
         name = function.rsplit(".", 1)[-1]

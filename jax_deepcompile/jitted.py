@@ -10,8 +10,9 @@ import jax
 from jax.sharding import NamedSharding
 
 from jax_deepcompile._jax_compat import is_tracing
-from jax_deepcompile.frontend.arguments import explicit_axes, takes_arrays_only
+from jax_deepcompile.frontend.arguments import explicit_axes
 from jax_deepcompile.frontend.call import leaf_type
+from jax_deepcompile.frontend.containers import contained
 from jax_deepcompile.frontend.meshes import MeshUse
 from jax_deepcompile.frontend.trace import Traced
 from jax_deepcompile.ir.program import Port, Program
@@ -48,12 +49,8 @@ class Shardings:
 
         inputs = tuple(map(sharding, program.inputs))
         positional, keywords = traced.in_tree.children()
-        divided, start = [], 0
-        for tree in (*positional.children(), keywords):
-            here = inputs[start : start + tree.num_leaves]
-            divided.append(here if takes_arrays_only(tree) else jax.tree.unflatten(tree, here))
-            start += tree.num_leaves
-        return cls(inputs, tuple(divided), shardings_of(program.out_tree, tuple(map(sharding, program.outputs))))
+        divided = contained((*positional.children(), keywords), inputs)
+        return cls(inputs, divided, shardings_of(program.out_tree, tuple(map(sharding, program.outputs))))
 
 
 def jit(

@@ -216,8 +216,14 @@ class ShardedStep(Summarized, Generic[P, R]):
         """
         call = self._bind(args, kwargs)
         made = self._compilation(call)
+        tree = jax.tree.structure(call.inputs)
+
+        def as_written(*args: Any) -> Any:
+            *positional, named = jax.tree.unflatten(tree, jax.tree.leaves(args))
+            return call.step.fun(*positional, **named)
+
         plain = jax.jit(
-            lambda *args: call.step.fun(*args[:-1], **args[-1]),
+            as_written,
             in_shardings=made.shardings.in_shardings,
             out_shardings=made.shardings.out_shardings,
             donate_argnums=made.traced.donated,

@@ -1,6 +1,5 @@
 """A call's arguments on the devices where a step wants them, what compiling needs to know of them, and their rows."""
 
-import functools
 import itertools
 import zlib
 from collections.abc import Collection, Sequence
@@ -14,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import ArrayImpl, is_tracing
+from jax_deepcompile.frontend.containers import contained
 from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.program import Port, Role
 
@@ -33,7 +33,7 @@ def move(
       donated: positions of the leaves whose buffers the step takes.
 
     Returns:
-      The arguments, in containers as ``opened`` makes them, and whether anything was moved that the next call will have
+      The arguments, ``contained``, and whether anything was moved that the next call will have
       to move again.
     """
     leaves, tree = jax.tree.flatten(args)
@@ -47,29 +47,7 @@ def move(
             new = jnp.copy(new) if is_shared else new
             kept.add(id(leaf))
         there.append(new)
-    return opened(jax.tree.unflatten(tree, there)), is_moved
-
-
-def opened(args: tuple) -> tuple:
-    """``args``, with what is in a container that takes nothing but arrays in a tuple instead.
-
-    To lower a function JAX puts its own descriptions of arguments into their containers.
-    """
-    return tuple(tuple(jax.tree.leaves(arg)) if takes_arrays_only(jax.tree.structure(arg)) else arg for arg in args)
-
-
-@functools.lru_cache(maxsize=1 << 10)
-def takes_arrays_only(tree: Any) -> bool:
-    """Whether a container of ``tree`` refuses other things, as some that check or convert what they are made of do."""
-    try:
-        jax.tree.unflatten(tree, [_NoArray()] * tree.num_leaves)
-    except Exception:
-        return True
-    return False
-
-
-class _NoArray:
-    """What nobody expects in a container."""
+    return contained(tree.children(), there), is_moved
 
 
 def free_moved(args: tuple, targets: Sequence[NamedSharding | None], donated: Collection[int], there: tuple) -> None:
@@ -122,13 +100,13 @@ def refuse_deleted(args: tuple, ports: Sequence[Port], function: str) -> None:
 
 
 def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], ports: Sequence[Port]) -> tuple:
-    """``args`` without their values, with the shardings of a call's: that finds what was compiled ahead of time."""
+    """``args`` without their values, ``contained``, with a call's shardings: that finds what was compiled ahead."""
     leaves, tree = jax.tree.flatten(args)
-    return jax.tree.unflatten(tree, map(_shape_only, leaves, targets, ports))
+    return contained(tree.children(), map(_shape_only, leaves, targets, ports))
 
 
 def on_host(args: tuple, targets: Sequence[NamedSharding | None]) -> tuple:
-    """Shapes as ``shapes_only`` makes them, ``opened``, where ``targets`` has some of them on the host."""
+    """Shapes as ``shapes_only`` makes them, where ``targets`` has some of them on the host."""
     leaves, tree = jax.tree.flatten(args)
 
     def placed(leaf: Any, target: NamedSharding | None) -> Any:
@@ -136,7 +114,7 @@ def on_host(args: tuple, targets: Sequence[NamedSharding | None]) -> tuple:
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
 
-    return opened(jax.tree.unflatten(tree, map(placed, leaves, targets)))
+    return contained(tree.children(), map(placed, leaves, targets))
 
 
 def _is_deleted(leaf: Any) -> bool:

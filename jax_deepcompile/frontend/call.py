@@ -15,8 +15,9 @@ from flax import nnx
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import ArrayImpl
+from jax_deepcompile.frontend.containers import opened
 from jax_deepcompile.frontend.objects import Holder, Structure, finish, purify, split
-from jax_deepcompile.frontend.signature import children, is_numeric, is_optimizer_state
+from jax_deepcompile.frontend.signature import is_numeric, is_optimizer_state
 
 
 @dataclass(frozen=True)
@@ -93,23 +94,13 @@ class PureCall:
         return tuple(map(leaf_type, jax.tree.leaves((self.args, self.kwargs))))
 
     def without_values(self) -> PureCall:
-        """The call with shapes in the place of arrays, and of no objects: nothing in it takes device memory.
-
-        Raises:
-          ContainerError: a container in it takes no shapes.
-        """
+        """The call with shapes in the place of arrays, and of no objects: nothing in it takes device memory."""
 
         def without_value(leaf: Any) -> Any:
             is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
             return abstract(leaf) if is_array and is_numeric(leaf) else leaf
 
-        named = [
-            *zip((argument.name for argument in self.step.arguments), self.args, strict=True),
-            *self.kwargs.items(),
-        ]
-        for name, arg in named:
-            _refuse_without_shapes(name, arg, without_value)
-        args, kwargs = jax.tree.map(without_value, (self.args, self.kwargs))
+        args, kwargs = jax.tree.map(without_value, opened((self.args, self.kwargs)))
         return replace(self, args=args, kwargs=kwargs, objects=())
 
     def finish(self, state: Any, out: Any) -> Any:
@@ -208,24 +199,6 @@ def _with_names(fun: Callable, positional: int, named: Sequence[str]) -> Callabl
         return fun(*args[:positional], **dict(zip(named, args[positional:], strict=True)), **kwargs)
 
     return called
-
-
-def _refuse_without_shapes(name: str, arg: Any, without_value: Callable) -> None:
-    """Raises ContainerError, of the innermost such container in ``arg``, if one cannot be made of shapes."""
-
-    def failure(node: Any) -> Exception | None:
-        try:
-            jax.tree.map(without_value, node)
-        except Exception as error:
-            return error
-        return None
-
-    reason = failure(arg)
-    if reason is None:
-        return
-    for path, child in children(arg):
-        _refuse_without_shapes(f"{name}{jax.tree_util.keystr(path)}", child, without_value)
-    raise errors.ContainerError(name, type(arg), str(reason).splitlines()[0]) from reason
 
 
 def _is_key(value: Any) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from jax_deepcompile import errors
+from jax_deepcompile.frontend.containers import children, kind_of
 from jax_deepcompile.ir.program import Port, Role
 
 _OPTIMIZER_NAMES = frozenset({"opt_state", "optimizer", "opt", "optimizer_state"})
@@ -155,12 +156,7 @@ def _node_changes(before: Any, after: Any, path_of: Callable[[tuple], str], path
     inside = [text for (key, was), (_, now) in pairs for text in _node_changes(was, now, path_of, (*path, *key))]
     if inside:
         yield from inside
-    elif type(before) is not type(after):
-        yield f"{path_of(path)} was a {type(before).__name__} and is a {type(after).__name__}"
+    elif kind_of(before) is not kind_of(after):
+        yield f"{path_of(path)} was a {kind_of(before).__name__} and is a {kind_of(after).__name__}"
     else:
-        yield f"the static fields of {path_of(path)} ({type(before).__name__}) differ"
-
-
-def children(node: Any) -> list[tuple[tuple, Any]]:
-    """What a pytree's node is made of, each with its path in there."""
-    return jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda other: other is not node)
+        yield f"the static fields of {path_of(path)} ({kind_of(before).__name__}) differ"

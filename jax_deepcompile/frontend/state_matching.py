@@ -15,6 +15,7 @@ import jax
 
 from jax_deepcompile import errors
 from jax_deepcompile.frontend.call import holds_optimizer
+from jax_deepcompile.frontend.containers import kind_of
 from jax_deepcompile.frontend.signature import Signature, port_of, structure_changes
 from jax_deepcompile.ir.lineage import Lineage
 from jax_deepcompile.ir.program import Role
@@ -212,6 +213,6 @@ def _kind(leaf: Any) -> str:
 
 def _resembles(returned: Any, state: Any) -> bool:
     """Whether ``returned`` is meant to be the state: of the same type, and for dicts with keys in common."""
-    if type(returned) is not type(state) or isinstance(state, (tuple, list)) or hasattr(state, "dtype"):
+    if kind_of(returned) is not kind_of(state) or isinstance(state, (tuple, list)) or hasattr(state, "dtype"):
         return False
     return not isinstance(state, dict) or bool(set(state) & set(returned))

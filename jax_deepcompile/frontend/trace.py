@@ -12,6 +12,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat, errors
 from jax_deepcompile.frontend.call import PureCall, abstract, argument_names, function_name
+from jax_deepcompile.frontend.containers import closed, opened
 from jax_deepcompile.frontend.donation import Kept, donations
 from jax_deepcompile.frontend.signature import (
     Signature,
@@ -37,10 +38,15 @@ What one callback returns may be more for the next: those are the messages of an
 
 @dataclass(frozen=True)
 class Function:
-    """A step as a function of flat arrays, with nothing in it that does not count, and what it returns."""
+    """A step as a function of flat arrays, with nothing in it that does not count, and what it returns.
+
+    Attributes:
+      out_tree: the structure of what it returns.
+    """
 
     closed: jex.ClosedJaxpr
     returned: Returned
+    out_tree: Any
 
 
 @dataclass(frozen=True)
@@ -76,15 +82,15 @@ class Traced:
 def trace_function(call: PureCall, signature: Signature) -> Function:
     """Traces a call; leaves may be arrays, numbers, tracers or ``jax.ShapeDtypeStruct``s."""
     ports, _ = input_ports(call.args, call.kwargs, signature)
-    closed, out_shape = _trace(call.step.fun, call.args, call.kwargs, ports, signature.function)
-    return Function(closed, Returned(out_shape, lineage(closed)))
+    jaxpr, out_shape, out_tree = _trace(call.step.fun, call.args, call.kwargs, ports, signature.function)
+    return Function(jaxpr, Returned(out_shape, lineage(jaxpr)), out_tree)
 
 
 def trace_step(function: Function, call: PureCall, signature: Signature, mesh: MeshAxes, donate: bool = True) -> Traced:
     """The program of a step, traced for a call whose arguments are what ``signature`` says."""
     returned = function.returned
     ports, in_tree = input_ports(call.args, call.kwargs, signature)
-    out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(returned.shape)
+    out_leaves = jax.tree_util.tree_leaves_with_path(returned.shape)
     pairs = state_outputs(call.args, returned, signature)
     kept = Kept.of(ports, dict(pairs), returned.lineage)
     ports = tuple(
@@ -96,7 +102,7 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
         by_output.get(index, port_of(f"out{jax.tree_util.keystr(path)}", Role.OTHER, leaf))
         for index, (path, leaf) in enumerate(out_leaves)
     )
-    program = Program(signature.function, function.closed, ports, outputs, out_tree, pairs, mesh)
+    program = Program(signature.function, function.closed, ports, outputs, function.out_tree, pairs, mesh)
     reasons, donated = dict(reversed(signature.reasons)), []
     for position, donation in donations(call, signature, ports, dict(pairs), returned.lineage, kept).items():
         reason, arguments = donation.reason if donate else "donate=False", call.step.arguments
@@ -123,19 +129,22 @@ def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Trac
     """Traces the function that creates the state: inputs are replicated, every output is state."""
     name = function_name(fun)
     ports, in_tree = input_ports(args, kwargs, Signature(name, names=argument_names(fun, len(args))))
-    closed, out_shape = _trace(fun, args, kwargs, ports, name)
-    leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_shape)
+    jaxpr, out_shape, out_tree = _trace(fun, args, kwargs, ports, name)
+    leaves = jax.tree_util.tree_leaves_with_path(out_shape)
     outputs = tuple(
         port_of(f"state{jax.tree_util.keystr(path)}", state_role(path, is_optimizers=is_optimizers), leaf)
         for (path, leaf), is_optimizers in zip(leaves, optimizer_leaves(out_shape), strict=True)
     )
-    return Traced(Program(name, closed, ports, outputs, out_tree, (), mesh), in_tree)
+    return Traced(Program(name, jaxpr, ports, outputs, out_tree, (), mesh), in_tree)
 
 
-def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name: str) -> tuple[jex.ClosedJaxpr, Any]:
-    shapes = jax.tree.map(abstract, (args, kwargs))
+def _trace(
+    fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name: str
+) -> tuple[jex.ClosedJaxpr, Any, Any]:
+    """The jaxpr of ``fun``, the shapes of what it returns, ``opened``, and the structure of that."""
+    shapes, trees = jax.tree.map(abstract, opened((args, kwargs))), list[Any]()
     try:
-        closed, out_shape = jax.make_jaxpr(functools.partial(_call, fun, name), return_shape=True)(*shapes)
+        jaxpr, out_shape = jax.make_jaxpr(functools.partial(_call, fun, name, trees), return_shape=True)(*shapes)
     except NameError as error:
         if "axis name" not in str(error):
             raise
@@ -154,11 +163,11 @@ def _trace(fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name
         if in_state := [port.path for port in needed if port.role.is_state]:
             raise errors.StateValueNeededError(name, in_state, reason) from error
         raise errors.PythonValueNeededError(name, [port.path for port in needed], reason) from error
-    _refuse_mutable(closed, name)
-    flat = inline_calls(closed)
+    _refuse_mutable(jaxpr, name)
+    flat = inline_calls(jaxpr)
     _refuse_effects(flat)
     live = _jax_compat.dce(_jax_compat.open_jaxpr(flat))
-    return jex.ClosedJaxpr(live, _jax_compat.closed_consts(flat)), out_shape
+    return jex.ClosedJaxpr(live, _jax_compat.closed_consts(flat)), out_shape, trees[-1]
 
 
 def _own_names(args: tuple, kwargs: dict) -> list[str]:
@@ -187,12 +196,14 @@ def _python_values(args: tuple, kwargs: dict, ports: Sequence[Port], names: Sequ
     return [] if "args[" in causes else needed
 
 
-def _call(fun: Callable, name: str, args: tuple, kwargs: dict):
-    out = fun(*args, **kwargs)
+def _call(fun: Callable, name: str, trees: list[Any], args: tuple, kwargs: dict):
+    """What ``fun`` returns, ``opened``; its structure is added to ``trees``."""
+    out = fun(*closed(args), **closed(kwargs))
     for path, leaf in jax.tree_util.tree_leaves_with_path(out):
         if callable(leaf) or not (hasattr(leaf, "dtype") or hasattr(leaf, "__jax_array__") or is_numeric(leaf)):
             raise errors.ReturnedLeafError(name, f"out{jax.tree_util.keystr(path)}", leaf)
-    return out
+    trees.append(jax.tree.structure(out))
+    return opened(out)
 
 
 def _refuse_mutable(closed: jex.ClosedJaxpr, function: str) -> None:

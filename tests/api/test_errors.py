@@ -536,22 +536,3 @@ def test_memory_limits_that_cannot_be_meant(option, whose, limit):
 )
 def test_options_that_can_be_meant(options):
     assert deepcompile.shard(step, **options).mesh.size == 8
-
-
-@jax.tree_util.register_pytree_node_class
-class Converted:
-    def __init__(self, scale):
-        self.scale = jnp.asarray(scale, jnp.float32)
-
-    def tree_flatten(self):
-        return (self.scale,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
-
-def test_a_container_that_converts_what_it_is_made_of():
-    state = {"w": jnp.zeros((16, 8)), "inner": [Converted(2.0)]}
-    with pytest.raises(errors.ContainerError, match=r"state\['inner'\]\[0\] is a .*Converted, .*ShapeDtypeStruct"):
-        deepcompile.shard(step).trace(state, {"x": jnp.zeros((16, 16))})
