@@ -43,7 +43,8 @@ class Checked:
     name: str = struct.field(pytree_node=False, default="")
 
     def __post_init__(self):
-        assert isinstance(self.w, ARRAYS) and isinstance(self.count, ARRAYS | int), self.w
+        assert isinstance(self.w, ARRAYS), self.w
+        assert isinstance(self.count, ARRAYS | int), self.count
 
 
 @struct.dataclass
