@@ -335,10 +335,17 @@ class AxisNameError(DeepCompileError, NameError):
 
 
 class StaticArgumentError(DeepCompileError, TypeError):
+    def __init__(self, name: str, value: object, reason: str) -> None:
+        super().__init__(f"""static argument {name} is {_shortened(value)}, which has no hash ({reason}), so calls
+        cannot be told apart by it. Give its class __hash__ and __eq__ (dataclass(frozen=True) does), or fix it:
+        functools.partial(..., {name}=...).""")
+
+
+class TracedStaticArgumentError(DeepCompileError, TypeError):
     def __init__(self, function: str, reason: str) -> None:
         name = function.rsplit(".", 1)[-1]
-        super().__init__(f"""{function} is jitted with static arguments, and every argument of a sharded step is an
-        array. Shard the plain function, its static arguments fixed: shard(functools.partial({name}, ...)). JAX said:
+        super().__init__(f"""{function} calls what is jitted with static arguments on one of its own arguments, which is
+        an array while it is traced. Fix that one beforehand: shard(functools.partial({name}, ...)). JAX said:
         {reason}""")
 
 

@@ -32,6 +32,7 @@ from jax_deepcompile.frontend.meshes import MeshLike, resolve_mesh
 from jax_deepcompile.frontend.objects import Creation, holds_objects
 from jax_deepcompile.frontend.roles import Roles
 from jax_deepcompile.frontend.signature import Signature
+from jax_deepcompile.frontend.static_arguments import is_static
 from jax_deepcompile.ir.placement import attached
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.jitted import OtherTypes
@@ -372,7 +373,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         if call.objects:
             return call.finish(*out)
         as_given = jax.tree.structure(there) == jax.tree.structure(call.inputs)
-        if not is_moved and not kwargs and jax.process_count() == 1 and as_given:
+        if not is_moved and not kwargs and not call.step.static and jax.process_count() == 1 and as_given:
             self._fast = run
         return out
 
@@ -465,6 +466,7 @@ class BoundStep(Summarized):
         return self._step.mesh
 
     def _self(self) -> Any:
-        if not holds_objects(self._instance) and jax.tree_util.all_leaves([self._instance]):
+        is_leaf = not holds_objects(self._instance) and jax.tree_util.all_leaves([self._instance])
+        if is_leaf and not is_static(self._step._fun, "self", 0):
             raise errors.PlainSelfError(self._step._context.name, self._instance)
         return self._instance

@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import ArrayImpl
+from jax_deepcompile._jax_compat import ArrayImpl, static_and_donated
 from jax_deepcompile.frontend.containers import opened
 from jax_deepcompile.frontend.objects import Holder, Structure, finish, purify, split
 from jax_deepcompile.frontend.signature import is_numeric, is_optimizer_state
+from jax_deepcompile.frontend.static_arguments import without_static
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Argument:
       has_optimizer: the state of an optax optimizer is in it.
       is_optimizer: and nothing else is.
       is_number: all of it are numbers: Python's, or integers such as the count of a step.
+      is_donated: the step was jitted to have its memory.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Argument:
     has_optimizer: bool = False
     is_optimizer: bool = False
     is_number: bool = False
+    is_donated: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class PureStep:
       fun: on pytrees of arrays. With NNX objects it is ``(state, *args, **kwargs) -> (state, out)``.
       arguments: its positional arguments.
       structure: what tells calls apart that pytrees do not; hashable.
+      static: names and values of what it was jitted with as static arguments; fixed in ``fun``.
       objects: what the user calls each NNX object, such as ``pair[0]``.
     """
 
@@ -60,6 +64,7 @@ class PureStep:
     arguments: tuple[Argument, ...]
     structure: Any = None
     objects: tuple[str, ...] = ()
+    static: tuple[tuple[str, Hashable], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class PureCall:
     def form(self) -> Hashable:
         """What is alike in calls that run the same program: the structure of arguments, and the type of every leaf."""
         tree = jax.tree.structure((self.args, self.kwargs))
-        return tree, self.step.structure, self.step.arguments, self.leaf_types
+        return tree, self.step.structure, self.step.static, self.step.arguments, self.leaf_types
 
     @property
     def leaf_types(self) -> tuple:
@@ -113,29 +118,31 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
 
     Raises:
       LeafTypeError: an argument is an iterator.
+      StaticArgumentError: a static one has no hash.
     """
-    arranged, names, args, kwargs = _arranged(fun, args, kwargs)
+    rest = without_static(fun, *_arranged(fun, args, kwargs))
+    names, args, kwargs = rest.names, rest.args, rest.kwargs
     for (argument, _), value in zip(names, args, strict=True):
         if isinstance(value, Iterator):
             raise errors.LeafTypeError(argument, value)
-    holders = tuple(map(Holder.of, args))
+    holders, donated = tuple(map(Holder.of, args)), static_and_donated(fun)[1]
     arguments = tuple(
-        _argument(name, position, holder, value)
+        _argument(name, position, holder, value, not donated.isdisjoint((name, position)))
         for (name, position), holder, value in zip(names, holders, args, strict=True)
     )
     objects = tuple(found for value, holder in zip(args, holders, strict=True) for found in holder.objects(value))
     if not objects:
-        return PureCall(PureStep(arranged, arguments), args, kwargs)
+        return PureCall(PureStep(rest.fun, arguments, static=rest.static), args, kwargs)
     with nnx.update_context("jax_deepcompile"):  # takes what nnx.cached_partial has for the step it calls
         graphdef, state = split(objects)
     holding = [argument.name for argument in arguments if argument.has_objects]
     together = Argument(f"({', '.join(holding)})" if len(holding) > 1 else holding[0], None, True)
     named = zip(arguments, holders, args, strict=True)
     found = tuple(f"{argument.name}{path}" for argument, holder, value in named for path in holder.paths(value))
-    rest = [holder.without_objects(value) for value, holder in zip(args, holders, strict=True)]
-    pure = purify(arranged, name, graphdef, holders, found)
-    step = PureStep(pure, (together, *arguments), Structure(graphdef, holders), found)
-    return PureCall(step, (state, *rest), kwargs, objects)
+    others = [holder.without_objects(value) for value, holder in zip(args, holders, strict=True)]
+    pure = purify(rest.fun, name, graphdef, holders, found)
+    step = PureStep(pure, (together, *arguments), Structure(graphdef, holders), found, rest.static)
+    return PureCall(step, (state, *others), kwargs, objects)
 
 
 def leaf_type(leaf: Any) -> Hashable:
@@ -215,7 +222,7 @@ def _is_one_key(value: Any) -> bool:
     return value.dtype == jnp.uint32 and value.shape in ((2,), (4,))
 
 
-def _argument(name: str, position: int, holder: Holder, value: Any) -> Argument:
+def _argument(name: str, position: int, holder: Holder, value: Any, is_donated: bool) -> Argument:
     nodes = jax.tree.leaves(value, is_leaf=is_optimizer_state)
     optimizers = sum(map(is_optimizer_state, nodes))
     return Argument(
@@ -227,6 +234,7 @@ def _argument(name: str, position: int, holder: Holder, value: Any) -> Argument:
         has_optimizer=optimizers > 0,
         is_optimizer=optimizers == len(nodes) > 0,
         is_number=len(nodes) > 0 and all(map(_is_number, nodes)),
+        is_donated=is_donated,
     )
 
 

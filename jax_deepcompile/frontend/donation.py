@@ -40,6 +40,8 @@ def donations(
             continue
         if signature.trains:
             found[position] = Donation(True, "returned anew")
+        elif call.step.arguments[position].is_donated:
+            found[position] = Donation(True, "returned anew, and jax.jit was told to donate it")
         elif all(lineage.is_input(pairs[leaf]) for leaf in leaves):
             found[position] = Donation(False, "returned as it is")
         elif reason := next(

@@ -106,6 +106,7 @@ class Roles:
             else:
                 reason = "neither state nor as long as the batch"
             yield argument.name, reason
+        yield from ((name, "as jax.jit was told") for name, _ in call.step.static)
         for name, arg in call.kwargs.items():
             yield name, _examples_text(arg) if name in signature.keywords else "not as long as the batch"
 

@@ -151,7 +151,7 @@ def _trace(
         raise errors.AxisNameError(name, str(error).split("\n")[0]) from error
     except (TypeError, ValueError) as error:
         if "Non-hashable static arguments" in str(error):
-            raise errors.StaticArgumentError(name, str(error).split("\n")[0]) from error
+            raise errors.TracedStaticArgumentError(name, str(error).split("\n")[0]) from error
         if "passed to shard_map" in str(error) and "does not match the specs of the input" in str(error):
             raise errors.ExplicitAxesError(name, str(error).split(". ")[0]) from error
         own = _own_names(args, kwargs)

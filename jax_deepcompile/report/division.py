@@ -34,7 +34,7 @@ class Argument:
 
     Attributes:
       name: as the user calls it.
-      kind: state, read only, batch or replicated.
+      kind: state, read only, batch, replicated, or static if there is no array in it.
       donated: whether the step has its memory; None where it is not state.
       reason: why it was taken for that.
     """
@@ -246,9 +246,11 @@ def arguments(program: Program) -> str:
 
 def _arguments(program: Program, sharded: Program, reasons: Mapping[str, str]) -> tuple[Argument, ...]:
     donated = {_argument(sharded.inputs[source].path) for source, _ in sharded.state_outputs}
+    kinds = _kinds(program)
+    kinds |= {name: "static" for name in reasons if name not in kinds}
     return tuple(
         Argument(name, kind, name in donated if kind == "state" else None, reasons.get(name, ""))
-        for name, kind in _kinds(program).items()
+        for name, kind in kinds.items()
     )
 
 

@@ -1,0 +1,62 @@
+"""Arguments that a step was jitted with as static ones: values, for each of which there is a program of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import static_and_donated
+
+
+@dataclass(frozen=True)
+class Rest:
+    """A call without its static arguments.
+
+    Attributes:
+      fun: of what is left.
+      names: and positions among the parameters of the user's step, of every argument left.
+      args, kwargs: what is left.
+      static: the names of the others, and their values.
+    """
+
+    fun: Callable
+    names: list[tuple[str, int]]
+    args: tuple
+    kwargs: dict
+    static: tuple[tuple[str, Hashable], ...] = ()
+
+
+def is_static(fun: Callable, name: str, position: int) -> bool:
+    """Whether ``fun`` was jitted with this parameter static."""
+    return not static_and_donated(fun)[0].isdisjoint((name, position))
+
+
+def without_static(
+    jitted: Callable, fun: Callable, names: Sequence[tuple[str, int]], args: tuple, kwargs: dict
+) -> Rest:
+    """``fun(*args, **kwargs)``, what ``jitted`` has as static arguments fixed.
+
+    Raises:
+      StaticArgumentError: the value of one has no hash.
+    """
+    fixed = {place: args[place] for place, each in enumerate(names) if is_static(jitted, *each)}
+    named = {name: value for name, value in kwargs.items() if name in static_and_donated(jitted)[0]}
+    if not fixed and not named:
+        return Rest(fun, list(names), args, kwargs)
+    static = (*((names[place][0], value) for place, value in fixed.items()), *named.items())
+    for name, value in static:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise errors.StaticArgumentError(name, value, str(error)) from error
+
+    def called(*rest: Any, **others: Any) -> Any:
+        waiting = iter(rest)
+        values = [fixed[place] if place in fixed else next(waiting) for place in range(len(args))]
+        return fun(*values, **named, **others)
+
+    left = [place for place in range(len(args)) if place not in fixed]
+    others = {name: value for name, value in kwargs.items() if name not in named}
+    return Rest(called, [names[place] for place in left], tuple(args[place] for place in left), others, static)
