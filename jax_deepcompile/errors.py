@@ -323,15 +323,14 @@ class OrderedEffectError(DeepCompileError, NotImplementedError):
 class PmappedStepError(DeepCompileError, TypeError):
     def __init__(self, function: str) -> None:
         super().__init__(f"""{function} is pmapped already, so it is written for one device's batch and its own
-        collectives. Decorate the plain function instead, with the global batch and without lax.pmean or axis names:
-        what pmean did is derived from jnp.mean over the batch.""")
+        collectives. Decorate the plain function instead, with the global batch: lax.pmean and the like may stay, over
+        the one that sees all of it.""")
 
 
 class AxisNameError(DeepCompileError, NameError):
     def __init__(self, function: str, reason: str) -> None:
-        super().__init__(f"""{function} names an axis that it is not mapped over ({reason}). Leave out lax.pmean and the
-        like, and axis names of BatchNorm: the step sees the global batch, and what they did follows from jnp.mean over
-        it.""")
+        super().__init__(f"""{function} names an axis that it is not mapped over, beside one of a jax.vmap of its own
+        ({reason}). Leave the former out: the step sees the global batch, so that there is nothing to exchange.""")
 
 
 class StaticArgumentError(DeepCompileError, TypeError):

@@ -15,6 +15,7 @@ from flax import nnx
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import ArrayImpl, static_and_donated
+from jax_deepcompile.frontend.axes import alone
 from jax_deepcompile.frontend.containers import opened
 from jax_deepcompile.frontend.objects import Holder, Structure, finish, purify, split
 from jax_deepcompile.frontend.signature import is_numeric, is_optimizer_state
@@ -132,7 +133,7 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     )
     objects = tuple(found for value, holder in zip(args, holders, strict=True) for found in holder.objects(value))
     if not objects:
-        return PureCall(PureStep(rest.fun, arguments, static=rest.static), args, kwargs)
+        return PureCall(PureStep(alone(rest.fun, name), arguments, static=rest.static), args, kwargs)
     with nnx.update_context("jax_deepcompile"):  # takes what nnx.cached_partial has for the step it calls
         graphdef, state = split(objects)
     holding = [argument.name for argument in arguments if argument.has_objects]
@@ -141,7 +142,7 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     found = tuple(f"{argument.name}{path}" for argument, holder, value in named for path in holder.paths(value))
     others = [holder.without_objects(value) for value, holder in zip(args, holders, strict=True)]
     pure = purify(rest.fun, name, graphdef, holders, found)
-    step = PureStep(pure, (together, *arguments), Structure(graphdef, holders), found, rest.static)
+    step = PureStep(alone(pure, name), (together, *arguments), Structure(graphdef, holders), found, rest.static)
     return PureCall(step, (state, *others), kwargs, objects)
 
 

@@ -302,14 +302,6 @@ def test_a_pmapped_step_is_refused():
         deepcompile.shard(jax.pmap(step))
 
 
-def test_an_axis_name_left_in_the_step():
-    def mapped(state, batch):
-        return step(state, {"x": batch["x"] - jax.lax.pmean(batch["x"], "batch")})
-
-    with pytest.raises(errors.AxisNameError, match=r"unbound axis name: batch.*the step sees the global batch"):
-        trace(mapped)
-
-
 def test_names_that_are_missing_otherwise_are_left_to_python():
     with pytest.raises(NameError, match="'forgotten' is not defined"):
         trace(lambda state, batch: forgotten(state))  # noqa: F821

@@ -1,0 +1,90 @@
+"""A step that names an axis it is not mapped over, as those for ``jax.pmap`` do, is alone along it.
+
+It sees the whole batch, so that what it would sum or average over devices is summed or averaged already.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.ir.primitives import NAMES_AXES, axis_names
+from jax_deepcompile.ir.rewrite import Walk, renamed, with_renamed_operands
+from jax_deepcompile.ir.traversal import inline_calls
+from jax_deepcompile.runtime.progress import LOG
+
+_UNBOUND = re.compile(r"unbound axis name: (.+?)(?:\. To fix|$)")
+
+
+def alone(fun: Callable, function: str) -> Callable:
+    """``fun``, called ``function``, along axes of one for all that it names and nothing around it has.
+
+    Raises:
+      NameError: such an axis has no text for a name, or is named together with dimensions.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        names: list[str] = []
+        while True:
+            try:
+                return _along(names, fun, args, kwargs) if names else fun(*args, **kwargs)
+            except NameError as error:
+                found = _UNBOUND.search(str(error))
+                if found is None or found[1] in names:
+                    raise
+                names.append(found[1])
+                LOG.info("%s is alone along %r: it sees the whole batch", function, found[1])
+
+    return called
+
+
+def _along(names: Collection[str], fun: Callable, args: tuple, kwargs: dict) -> Any:
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    made: list[Any] = []
+
+    def flat(*leaves: Any) -> list:
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        results, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+        made.append(out_tree)
+        return results
+
+    jaxpr = jax.make_jaxpr(flat, axis_env=[(name, 1) for name in names])(*leaves)
+    return jax.tree.unflatten(made[-1], jex.jaxpr_as_fun(_without(inline_calls(jaxpr), names))(*leaves))
+
+
+def _without(jaxpr: Any, names: Collection[str]) -> Any:
+    """``jaxpr``, whose calls are inlined, with what a device does along ``names`` if it is the only one."""
+    walk = Walk(jaxpr, functools.partial(_without, names=names))
+    for eqn in walk:
+        axes = set(axis_names(eqn)) if eqn.primitive.name in NAMES_AXES else set()
+        if axes.isdisjoint(names):
+            walk.eqns.append(eqn)
+            continue
+        if others := axes.difference(names):
+            raise NameError(f"unbound axis name: {min(axes.intersection(names))}, together with {tuple(others)}")
+        instead = jax.make_jaxpr(functools.partial(_by_itself, eqn))(*(_shape_of(atom) for atom in eqn.invars))
+        inside = open_jaxpr(instead)
+        given = dict(zip(inside.invars, eqn.invars, strict=True))
+        walk.eqns += [with_renamed_operands(each, given) for each in inside.eqns]
+        walk.names |= {var: renamed(out, given) for var, out in zip(eqn.outvars, inside.outvars, strict=True)}
+    return walk.result()
+
+
+def _by_itself(eqn: Any, *operands: jax.Array) -> list[jax.Array]:
+    """What a collective gives a device that is the only one: its own part."""
+    outs = [var.aval for var in eqn.outvars]
+    sends = eqn.primitive.name != "ppermute" or (0, 0) in eqn.params["perm"]
+    if not operands or not sends:
+        return [jnp.zeros(out.shape, out.dtype) for out in outs]
+    return [jnp.reshape(operand, out.shape) for operand, out in zip(operands, outs, strict=True)]
+
+
+def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))

@@ -1,0 +1,121 @@
+"""Steps written for ``jax.pmap`` name its axis: they see the whole batch, and are alone along it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile import errors
+from tests.api.steps import assert_equal
+
+pytestmark = pytest.mark.cpu_mesh
+
+
+class State(TrainState):
+    statistics: Any
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = nn.Dense(16, use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=False, axis_name="batch")(x))
+        return nn.Dense(4)(x)
+
+
+NET, OPTIMIZER = Net(), optax.sgd(0.1)
+RANDOM = np.random.RandomState(0)
+BATCH = {"x": RANDOM.randn(16, 8).astype(np.float32), "y": RANDOM.randint(0, 4, 16)}
+
+
+def create():
+    made = NET.init(jax.random.key(0), BATCH["x"])
+    return State.create(apply_fn=NET.apply, params=made["params"], tx=OPTIMIZER, statistics=made["batch_stats"])
+
+
+def train_step(state, batch):
+    def loss_of(params):
+        variables = {"params": params, "batch_stats": state.statistics}
+        logits, new = jax.checkpoint(lambda x: state.apply_fn(variables, x, mutable=["batch_stats"]))(batch["x"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        summed, _ = lax.scan(lambda total, one: (total + lax.psum(one, ("batch", "model")), None), 0.0, losses)
+        return summed / lax.psum(losses.size, "batch"), new
+
+    (loss, new), gradients = jax.value_and_grad(jax.jit(loss_of), has_aux=True)(state.params)
+    gradients = lax.pmean(gradients, axis_name="batch")
+    largest = lax.cond(loss > 0, lambda: lax.pmax(loss, "batch"), lambda: 0.0)
+    gathered = lax.all_gather(loss, "batch")
+    metrics = {
+        "loss": lax.pmean(loss, "batch"),
+        "largest": largest,
+        "mean": gathered.mean(),
+        "place": lax.axis_index("batch"),
+        "parts": lax.psum_scatter(gathered, "batch"),
+        "next": lax.ppermute(loss, "batch", [(0, 0)]),
+        "swapped": lax.all_to_all(loss * jnp.ones((1, 3)), "batch", 0, 1),
+    }
+    return state.apply_gradients(grads=gradients, statistics=new["batch_stats"]), metrics
+
+
+def of_one(step, state, batch):
+    """What ``pmap`` on one device computes."""
+    mapped = jax.vmap(jax.vmap(step, axis_name="model"), axis_name="batch")
+    args = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None, None], (state, batch))
+    return jax.tree.map(lambda leaf: leaf[0, 0], mapped(*args))
+
+
+def test_what_devices_exchange_is_there_already():
+    sharded = deepcompile.shard(train_step)
+    state, expected = create(), create()
+    for _ in range(2):
+        (state, metrics), (expected, metrics_expected) = sharded(state, BATCH), of_one(train_step, expected, BATCH)
+        assert_equal((state, metrics), (expected, metrics_expected))
+    assert sharded.validate(state, BATCH).agrees
+    assert sharded.lower_gspmd(state, BATCH).compile() is not None
+
+
+def test_objects_are_updated_in_place():
+    def step(mean):
+        def named(model, optimizer, batch):
+            loss, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(batch["x"]) ** 2))(model)
+            optimizer.update(model, mean(gradients))
+            return mean(loss)
+
+        return named
+
+    def objects():
+        model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    ours, theirs = objects(), objects()
+    sharded, plain = deepcompile.shard(step(lambda tree: lax.pmean(tree, "batch"))), nnx.jit(step(lambda tree: tree))
+    for _ in range(3):
+        assert_equal(sharded(*ours, BATCH), plain(*theirs, BATCH))
+    assert_equal(nnx.state(ours), nnx.state(theirs))
+
+
+def test_who_is_sent_nothing_has_zeros():
+    def step(state, batch):
+        return {"w": state["w"] + lax.ppermute(batch["x"][0], "batch", [])}, batch["x"].mean()
+
+    state, _ = deepcompile.shard(step, state_argnums=0)({"w": jnp.ones(8)}, BATCH)
+    assert_equal(state, {"w": jnp.ones(8)})
+
+
+def test_an_axis_beside_dimensions_of_a_vmap():
+    def step(state, batch):
+        return state, jax.vmap(lambda x: lax.psum(x, ("batch", "rows")), axis_name="rows")(batch["x"]).sum()
+
+    with pytest.raises(errors.AxisNameError, match=r"unbound axis name: batch, together with \(0,\)\)"):
+        deepcompile.shard(step).trace({"w": jnp.zeros(8)}, BATCH)
