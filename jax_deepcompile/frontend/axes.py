@@ -6,6 +6,7 @@ It sees the whole batch, so that what it would sum or average over devices is su
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Collection
 from typing import Any
@@ -18,7 +19,6 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.primitives import NAMES_AXES, axis_names
 from jax_deepcompile.ir.rewrite import Walk, renamed, with_renamed_operands
 from jax_deepcompile.ir.traversal import inline_calls
-from jax_deepcompile.runtime.progress import LOG
 
 _UNBOUND = re.compile(r"unbound axis name: (.+?)(?:\. To fix|$)")
 
@@ -40,7 +40,9 @@ def alone(fun: Callable, function: str) -> Callable:
                 if found is None or found[1] in names:
                     raise
                 names.append(found[1])
-                LOG.info("%s is alone along %r: it sees the whole batch", function, found[1])
+                logging.getLogger("jax_deepcompile").info(
+                    "%s is alone along %r: it sees the whole batch", function, found[1]
+                )
 
     return called
 

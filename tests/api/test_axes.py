@@ -63,7 +63,6 @@ def train_step(state, batch):
         "place": lax.axis_index("batch"),
         "parts": lax.psum_scatter(gathered, "batch"),
         "next": lax.ppermute(loss, "batch", [(0, 0)]),
-        "swapped": lax.all_to_all(loss * jnp.ones((1, 3)), "batch", 0, 1),
     }
     return state.apply_gradients(grads=gradients, statistics=new["batch_stats"]), metrics
 
@@ -105,12 +104,14 @@ def test_objects_are_updated_in_place():
     assert_equal(nnx.state(ours), nnx.state(theirs))
 
 
-def test_who_is_sent_nothing_has_zeros():
+def test_of_one_device_there_is_nothing_to_swap_and_nobody_to_send_anything():
     def step(state, batch):
-        return {"w": state["w"] + lax.ppermute(batch["x"][0], "batch", [])}, batch["x"].mean()
+        row = batch["x"][:1]
+        swapped, sent = lax.all_to_all(row, "batch", 0, 1), lax.ppermute(row, "batch", [])
+        return {"w": state["w"] + sent}, swapped
 
-    state, _ = deepcompile.shard(step, state_argnums=0)({"w": jnp.ones(8)}, BATCH)
-    assert_equal(state, {"w": jnp.ones(8)})
+    state, swapped = deepcompile.shard(step, state_argnums=0)({"w": jnp.ones((1, 8))}, BATCH)
+    assert_equal((state, swapped), ({"w": jnp.ones((1, 8))}, jnp.asarray(BATCH["x"][:1].T)))
 
 
 def test_an_axis_beside_dimensions_of_a_vmap():
