@@ -172,19 +172,9 @@ def without_colors() -> contextlib.AbstractContextManager:
     return _pretty_printer._PPRINT_USE_COLOR(False)
 
 
-Parameters = frozenset[int | str]
-"""Some of a function's parameters, by position and by name."""
-
-
-def static_and_donated(fun: Any) -> tuple[Parameters, Parameters]:
-    """Which parameters ``jax.jit`` or ``nnx.jit`` was told are static, and which are donated; else none."""
-    info = getattr(getattr(fun, "jitted_fn", fun), "_jit_info", None)
-    if info is None:
-        return frozenset(), frozenset()
-    return (
-        frozenset((*info.static_argnums, *info.static_argnames)),
-        frozenset((*info.donate_argnums, *info.donate_argnames)),
-    )
+def jit_info(fun: Any) -> Any:
+    """What ``jax.jit`` or ``nnx.jit`` was told, which returned ``fun``; None of other functions."""
+    return getattr(getattr(fun, "jitted_fn", fun), "_jit_info", None)
 
 
 def is_tracing() -> bool:

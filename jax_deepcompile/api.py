@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, cast, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -146,7 +146,7 @@ def shard(
             raise errors.OptionTypeError("mesh", "one mesh, or the function first: shard(step, mesh)", mesh)
         fun, given["mesh"] = None, fun
     options = StepOptions(**given)
-    return Sharding(options) if fun is None else make_step(fun, options)
+    return Sharding(options) if fun is None else cast(ShardedStep, make_step(fun, options))
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,7 +156,7 @@ class Sharding(Summarized):
     options: StepOptions
 
     def __call__(self, fun: Callable) -> ShardedStep:
-        return make_step(fun, self.options)
+        return cast(ShardedStep, make_step(fun, self.options))
 
     def _summary(self) -> Summary:
         given, default = self.options.arguments(), StepOptions().arguments()

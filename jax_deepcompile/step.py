@@ -29,7 +29,7 @@ from jax_deepcompile.frontend.arguments import (
 )
 from jax_deepcompile.frontend.call import PureCall, bind, function_name
 from jax_deepcompile.frontend.meshes import MeshLike, resolve_mesh
-from jax_deepcompile.frontend.objects import Creation, holds_objects
+from jax_deepcompile.frontend.objects import Creation, bound_to_objects, holds_objects
 from jax_deepcompile.frontend.roles import Roles
 from jax_deepcompile.frontend.signature import Signature
 from jax_deepcompile.frontend.static_arguments import is_static
@@ -56,9 +56,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def make_step(fun: Callable, options: StepOptions) -> ShardedStep:
+def make_step(fun: Callable, options: StepOptions) -> ShardedStep | BoundStep:
     """``fun`` sharded as ``options`` say; see ``shard``, which raises what this does."""
-    if not callable(fun):
+    if bound := bound_to_objects(fun):
+        function, instance = bound
+        state, batch = (_behind_object(each) for each in (options.state_argnums, options.batch_argnums))
+        return BoundStep(_sharded(function, replace(options, state_argnums=state, batch_argnums=batch)), instance)
+    return _sharded(fun, options)
+
+
+def _sharded(fun: Callable, options: StepOptions) -> ShardedStep:
+    if not callable(fun) or isinstance(fun, jax.stages.Compiled):
         raise errors.OptionTypeError("fun", "a function (state, batch, ...) -> (state, ...)", fun)
     if _is_pmapped(fun):
         raise errors.PmappedStepError(function_name(fun))
@@ -67,6 +75,13 @@ def make_step(fun: Callable, options: StepOptions) -> ShardedStep:
         raise errors.NothingToMeasureOnError(*_devices(use.mesh))
     roles = Roles.of(options.state_argnums, options.batch_argnums)
     return ShardedStep(fun, Context(function_name(fun), use, roles, options))
+
+
+def _behind_object(argnums: int | Sequence[int] | None) -> int | Sequence[int] | None:
+    """Positions of a method's arguments where its object is the first of them."""
+    if argnums is None:
+        return None
+    return argnums + 1 if isinstance(argnums, int) else tuple(each + 1 for each in argnums)
 
 
 def _is_pmapped(fun: Callable) -> bool:
@@ -110,7 +125,7 @@ class ShardedStep(Summarized, Generic[P, R]):
           **options: of ``shard``, in place of those it was made with.
         """
         changes = options if mesh is None else {**options, "mesh": mesh}
-        return make_step(self._fun, replace(self._context.options, **changes))
+        return _sharded(self._fun, replace(self._context.options, **changes))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step; state is donated, batches may be numpy arrays or arrays anywhere.

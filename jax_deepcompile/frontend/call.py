@@ -14,12 +14,12 @@ import numpy as np
 from flax import nnx
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import ArrayImpl, static_and_donated
+from jax_deepcompile._jax_compat import ArrayImpl
 from jax_deepcompile.frontend.axes import alone
 from jax_deepcompile.frontend.containers import opened
 from jax_deepcompile.frontend.objects import Holder, Structure, finish, purify, split
 from jax_deepcompile.frontend.signature import is_numeric, is_optimizer_state
-from jax_deepcompile.frontend.static_arguments import without_static
+from jax_deepcompile.frontend.static_arguments import static_and_donated, without_static
 
 
 @dataclass(frozen=True)

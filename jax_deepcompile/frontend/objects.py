@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,17 @@ from flax import nnx
 
 from jax_deepcompile import errors
 from jax_deepcompile.frontend.signature import in_objects, is_numeric, structure_changes
+
+
+def bound_to_objects(fun: Any) -> tuple[Callable, Any] | None:
+    """The function and NNX objects of what is bound to them alone: a method, or what ``nnx.jit`` makes of one."""
+    if isinstance(fun, types.MethodType):
+        function, args = fun.__func__, (fun.__self__,)
+    elif isinstance(fun, functools.partial) and not fun.keywords:
+        function, args = fun.func, fun.args
+    else:
+        return None
+    return (function, args[0]) if len(args) == 1 and holds_objects(args[0]) else None
 
 
 def holds_objects(tree: Any) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import static_and_donated
+from jax_deepcompile._jax_compat import jit_info
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,28 @@ class Rest:
     args: tuple
     kwargs: dict
     static: tuple[tuple[str, Hashable], ...] = ()
+
+
+Parameters = frozenset[int | str]
+"""Some of a function's parameters, by position and by name."""
+
+
+def static_and_donated(fun: Callable) -> tuple[Parameters, Parameters]:
+    """Which parameters ``fun`` was jitted with as static, and which to donate; of what is not jitted none are."""
+    bound = 0
+    while isinstance(fun, functools.partial | types.MethodType):
+        if isinstance(fun, functools.partial):
+            bound, fun = bound + len(fun.args), fun.func
+        else:
+            bound, fun = bound + 1, fun.__func__
+    info = jit_info(fun)
+    if info is None:
+        return frozenset(), frozenset()
+
+    def left(positions: Sequence[int], names: Sequence[str]) -> Parameters:
+        return frozenset((*(position - bound for position in positions if position >= bound), *names))
+
+    return left(info.static_argnums, info.static_argnames), left(info.donate_argnums, info.donate_argnames)
 
 
 def is_static(fun: Callable, name: str, position: int) -> bool:

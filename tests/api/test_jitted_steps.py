@@ -62,6 +62,38 @@ def test_a_method_whose_object_is_static():
     assert_equal(Trainer().step(create(), batch()), configured(create(), batch(), Config(0.5), 1.0))
 
 
+def test_what_is_bound_already_does_not_count():
+    class Trainer:
+        rate = 0.5
+
+        @functools.partial(jax.jit, static_argnums=(0, 3), donate_argnames="state")
+        def step(self, state, batch, train):
+            return configured(state, batch, self, 1.0, train)
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((16, 16)))
+
+        @functools.partial(nnx.jit, static_argnames="train")
+        def step(self, x, train):
+            loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((x @ model.w[...]) ** 2))(self)
+            self.w[...] -= 0.1 * gradients.w[...]
+            return loss * (2 if train else 1)
+
+        def plain_step(self, x):
+            return type(self).step(self, x, False)
+
+    trainer, expected = Trainer(), configured(create(), batch(), Config(0.5), 1.0, True)
+    assert_equal(deepcompile.shard(trainer.step)(create(), batch(), True), expected)
+    assert_equal(deepcompile.shard(functools.partial(Trainer.step, trainer))(create(), batch(), True), expected)
+    ours, theirs, x = Model(), Model(), jnp.ones((16, 16))
+    sharded, plain = deepcompile.shard(ours.step), deepcompile.shard(ours.plain_step, batch_argnums=0)
+    for _ in range(2):
+        assert_equal(sharded(x, train=True), theirs.step(x, train=True))
+        assert_equal(plain(x), theirs.step(x, train=False))
+    assert_equal(nnx.state(ours), nnx.state(theirs))
+
+
 def test_static_arguments_beside_nnx_objects():
     def loss(model, x, train):
         return jnp.mean(model(x) ** 2) * (2 if train else 1)
