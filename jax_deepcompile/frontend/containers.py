@@ -47,11 +47,11 @@ def opened(tree: Any) -> Any:
     """``tree`` with every container ``Opened`` that takes nothing but arrays."""
     if isinstance(tree, Opened) or not _takes_arrays_only(jax.tree.structure(tree)):
         return tree
-    paths, inside = zip(*children(tree), strict=True)
+    found = children(tree)
     level = jax.tree.structure(tree, is_leaf=lambda node: node is not tree)
-    inside = tuple(map(opened, inside))
+    inside = tuple(opened(child) for _, child in found)
     if _takes_arrays_only(level):
-        return Opened(type(tree), level, tuple(key for (key,) in paths), inside)
+        return Opened(type(tree), level, tuple(key for (key,), _ in found), inside)
     return jax.tree.unflatten(level, inside)
 
 
