@@ -182,6 +182,11 @@ def is_tracing() -> bool:
     return not _core.trace_state_clean()
 
 
+def bound_axes() -> frozenset:
+    """Names of the axes that functions traced here and now are mapped over."""
+    return frozenset(_core.get_axis_env().axis_sizes)
+
+
 def coordination_client() -> Any:
     """This process's connection to the service that all processes of a run reach."""
     return _distributed.global_state.client

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import jax
+from jax.extend import core as jex
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
@@ -26,6 +27,7 @@ from jax_deepcompile.costs.utilisation import model_flops
 from jax_deepcompile.frontend.arguments import on_host
 from jax_deepcompile.frontend.call import PureCall
 from jax_deepcompile.frontend.canonicalize import canonicalize
+from jax_deepcompile.frontend.containers import closed
 from jax_deepcompile.frontend.meshes import MeshUse
 from jax_deepcompile.frontend.roles import Roles
 from jax_deepcompile.frontend.signature import Signature
@@ -172,6 +174,15 @@ class Compilation:
     def jitted(self) -> Any:
         """The planned step for XLA; see ``jit``."""
         return jit(self.planned, self.traced, self.placed, self.call.leaf_types, self.context.use)
+
+    def as_written(self, *args: Any) -> Any:
+        """What the user's step makes of ``(*args, kwargs)``, in containers of any kind."""
+        leaves = jax.tree.leaves(args)
+        if self.traced.alone:
+            written = self.traced.program
+            return jax.tree.unflatten(written.out_tree, jex.jaxpr_as_fun(written.jaxpr)(*leaves))
+        *positional, named = closed(jax.tree.unflatten(jax.tree.structure(self.call.inputs), leaves))
+        return self.call.step.fun(*positional, **named)
 
     def launched_singly(self) -> Compilation:
         """The same, but with every kernel launched by itself, for profiles to tell them apart."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 class DeepCompileError(Exception):
@@ -243,7 +243,7 @@ class LeafTypeError(DeepCompileError, TypeError):
             super().__init__(f"""argument leaf {path} is a {kind}, which JAX does not take for an array:
             {_shortened(leaf)}. Pass numpy.asarray(..., dtype) of it, after .filled() if it is masked.""")
             return
-        if dtype is None and isinstance(leaf, Iterable) and not isinstance(leaf, str | bytes | Set):
+        if dtype is None and isinstance(leaf, Iterable) and not isinstance(leaf, Collection):
             super().__init__(f"""argument leaf {path} is a {kind}, neither an array nor a number. Pass what it gives,
             one at a step: for batch in {path}: ...""")
             return
@@ -329,8 +329,8 @@ class PmappedStepError(DeepCompileError, TypeError):
 
 class AxisNameError(DeepCompileError, NameError):
     def __init__(self, function: str, reason: str) -> None:
-        super().__init__(f"""{function} names an axis that it is not mapped over, beside one of a jax.vmap of its own
-        ({reason}). Leave the former out: the step sees the global batch, so that there is nothing to exchange.""")
+        super().__init__(f"""{function} names an axis that it has no devices along ({reason}). Leave lax.pmean and the
+        like over it out: the step sees the global batch, so that there is nothing to exchange.""")
 
 
 class StaticArgumentError(DeepCompileError, TypeError):

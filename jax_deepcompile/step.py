@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import is_tracing
+from jax_deepcompile._jax_compat import bound_axes, is_tracing
 from jax_deepcompile.compiler import Compilation, Context, compile_init
 from jax_deepcompile.costs.devices import as_if_here, has_host_memory, machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
@@ -61,7 +61,8 @@ def make_step(fun: Callable, options: StepOptions) -> ShardedStep | BoundStep:
     if bound := bound_to_objects(fun):
         function, instance = bound
         state, batch = (_behind_object(each) for each in (options.state_argnums, options.batch_argnums))
-        return BoundStep(_sharded(function, replace(options, state_argnums=state, batch_argnums=batch)), instance)
+        step = _sharded(function, replace(options, state_argnums=state, batch_argnums=batch))
+        return BoundStep(step, instance, counts_object=False)
     return _sharded(fun, options)
 
 
@@ -81,7 +82,8 @@ def _behind_object(argnums: int | Sequence[int] | None) -> int | Sequence[int] |
     """Positions of a method's arguments where its object is the first of them."""
     if argnums is None:
         return None
-    return argnums + 1 if isinstance(argnums, int) else tuple(each + 1 for each in argnums)
+    behind = tuple(each + 1 if each >= 0 else each for each in ((argnums,) if isinstance(argnums, int) else argnums))
+    return behind[0] if isinstance(argnums, int) else behind
 
 
 def _is_pmapped(fun: Callable) -> bool:
@@ -139,7 +141,7 @@ class ShardedStep(Summarized, Generic[P, R]):
             wrong with the step.
           ProcessStoppedError, ProcessMismatchError: another process cannot run it, or would run another.
         """
-        if self._fast is not None and not kwargs and are_plain(args):
+        if self._fast is not None and not kwargs and not bound_axes() and are_plain(args):
             try:
                 return self._fast(*args, {})
             except (TypeError, ValueError, OtherTypes):
@@ -232,14 +234,8 @@ class ShardedStep(Summarized, Generic[P, R]):
         """
         call = self._bind(args, kwargs)
         made = self._compilation(call)
-        tree = jax.tree.structure(call.inputs)
-
-        def as_written(*args: Any) -> Any:
-            *positional, named = jax.tree.unflatten(tree, jax.tree.leaves(args))
-            return call.step.fun(*positional, **named)
-
         plain = jax.jit(
-            as_written,
+            made.as_written,
             in_shardings=made.shardings.in_shardings,
             out_shardings=made.shardings.out_shardings,
             donate_argnums=made.traced.donated,
@@ -335,8 +331,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         leaves, tree = jax.tree.flatten(call.inputs)
 
         def as_written(*values: Any) -> list:
-            *positional, named = jax.tree.unflatten(tree, values)
-            return jax.tree.leaves(call.step.fun(*positional, **named))
+            return jax.tree.leaves(made.as_written(*jax.tree.unflatten(tree, values)))
 
         def sharded(*values: Any) -> list:
             there, _ = move(jax.tree.unflatten(tree, values), made.placed.inputs, (), (), self.mesh)
@@ -434,11 +429,16 @@ class ShardedStep(Summarized, Generic[P, R]):
 
 
 class BoundStep(Summarized):
-    """A ``ShardedStep`` that is a method, bound to its object: the first argument of every call."""
+    """A ``ShardedStep`` that is a method, bound to its object: the first argument of every call.
 
-    def __init__(self, step: ShardedStep, instance: Any) -> None:
+    Positions count the object, unless what was sharded was bound already.
+    """
+
+    def __init__(self, step: ShardedStep, instance: Any, counts_object: bool = True) -> None:
+        functools.update_wrapper(self, step, updated=())
         self._step = step
         self._instance = instance
+        self._counts_object = counts_object
 
     def __call__(self, *args, **kwargs):
         return self._step(self._self(), *args, **kwargs)
@@ -448,7 +448,11 @@ class BoundStep(Summarized):
         return self._step.init(create_state, *args, **kwargs)
 
     def reshard(self, mesh: Any = None, **options: Any) -> BoundStep:
-        return BoundStep(self._step.reshard(mesh, **options), self._instance)
+        if not self._counts_object:
+            options |= {
+                name: _behind_object(options[name]) for name in ("state_argnums", "batch_argnums") if name in options
+            }
+        return BoundStep(self._step.reshard(mesh, **options), self._instance, self._counts_object)
 
     def trace(self, *args, **kwargs) -> TracedStep:
         return self._step.trace(self._self(), *args, **kwargs)
@@ -475,6 +479,9 @@ class BoundStep(Summarized):
 
     def explain(self, assume: bool = False) -> Explanation:
         return self._step.explain(assume)
+
+    def plot_memory_curve(self, limits: Sequence[MemoryLimit | LimitedStep], ax: Any = None) -> Any:
+        return self._step.plot_memory_curve(limits, ax)
 
     @property
     def mesh(self) -> Mesh | AbstractMesh:

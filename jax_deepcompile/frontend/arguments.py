@@ -155,7 +155,9 @@ def _shape_only(leaf: Any, target: NamedSharding | None, port: Port) -> Any:
     sharding = leaf.sharding if is_concrete(leaf) and leaf.committed and target in (None, leaf.sharding) else None
     # Neither NumPy's arrays nor arrays of random keys say whether their type is weak.
     weak_type = getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak_type)
+    extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    dtype = leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding, weak_type=weak_type)
 
 
 def examples(arg: Any) -> set[int]:

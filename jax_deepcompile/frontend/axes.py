@@ -6,59 +6,50 @@ It sees the whole batch, so that what it would sum or average over devices is su
 from __future__ import annotations
 
 import functools
-import logging
+import itertools
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile._jax_compat import bound_axes, open_jaxpr
 from jax_deepcompile.ir.primitives import NAMES_AXES, axis_names
 from jax_deepcompile.ir.rewrite import Walk, renamed, with_renamed_operands
-from jax_deepcompile.ir.traversal import inline_calls
+from jax_deepcompile.ir.traversal import equations, inline_calls
 
 _UNBOUND = re.compile(r"unbound axis name: (.+?)(?:\. To fix|$)")
 
 
-def alone(fun: Callable, function: str) -> Callable:
-    """``fun``, called ``function``, along axes of one for all that it names and nothing around it has.
+def trace_alone(fun: Callable, shapes: Sequence) -> tuple[Any, Any, tuple[str, ...]]:
+    """``fun`` traced along axes of one for all that it names and nothing around it has.
+
+    Returns:
+      Its jaxpr, the shapes of what it returns, and the names of those axes.
 
     Raises:
-      NameError: such an axis has no text for a name, or is named together with dimensions.
+      NameError: such an axis has no text for a name, or is named together with dimensions of a ``vmap``.
     """
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        names: list[str] = []
-        while True:
-            try:
-                return _along(names, fun, args, kwargs) if names else fun(*args, **kwargs)
-            except NameError as error:
-                found = _UNBOUND.search(str(error))
-                if found is None or found[1] in names:
-                    raise
-                names.append(found[1])
-                logging.getLogger("jax_deepcompile").info(
-                    "%s is alone along %r: it sees the whole batch", function, found[1]
-                )
-
-    return called
+    names: list[str] = []
+    while True:
+        try:
+            axes = [(name, 1) for name in names]
+            jaxpr, out_shape = jax.make_jaxpr(fun, axis_env=axes, return_shape=True)(*shapes)
+        except NameError as error:
+            found = _UNBOUND.search(str(error))
+            if found is None or found[1] in names:
+                raise
+            names.append(found[1])
+        else:
+            return _without(inline_calls(jaxpr), names) if names else jaxpr, out_shape, tuple(names)
 
 
-def _along(names: Collection[str], fun: Callable, args: tuple, kwargs: dict) -> Any:
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    made: list[Any] = []
-
-    def flat(*leaves: Any) -> list:
-        args, kwargs = jax.tree.unflatten(tree, leaves)
-        results, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-        made.append(out_tree)
-        return results
-
-    jaxpr = jax.make_jaxpr(flat, axis_env=[(name, 1) for name in names])(*leaves)
-    return jax.tree.unflatten(made[-1], jex.jaxpr_as_fun(_without(inline_calls(jaxpr), names))(*leaves))
+def axes_around(jaxpr: Any) -> set[str]:
+    """The axes that ``jaxpr`` names of what maps the function that is traced here."""
+    around = bound_axes()
+    named = (axis_names(eqn) for eqn in equations(jaxpr) if around and eqn.primitive.name in NAMES_AXES)
+    return around.intersection(itertools.chain.from_iterable(named))
 
 
 def _without(jaxpr: Any, names: Collection[str]) -> Any:

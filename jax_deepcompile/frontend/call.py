@@ -14,8 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import ArrayImpl
-from jax_deepcompile.frontend.axes import alone
+from jax_deepcompile._jax_compat import ArrayImpl, bound_axes
 from jax_deepcompile.frontend.containers import opened
 from jax_deepcompile.frontend.objects import Holder, Structure, finish, purify, split
 from jax_deepcompile.frontend.signature import is_numeric, is_optimizer_state
@@ -91,9 +90,11 @@ class PureCall:
 
     @property
     def form(self) -> Hashable:
-        """What is alike in calls that run the same program: the structure of arguments, and the type of every leaf."""
+        """What is alike in calls that run the same program: the structure of arguments, the type of every leaf, what is
+        static, and what maps the step."""
         tree = jax.tree.structure((self.args, self.kwargs))
-        return tree, self.step.structure, self.step.static, self.step.arguments, self.leaf_types
+        static = tuple((name, type(value), value) for name, value in self.step.static)  # 1, 1.0 and True are equal
+        return tree, self.step.structure, static, self.step.arguments, self.leaf_types, bound_axes()
 
     @property
     def leaf_types(self) -> tuple:
@@ -124,7 +125,7 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     rest = without_static(fun, *_arranged(fun, args, kwargs))
     names, args, kwargs = rest.names, rest.args, rest.kwargs
     for (argument, _), value in zip(names, args, strict=True):
-        if isinstance(value, Iterator):
+        if isinstance(value, Iterator) and jax.tree_util.default_registry.flatten_one_level(value) is None:
             raise errors.LeafTypeError(argument, value)
     holders, donated = tuple(map(Holder.of, args)), static_and_donated(fun)[1]
     arguments = tuple(
@@ -133,7 +134,7 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     )
     objects = tuple(found for value, holder in zip(args, holders, strict=True) for found in holder.objects(value))
     if not objects:
-        return PureCall(PureStep(alone(rest.fun, name), arguments, static=rest.static), args, kwargs)
+        return PureCall(PureStep(rest.fun, arguments, static=rest.static), args, kwargs)
     with nnx.update_context("jax_deepcompile"):  # takes what nnx.cached_partial has for the step it calls
         graphdef, state = split(objects)
     holding = [argument.name for argument in arguments if argument.has_objects]
@@ -142,7 +143,7 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     found = tuple(f"{argument.name}{path}" for argument, holder, value in named for path in holder.paths(value))
     others = [holder.without_objects(value) for value, holder in zip(args, holders, strict=True)]
     pure = purify(rest.fun, name, graphdef, holders, found)
-    step = PureStep(alone(pure, name), (together, *arguments), Structure(graphdef, holders), found, rest.static)
+    step = PureStep(pure, (together, *arguments), Structure(graphdef, holders), found, rest.static)
     return PureCall(step, (state, *others), kwargs, objects)
 
 

@@ -15,7 +15,7 @@ import jax
 
 
 @jax.tree_util.register_pytree_with_keys_class
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Opened:
     """What stands for a container: what is in it, which may be anything.
 
@@ -50,9 +50,12 @@ def opened(tree: Any) -> Any:
     found = children(tree)
     level = jax.tree.structure(tree, is_leaf=lambda node: node is not tree)
     inside = tuple(opened(child) for _, child in found)
-    if _takes_arrays_only(level):
+    try:
+        made = level.unflatten(inside)
+        jax.tree.structure(made).unflatten([_NoArray()] * len(jax.tree.leaves(made)))
+    except Exception:
         return Opened(type(tree), level, tuple(key for (key,), _ in found), inside)
-    return jax.tree.unflatten(level, inside)
+    return made
 
 
 def closed(tree: Any) -> Any:

@@ -41,7 +41,7 @@ def donations(
         if signature.trains:
             found[position] = Donation(True, "returned anew")
         elif call.step.arguments[position].is_donated:
-            found[position] = Donation(True, "returned anew, and jax.jit was told to donate it")
+            found[position] = Donation(True, "jax.jit was told to donate it")
         elif all(lineage.is_input(pairs[leaf]) for leaf in leaves):
             found[position] = Donation(False, "returned as it is")
         elif reason := next(

@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 from jax_deepcompile import errors
+from jax_deepcompile._jax_compat import jit_info
 from jax_deepcompile.frontend.signature import in_objects, is_numeric, structure_changes
 
 
@@ -19,7 +20,7 @@ def bound_to_objects(fun: Any) -> tuple[Callable, Any] | None:
     """The function and NNX objects of what is bound to them alone: a method, or what ``nnx.jit`` makes of one."""
     if isinstance(fun, types.MethodType):
         function, args = fun.__func__, (fun.__self__,)
-    elif isinstance(fun, functools.partial) and not fun.keywords:
+    elif isinstance(fun, functools.partial) and jit_info(fun.func) is not None and not fun.keywords:
         function, args = fun.func, fun.args
     else:
         return None

@@ -17,6 +17,7 @@ from jax_deepcompile.frontend.arguments import examples, may_be_rows
 from jax_deepcompile.frontend.call import PureCall, PureStep
 from jax_deepcompile.frontend.signature import Signature, input_ports
 from jax_deepcompile.frontend.state_matching import Returned, returned_anew
+from jax_deepcompile.ir.program import AS_JITTED
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Roles:
             else:
                 reason = "neither state nor as long as the batch"
             yield argument.name, reason
-        yield from ((name, "as jax.jit was told") for name, _ in call.step.static)
+        yield from ((name, AS_JITTED) for name, _ in call.step.static)
         for name, arg in call.kwargs.items():
             yield name, _examples_text(arg) if name in signature.keywords else "not as long as the batch"
 

@@ -46,8 +46,11 @@ def static_and_donated(fun: Callable) -> tuple[Parameters, Parameters]:
     if info is None:
         return frozenset(), frozenset()
 
+    total = len(info.fun_signature.parameters) if info.fun_signature else 0
+
     def left(positions: Sequence[int], names: Sequence[str]) -> Parameters:
-        return frozenset((*(position - bound for position in positions if position >= bound), *names))
+        counted = (position if position >= 0 else position + total for position in positions)
+        return frozenset((*(position - bound for position in counted if position >= bound), *names))
 
     return left(info.static_argnums, info.static_argnames), left(info.donate_argnums, info.donate_argnames)
 
@@ -76,9 +79,11 @@ def without_static(
         except TypeError as error:
             raise errors.StaticArgumentError(name, value, str(error)) from error
 
+    count = len(args)
+
     def called(*rest: Any, **others: Any) -> Any:
         waiting = iter(rest)
-        values = [fixed[place] if place in fixed else next(waiting) for place in range(len(args))]
+        values = [fixed[place] if place in fixed else next(waiting) for place in range(count)]
         return fun(*values, **named, **others)
 
     left = [place for place in range(len(args)) if place not in fixed]

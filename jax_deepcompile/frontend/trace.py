@@ -1,6 +1,7 @@
 """From the user's step to a global-view ``Program``: abstract tracing, inlining, dead code, checks."""
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat, errors
+from jax_deepcompile.frontend.axes import axes_around, trace_alone
 from jax_deepcompile.frontend.call import PureCall, abstract, argument_names, function_name
 from jax_deepcompile.frontend.containers import closed, opened
 from jax_deepcompile.frontend.donation import Kept, donations
@@ -42,11 +44,13 @@ class Function:
 
     Attributes:
       out_tree: the structure of what it returns.
+      alone: axes that it names and nothing maps it over.
     """
 
     closed: jex.ClosedJaxpr
     returned: Returned
     out_tree: Any
+    alone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Traced:
       donated: positions of the arguments whose memory the step may have.
       handed_on: positions of leaves such as random keys, whose next values the step returns beside the state.
       reasons: by the name of every argument why it is what it is, and donated or not.
+      alone: axes that the step names and nothing maps it over.
     """
 
     program: Program
@@ -66,6 +71,7 @@ class Traced:
     donated: tuple[int, ...] = ()
     handed_on: frozenset[int] = frozenset()
     reasons: Mapping[str, str] = field(default_factory=dict)
+    alone: tuple[str, ...] = ()
 
     @functools.cached_property
     def returned_leaves(self) -> frozenset[int]:
@@ -82,8 +88,8 @@ class Traced:
 def trace_function(call: PureCall, signature: Signature) -> Function:
     """Traces a call; leaves may be arrays, numbers, tracers or ``jax.ShapeDtypeStruct``s."""
     ports, _ = input_ports(call.args, call.kwargs, signature)
-    jaxpr, out_shape, out_tree = _trace(call.step.fun, call.args, call.kwargs, ports, signature.function)
-    return Function(jaxpr, Returned(out_shape, lineage(jaxpr)), out_tree)
+    jaxpr, out_shape, out_tree, alone = _trace(call.step.fun, call.args, call.kwargs, ports, signature.function)
+    return Function(jaxpr, Returned(out_shape, lineage(jaxpr)), out_tree, alone)
 
 
 def trace_step(function: Function, call: PureCall, signature: Signature, mesh: MeshAxes, donate: bool = True) -> Traced:
@@ -110,7 +116,10 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
         for name in holding if arguments[position].position is None else [arguments[position].name]:
             reasons[name] = f"{reasons[name]}; {reason}" if name in reasons else reason
         donated += [position] * (donation.is_donated and donate)
-    return Traced(program, in_tree, tuple(donated), _handed_on(program), reasons)
+    for axis in function.alone:
+        text = "%s names the axis %r, which nothing maps it over: it is alone along it, and sees the whole batch"
+        logging.getLogger("jax_deepcompile").warning(text, signature.function, axis)
+    return Traced(program, in_tree, tuple(donated), _handed_on(program), reasons, function.alone)
 
 
 def _handed_on(program: Program) -> frozenset[int]:
@@ -129,7 +138,7 @@ def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Trac
     """Traces the function that creates the state: inputs are replicated, every output is state."""
     name = function_name(fun)
     ports, in_tree = input_ports(args, kwargs, Signature(name, names=argument_names(fun, len(args))))
-    jaxpr, out_shape, out_tree = _trace(fun, args, kwargs, ports, name)
+    jaxpr, out_shape, out_tree, _ = _trace(fun, args, kwargs, ports, name)
     leaves = jax.tree_util.tree_leaves_with_path(out_shape)
     outputs = tuple(
         port_of(f"state{jax.tree_util.keystr(path)}", state_role(path, is_optimizers=is_optimizers), leaf)
@@ -140,11 +149,11 @@ def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Trac
 
 def _trace(
     fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name: str
-) -> tuple[jex.ClosedJaxpr, Any, Any]:
-    """The jaxpr of ``fun``, the shapes of what it returns, ``opened``, and the structure of that."""
+) -> tuple[jex.ClosedJaxpr, Any, Any, tuple[str, ...]]:
+    """The jaxpr of ``fun``, the shapes of what it returns, ``opened``, its structure, and axes it is alone along."""
     shapes, trees = jax.tree.map(abstract, opened((args, kwargs))), list[Any]()
     try:
-        jaxpr, out_shape = jax.make_jaxpr(functools.partial(_call, fun, name, trees), return_shape=True)(*shapes)
+        jaxpr, out_shape, alone = trace_alone(functools.partial(_call, fun, name, trees), shapes)
     except NameError as error:
         if "axis name" not in str(error):
             raise
@@ -165,9 +174,11 @@ def _trace(
         raise errors.PythonValueNeededError(name, [port.path for port in needed], reason) from error
     _refuse_mutable(jaxpr, name)
     flat = inline_calls(jaxpr)
+    if around := axes_around(flat):
+        raise errors.AxisNameError(name, f"{min(around)} is an axis of what maps the sharded step")
     _refuse_effects(flat)
     live = _jax_compat.dce(_jax_compat.open_jaxpr(flat))
-    return jex.ClosedJaxpr(live, _jax_compat.closed_consts(flat)), out_shape, trees[-1]
+    return jex.ClosedJaxpr(live, _jax_compat.closed_consts(flat)), out_shape, trees[-1], alone
 
 
 def _own_names(args: tuple, kwargs: dict) -> list[str]:

@@ -15,6 +15,9 @@ from jax_deepcompile.ir.paths import Leaf, tree_of
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.summary import Branch, Summarized, Summary, axes_text, size_text
 
+AS_JITTED = "as jax.jit was told"
+"""Why an argument is static, and so no input of a program."""
+
 
 class Role(StrEnum):
     """What an input or output is to the user."""

@@ -13,7 +13,7 @@ from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.analysis.work import work_of
 from jax_deepcompile.errors import some_of
 from jax_deepcompile.ir.primitives import COLLECTIVES, PRODUCTS, Collective, Scan
-from jax_deepcompile.ir.program import Program, Role
+from jax_deepcompile.ir.program import AS_JITTED, Program, Role
 from jax_deepcompile.ir.traversal import bodies
 from jax_deepcompile.partition.layout import Split
 from jax_deepcompile.partition.partition import Partitioned
@@ -34,7 +34,7 @@ class Argument:
 
     Attributes:
       name: as the user calls it.
-      kind: state, read only, batch, replicated, or static if there is no array in it.
+      kind: state, read only, batch, replicated or static.
       donated: whether the step has its memory; None where it is not state.
       reason: why it was taken for that.
     """
@@ -247,7 +247,7 @@ def arguments(program: Program) -> str:
 def _arguments(program: Program, sharded: Program, reasons: Mapping[str, str]) -> tuple[Argument, ...]:
     donated = {_argument(sharded.inputs[source].path) for source, _ in sharded.state_outputs}
     kinds = _kinds(program)
-    kinds |= {name: "static" for name in reasons if name not in kinds}
+    kinds |= {name: "static" for name, reason in reasons.items() if reason == AS_JITTED}
     return tuple(
         Argument(name, kind, name in donated if kind == "state" else None, reasons.get(name, ""))
         for name, kind in kinds.items()

@@ -181,7 +181,7 @@ def train(
             state = jax.eval_shape(create_state, jax.random.key(settings.seed))
             shapes = state, abstract_batch(dataset, experiment.data.batch_size)
             plan_s = seconds_of(step.plan, *shapes)
-        state = starting_state(experiment, folder, step, create_state, resume=resume)
+        state = starting_state(experiment, step, create_state, resume=resume)
         done = 0
         if resume and checkpoints.steps():
             target = abstract(state)
@@ -218,7 +218,7 @@ def train(
     return summary
 
 
-def starting_state(experiment: Experiment, folder: Path, step: Any, create_state: Callable, *, resume: bool) -> State:
+def starting_state(experiment: Experiment, step: Any, create_state: Callable, *, resume: bool) -> State:
     """The initial state, born in the memory where the plan of ``step`` has it; of ``train.base`` what is frozen."""
     base, key = experiment.train.base, jax.random.key(experiment.train.seed)
     with Progress("making the state"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import Any
 
 import flax.linen as nn
@@ -36,7 +38,7 @@ class Net(nn.Module):
 
 NET, OPTIMIZER = Net(), optax.sgd(0.1)
 RANDOM = np.random.RandomState(0)
-BATCH = {"x": RANDOM.randn(16, 8).astype(np.float32), "y": RANDOM.randint(0, 4, 16)}
+BATCH = {"x": RANDOM.randn(16, 8).astype(np.float32), "y": RANDOM.randint(0, 4, 16).astype(np.int32)}
 
 
 def create():
@@ -65,6 +67,20 @@ def train_step(state, batch):
         "next": lax.ppermute(loss, "batch", [(0, 0)]),
     }
     return state.apply_gradients(grads=gradients, statistics=new["batch_stats"]), metrics
+
+
+@contextlib.contextmanager
+def deepcompile_log():
+    """The package's warnings, collected."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("jax_deepcompile")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def of_one(step, state, batch):
@@ -114,9 +130,36 @@ def test_of_one_device_there_is_nothing_to_swap_and_nobody_to_send_anything():
     assert_equal((state, swapped), ({"w": jnp.ones((1, 8))}, jnp.asarray(BATCH["x"][:1].T)))
 
 
+def test_what_happens_once_happens_once(capfd):
+    def step(state, batch):
+        jax.debug.print("once")
+        return {"w": state["w"] - lax.pmean(batch["x"].mean(), "batch")}, batch["x"].mean()
+
+    with deepcompile_log() as lines:
+        deepcompile.shard(step, state_argnums=0)({"w": jnp.ones(8)}, BATCH)[1].block_until_ready()
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("once") == 1
+    assert lines == [
+        "step names the axis 'batch', which nothing maps it over: it is alone along it, and sees the whole batch"
+    ]
+
+
+def test_an_axis_of_what_maps_the_sharded_step():
+    """Whichever comes first: neither takes what was compiled for the other."""
+
+    def step(state, batch):
+        return state, lax.psum(batch.sum(), "batch")
+
+    sharded, batch = deepcompile.shard(step), jnp.ones((2, 16, 8))
+    assert sharded({"w": jnp.zeros(8)}, batch[0])[1] == 128
+    sharded({"w": jnp.zeros(8)}, batch[0])
+    with pytest.raises(errors.AxisNameError, match="batch is an axis of what maps the sharded step"):
+        jax.vmap(sharded, in_axes=(None, 0), axis_name="batch")({"w": jnp.zeros(8)}, batch)
+
+
 def test_an_axis_beside_dimensions_of_a_vmap():
     def step(state, batch):
         return state, jax.vmap(lambda x: lax.psum(x, ("batch", "rows")), axis_name="rows")(batch["x"]).sum()
 
-    with pytest.raises(errors.AxisNameError, match=r"unbound axis name: batch, together with \(0,\)\)"):
+    with pytest.raises(errors.AxisNameError, match=r"unbound axis name: batch, together with \(0,\)"):
         deepcompile.shard(step).trace({"w": jnp.zeros(8)}, BATCH)

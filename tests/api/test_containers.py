@@ -36,6 +36,21 @@ class Converted:
         return cls(*children)
 
 
+@jax.tree_util.register_pytree_node_class
+class OfDict:
+    """Converts what is in the dict that it holds."""
+
+    def __init__(self, values):
+        self.values = {k: jnp.asarray(v) for k, v in values.items()} if isinstance(values, dict) else values
+
+    def tree_flatten(self):
+        return (self.values,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
 @struct.dataclass
 class Checked:
     w: Any
@@ -79,6 +94,19 @@ def test_what_takes_arrays_only_gets_nothing_else(kind):
     assert "state['inner'][0].w" in [port.path for port in sharded.trace(state, batch).program.inputs]
     assert sharded.lower(state, batch).compile() is not None
     assert sharded.lower_gspmd(state, batch).compile() is not None
+
+
+def test_what_converts_what_is_further_inside():
+    def plain(state, batch):
+        w = state.values["w"]
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+        return OfDict({"w": w - gradient, "count": state.values["count"] + 1}), loss
+
+    def create():
+        return OfDict({"w": jnp.ones((16, 8)), "count": 0})
+
+    batch = jnp.ones((16, 16))
+    assert_equal(deepcompile.shard(plain)(create(), batch), jax.jit(plain)(create(), batch))
 
 
 def test_what_changes_in_there_is_named():

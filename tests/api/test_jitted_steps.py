@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from dataclasses import dataclass
 
 import jax
@@ -29,7 +31,7 @@ def configured(state, batch, config, scale, train=False):
     return {**after, "w": w}, loss
 
 
-@pytest.mark.parametrize("how", [{"static_argnums": (2, 4)}, {"static_argnames": ("config", "train")}])
+@pytest.mark.parametrize("how", [{"static_argnums": (2, -1)}, {"static_argnames": ("config", "train")}])
 def test_static_arguments_are_values(how):
     jitted = jax.jit(configured, **how)
     sharded = deepcompile.shard(jitted)
@@ -48,6 +50,23 @@ def test_static_arguments_are_values(how):
         assert_equal(state, expected)
     assert "config: static: as jax.jit was told" in str(sharded.explain())
     assert sharded.lower(state, batch(), Config(), 1.0) is not None
+
+
+def test_equal_values_of_different_types_are_different_values():
+    scaled = jax.jit(
+        lambda state, batch, by: (state, jnp.ones(()) * (3 if isinstance(by, bool) else by)), static_argnums=2
+    )
+    sharded = deepcompile.shard(scaled)
+    assert [sharded(create(), batch(), by)[1] for by in (True, 1, 1.0)] == [3, 1, 1]
+
+
+def test_arrays_of_a_call_are_not_kept():
+    sharded, state = deepcompile.shard(jax.jit(configured, static_argnums=2), donate=False), create()
+    kept = weakref.ref(state["w"])
+    sharded(state, batch(), Config(), 1.0)
+    del state
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_method_whose_object_is_static():
