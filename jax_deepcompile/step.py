@@ -449,9 +449,8 @@ class BoundStep(Summarized):
 
     def reshard(self, mesh: Any = None, **options: Any) -> BoundStep:
         if not self._counts_object:
-            options |= {
-                name: _behind_object(options[name]) for name in ("state_argnums", "batch_argnums") if name in options
-            }
+            given = {"state_argnums", "batch_argnums"}.intersection(options)
+            options |= {name: _behind_object(options[name]) for name in given}
         return BoundStep(self._step.reshard(mesh, **options), self._instance, self._counts_object)
 
     def trace(self, *args, **kwargs) -> TracedStep:

@@ -49,7 +49,7 @@ def axes_around(jaxpr: Any) -> set[str]:
     """The axes that ``jaxpr`` names of what maps the function that is traced here."""
     around = bound_axes()
     named = (axis_names(eqn) for eqn in equations(jaxpr) if around and eqn.primitive.name in NAMES_AXES)
-    return around.intersection(itertools.chain.from_iterable(named))
+    return {*around.intersection(itertools.chain.from_iterable(named))}
 
 
 def _without(jaxpr: Any, names: Collection[str]) -> Any:
