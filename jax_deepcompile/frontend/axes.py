@@ -6,7 +6,6 @@ It sees the whole batch, so that what it would sum or average over devices is su
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jax_deepcompile._jax_compat import bound_axes, open_jaxpr
 from jax_deepcompile.ir.primitives import NAMES_AXES, axis_names
 from jax_deepcompile.ir.rewrite import Walk, renamed, with_renamed_operands
-from jax_deepcompile.ir.traversal import equations, inline_calls
+from jax_deepcompile.ir.traversal import equations, inline_calls, inside
 
 _UNBOUND = re.compile(r"unbound axis name: (.+?)(?:\. To fix|$)")
 
@@ -48,26 +47,34 @@ def trace_alone(fun: Callable, shapes: Sequence) -> tuple[Any, Any, tuple[str, .
 def axes_around(jaxpr: Any) -> set[str]:
     """The axes that ``jaxpr`` names of what maps the function that is traced here."""
     around = bound_axes()
-    named = (axis_names(eqn) for eqn in equations(jaxpr) if around and eqn.primitive.name in NAMES_AXES)
-    return {*around.intersection(itertools.chain.from_iterable(named))}
+    return set().union(*map(_named, equations(jaxpr))).intersection(around) if around else set()
 
 
 def _without(jaxpr: Any, names: Collection[str]) -> Any:
     """``jaxpr``, whose calls are inlined, with what a device does along ``names`` if it is the only one."""
     walk = Walk(jaxpr, functools.partial(_without, names=names))
     for eqn in walk:
-        axes = set(axis_names(eqn)) if eqn.primitive.name in NAMES_AXES else set()
+        axes = _named(eqn)
+        if eqn.primitive.name == "shard_map":
+            unbound = set().union(*map(_named, inside(eqn))).difference(eqn.params["mesh"].axis_names)
+            if unbound := unbound.intersection(names):
+                raise NameError(f"unbound axis name: {min(unbound)}, in a shard_map of the step's own")
         if axes.isdisjoint(names):
             walk.eqns.append(eqn)
             continue
         if others := axes.difference(names):
             raise NameError(f"unbound axis name: {min(axes.intersection(names))}, together with {tuple(others)}")
         instead = jax.make_jaxpr(functools.partial(_by_itself, eqn))(*(_shape_of(atom) for atom in eqn.invars))
-        inside = open_jaxpr(instead)
-        given = dict(zip(inside.invars, eqn.invars, strict=True))
-        walk.eqns += [with_renamed_operands(each, given) for each in inside.eqns]
-        walk.names |= {var: renamed(out, given) for var, out in zip(eqn.outvars, inside.outvars, strict=True)}
+        own = open_jaxpr(instead)
+        given = dict(zip(own.invars, eqn.invars, strict=True))
+        walk.eqns += [with_renamed_operands(each, given) for each in own.eqns]
+        walk.names |= {var: renamed(out, given) for var, out in zip(eqn.outvars, own.outvars, strict=True)}
     return walk.result()
+
+
+def _named(eqn: Any) -> set:
+    """The axes that ``eqn`` communicates over, or asks about."""
+    return set(axis_names(eqn)) if eqn.primitive.name in NAMES_AXES else set()
 
 
 def _by_itself(eqn: Any, *operands: jax.Array) -> list[jax.Array]:

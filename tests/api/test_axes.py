@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile import errors
@@ -155,6 +156,19 @@ def test_an_axis_of_what_maps_the_sharded_step():
     sharded({"w": jnp.zeros(8)}, batch[0])
     with pytest.raises(errors.AxisNameError, match="batch is an axis of what maps the sharded step"):
         jax.vmap(sharded, in_axes=(None, 0), axis_name="batch")({"w": jnp.zeros(8)}, batch)
+
+
+def test_an_axis_in_a_shard_map_of_the_steps_own():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(state, batch):
+        mapped = jax.shard_map(
+            lambda x: lax.pmean(x, "batch"), mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False
+        )
+        return state, mapped(batch["x"]).sum()
+
+    with pytest.raises(errors.AxisNameError, match="unbound axis name: batch, in a shard_map of the step's own"):
+        deepcompile.shard(step, mesh).trace({"w": jnp.zeros(8)}, BATCH)
 
 
 def test_an_axis_beside_dimensions_of_a_vmap():
