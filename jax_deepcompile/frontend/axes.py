@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from jax_deepcompile._jax_compat import bound_axes, open_jaxpr
 from jax_deepcompile.ir.primitives import NAMES_AXES, axis_names
-from jax_deepcompile.ir.rewrite import Walk, renamed, with_renamed_operands
-from jax_deepcompile.ir.traversal import equations, inline_calls, inside
+from jax_deepcompile.ir.rewrite import Walk, renamed, with_regions, with_renamed_operands
+from jax_deepcompile.ir.traversal import equations, inline_calls
 
 _UNBOUND = re.compile(r"unbound axis name: (.+?)(?:\. To fix|$)")
 
@@ -52,15 +52,16 @@ def axes_around(jaxpr: Any) -> set[str]:
 
 def _without(jaxpr: Any, names: Collection[str]) -> Any:
     """``jaxpr``, whose calls are inlined, with what a device does along ``names`` if it is the only one."""
-    walk = Walk(jaxpr, functools.partial(_without, names=names))
+    walk = Walk(jaxpr)
     for eqn in walk:
         axes = _named(eqn)
-        if eqn.primitive.name == "shard_map":
-            unbound = set().union(*map(_named, inside(eqn))).difference(eqn.params["mesh"].axis_names)
-            if unbound := unbound.intersection(names):
-                raise NameError(f"unbound axis name: {min(unbound)}, in a shard_map of the step's own")
+        if eqn.primitive.name == "shard_map":  # which has axes of its own, perhaps of the same name
+            unbound = set(names).difference(eqn.params["mesh"].axis_names)
+            inside = _without(eqn.params["jaxpr"], unbound)
+            walk.eqns.append(eqn.replace(params={**eqn.params, "jaxpr": inside}))
+            continue
         if axes.isdisjoint(names):
-            walk.eqns.append(eqn)
+            walk.eqns.append(with_regions(eqn, functools.partial(_without, names=names)))
             continue
         if others := axes.difference(names):
             raise NameError(f"unbound axis name: {min(axes.intersection(names))}, together with {tuple(others)}")

@@ -158,17 +158,19 @@ def test_an_axis_of_what_maps_the_sharded_step():
         jax.vmap(sharded, in_axes=(None, 0), axis_name="batch")({"w": jnp.zeros(8)}, batch)
 
 
-def test_an_axis_in_a_shard_map_of_the_steps_own():
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+def test_in_a_shard_map_of_the_steps_own():
+    """Its axes are its own, also of the same name."""
 
     def step(state, batch):
-        mapped = jax.shard_map(
-            lambda x: lax.pmean(x, "batch"), mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False
-        )
-        return state, mapped(batch["x"]).sum()
+        def inner(x):
+            return lax.psum(lax.pmean(x, "model").sum(), "batch")
 
-    with pytest.raises(errors.AxisNameError, match="unbound axis name: batch, in a shard_map of the step's own"):
-        deepcompile.shard(step, mesh).trace({"w": jnp.zeros(8)}, BATCH)
+        own = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+        total = jax.shard_map(inner, mesh=own, in_specs=P("batch"), out_specs=P(), check_vma=False)(batch["x"])
+        return state, total + lax.psum(1.0, "batch") + lax.pmean(batch["x"].sum(), "batch")
+
+    _, total = deepcompile.shard(step)({"w": jnp.zeros(8)}, BATCH)
+    assert_equal(total, jnp.float32(2 * BATCH["x"].sum() + 1))
 
 
 def test_an_axis_beside_dimensions_of_a_vmap():
