@@ -32,7 +32,7 @@ from jax_deepcompile.frontend.meshes import MeshLike, resolve_mesh
 from jax_deepcompile.frontend.objects import Creation, bound_to_objects, holds_objects
 from jax_deepcompile.frontend.roles import Roles
 from jax_deepcompile.frontend.signature import Signature
-from jax_deepcompile.frontend.static_arguments import is_static
+from jax_deepcompile.frontend.static_arguments import static_and_donated
 from jax_deepcompile.ir.placement import attached
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.jitted import OtherTypes
@@ -488,6 +488,6 @@ class BoundStep(Summarized):
 
     def _self(self) -> Any:
         is_leaf = not holds_objects(self._instance) and jax.tree_util.all_leaves([self._instance])
-        if is_leaf and not is_static(self._step._fun, "self", 0):
+        if is_leaf and static_and_donated(self._step._fun)[0].isdisjoint(("self", 0)):
             raise errors.PlainSelfError(self._step._context.name, self._instance)
         return self._instance

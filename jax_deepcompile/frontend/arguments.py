@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import ArrayImpl, is_tracing
+from jax_deepcompile.frontend.call import abstract
 from jax_deepcompile.frontend.containers import contained
 from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.program import Port, Role
@@ -153,11 +154,8 @@ def _shape_only(leaf: Any, target: NamedSharding | None, port: Port) -> Any:
     if not isinstance(leaf, (jax.Array, np.ndarray)):
         return leaf
     sharding = leaf.sharding if is_concrete(leaf) and leaf.committed and target in (None, leaf.sharding) else None
-    # Neither NumPy's arrays nor arrays of random keys say whether their type is weak.
-    weak_type = getattr(leaf, "weak_type", False)
-    extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    dtype = leaf.dtype if extended else jax.dtypes.canonicalize_dtype(leaf.dtype)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding, weak_type=weak_type)
+    known = abstract(leaf)
+    return jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=sharding, weak_type=known.weak_type)
 
 
 def examples(arg: Any) -> set[int]:

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_deepcompile._jax_compat import bound_axes, open_jaxpr
+from jax_deepcompile._jax_compat import bound_axes, open_jaxpr, provenance
 from jax_deepcompile.ir.primitives import NAMES_AXES, axis_names
-from jax_deepcompile.ir.rewrite import Walk, renamed, with_regions, with_renamed_operands
+from jax_deepcompile.ir.rewrite import Walk, abstract, renamed, with_regions, with_renamed_operands
 from jax_deepcompile.ir.traversal import equations, inline_calls
 
 _UNBOUND = re.compile(r"unbound axis name: (.+?)(?:\. To fix|$)")
@@ -65,8 +65,8 @@ def _without(jaxpr: Any, names: Collection[str]) -> Any:
             continue
         if others := axes.difference(names):
             raise NameError(f"unbound axis name: {min(axes.intersection(names))}, together with {tuple(others)}")
-        instead = jax.make_jaxpr(functools.partial(_by_itself, eqn))(*(_shape_of(atom) for atom in eqn.invars))
-        own = open_jaxpr(instead)
+        with provenance(eqn):
+            own = open_jaxpr(jax.make_jaxpr(functools.partial(_by_itself, eqn))(*map(abstract, eqn.invars)))
         given = dict(zip(own.invars, eqn.invars, strict=True))
         walk.eqns += [with_renamed_operands(each, given) for each in own.eqns]
         walk.names |= {var: renamed(out, given) for var, out in zip(eqn.outvars, own.outvars, strict=True)}
@@ -85,7 +85,3 @@ def _by_itself(eqn: Any, *operands: jax.Array) -> list[jax.Array]:
     if not operands or not sends:
         return [jnp.zeros(out.shape, out.dtype) for out in outs]
     return [jnp.reshape(operand, out.shape) for operand, out in zip(operands, outs, strict=True)]
-
-
-def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))

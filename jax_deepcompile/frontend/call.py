@@ -122,12 +122,13 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
       LeafTypeError: an argument is an iterator.
       StaticArgumentError: a static one has no hash.
     """
-    rest = without_static(fun, *_arranged(fun, args, kwargs))
+    static, donated = static_and_donated(fun)
+    rest = without_static(static, *_arranged(fun, args, kwargs))
     names, args, kwargs = rest.names, rest.args, rest.kwargs
     for (argument, _), value in zip(names, args, strict=True):
         if isinstance(value, Iterator) and jax.tree_util.default_registry.flatten_one_level(value) is None:
             raise errors.LeafTypeError(argument, value)
-    holders, donated = tuple(map(Holder.of, args)), static_and_donated(fun)[1]
+    holders = tuple(map(Holder.of, args))
     arguments = tuple(
         _argument(name, position, holder, value, not donated.isdisjoint((name, position)))
         for (name, position), holder, value in zip(names, holders, args, strict=True)

@@ -55,21 +55,16 @@ def static_and_donated(fun: Callable) -> tuple[Parameters, Parameters]:
     return left(info.static_argnums, info.static_argnames), left(info.donate_argnums, info.donate_argnames)
 
 
-def is_static(fun: Callable, name: str, position: int) -> bool:
-    """Whether ``fun`` was jitted with this parameter static."""
-    return not static_and_donated(fun)[0].isdisjoint((name, position))
-
-
 def without_static(
-    jitted: Callable, fun: Callable, names: Sequence[tuple[str, int]], args: tuple, kwargs: dict
+    parameters: Parameters, fun: Callable, names: Sequence[tuple[str, int]], args: tuple, kwargs: dict
 ) -> Rest:
-    """``fun(*args, **kwargs)``, what ``jitted`` has as static arguments fixed.
+    """``fun(*args, **kwargs)`` with the static ``parameters`` fixed.
 
     Raises:
       StaticArgumentError: the value of one has no hash.
     """
-    fixed = {place: args[place] for place, each in enumerate(names) if is_static(jitted, *each)}
-    named = {name: value for name, value in kwargs.items() if name in static_and_donated(jitted)[0]}
+    fixed = {place: args[place] for place, each in enumerate(names) if not parameters.isdisjoint(each)}
+    named = {name: value for name, value in kwargs.items() if name in parameters}
     if not fixed and not named:
         return Rest(fun, list(names), args, kwargs)
     static = (*((names[place][0], value) for place, value in fixed.items()), *named.items())

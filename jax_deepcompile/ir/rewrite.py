@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr
@@ -22,6 +23,12 @@ def with_renamed_operands(eqn: Any, names: Mapping) -> Any:
     invars = [renamed(atom, names) for atom in eqn.invars]
     same = all(new is old for new, old in zip(invars, eqn.invars, strict=True))
     return eqn if same else eqn.replace(invars=invars)
+
+
+def abstract(atom: Any) -> jax.ShapeDtypeStruct:
+    """The type of a variable or literal, to trace a function for."""
+    aval = atom.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def with_regions(eqn: Any, rewrite: Callable[[Any], Any]) -> Any:

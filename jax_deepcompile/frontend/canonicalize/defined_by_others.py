@@ -12,7 +12,7 @@ from jax.extend.core.primitives import closed_call_p
 
 from jax_deepcompile._jax_compat import provenance
 from jax_deepcompile.ir.primitives import CONTROL_FLOW
-from jax_deepcompile.ir.rewrite import Walk
+from jax_deepcompile.ir.rewrite import Walk, abstract
 from jax_deepcompile.ir.traversal import equations, inline_calls
 
 
@@ -42,7 +42,7 @@ def _written_out(eqn: jex.JaxprEqn, has_rule: Callable[[str], bool]) -> jex.Jaxp
     if eqn.effects:
         return eqn
     params = eqn.primitive.get_bind_params(eqn.params)
-    shapes = map(_shape, eqn.invars)
+    shapes = map(abstract, eqn.invars)
     try:
         with provenance(eqn):
             body = inline_calls(jax.make_jaxpr(lambda *operands: eqn.primitive.impl(*operands, **params))(*shapes), eqn)
@@ -53,11 +53,6 @@ def _written_out(eqn: jex.JaxprEqn, has_rule: Callable[[str], bool]) -> jex.Jaxp
         return eqn
     params = {"call_jaxpr": _called(body, has_rule)}
     return jex.new_jaxpr_eqn(eqn.invars, eqn.outvars, closed_call_p, params, jex.no_effects, eqn.source_info)
-
-
-def _shape(atom: Any) -> jax.ShapeDtypeStruct:
-    aval = atom.aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def _types(atoms: Sequence) -> list[tuple]:
