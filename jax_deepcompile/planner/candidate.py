@@ -124,6 +124,11 @@ class Candidate(Summarized):
         return exposed_s >= WORTH_TRYING * self.prediction.step_s
 
     @property
+    def is_delayed(self) -> bool:
+        """Whether enough is between the step and what no schedule beats: what waits, and kernels that others slow."""
+        return self.prediction.step_s - self.prediction.bound_s >= WORTH_TRYING * self.prediction.step_s
+
+    @property
     def delay(self) -> float:
         """What kernels lose in each second of collectives or copies, which run beside them."""
         totals = self.simulation.totals

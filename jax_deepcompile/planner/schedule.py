@@ -44,7 +44,7 @@ class Schedules:
     journal: Journal
 
     def best(self, accepted: Sequence[Candidate]) -> Candidate:
-        """Where communication stays exposed: compiled again, with XLA given the simulated times to schedule by.
+        """Where a step takes longer than it must: compiled again, with XLA given the simulated times to schedule by.
 
         A schedule that hides more may need more memory: if it needs too much, XLA is held to the limit more strictly.
         If it fits but does not hide what it might, others are evaluated. Where a plan that was accepted before the last
@@ -52,7 +52,7 @@ class Schedules:
         """
         fits, expected_s, last = self.environment.fits, self.environment.expected_s, accepted[-1]
         best = min(filter(fits, accepted), key=step_s, default=last)
-        if self.environment.platform != "cuda" or not last.waits:
+        if self.environment.platform != "cuda" or not last.is_delayed:
             return best
         for candidate in reversed(accepted[-_LAST:]):
             if candidate is last or not fits(best) or (1 + _MISSED) * expected_s(candidate) < step_s(best):
