@@ -292,8 +292,8 @@ class StateNotReturnedError(DeepCompileError, ValueError):
     def __init__(self, function: str, argument: str, returned: str) -> None:
         super().__init__(f"""{function} does not return its state: nothing it returns has the structure of argument
         {argument}. It returned {returned}. Return the updated state, as in `return state, metrics`; if another argument
-        is the state, say which: shard(..., state_argnums=...). A step that only evaluates needs none of this: jax.jit
-        takes the sharded state as it is.""")
+        is the state, say which: shard(..., state_argnums=...). A step that evaluates returns no state, and makes no new
+        one either; this one does, or reads none.""")
 
 
 class StateChangedError(DeepCompileError, ValueError):

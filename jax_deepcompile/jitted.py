@@ -49,7 +49,8 @@ class Shardings:
 
         inputs = tuple(map(sharding, program.inputs))
         positional, keywords = traced.in_tree.children()
-        divided = contained((*positional.children(), keywords), inputs)
+        wanted = [None if at in program.unread_state else one for at, one in enumerate(inputs)]
+        divided = contained((*positional.children(), keywords), wanted)
         return cls(inputs, divided, shardings_of(program.out_tree, tuple(map(sharding, program.outputs))))
 
 
@@ -86,5 +87,6 @@ def jit(
         in_shardings=shardings.in_shardings,
         out_shardings=shardings.out_shardings,
         donate_argnums=traced.donated,
+        keep_unused=bool(program.unread_state),
         compiler_options=options or None,
     )

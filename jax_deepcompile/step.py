@@ -214,7 +214,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         """
         call = self._bind(args, kwargs)
         made = self._compilation(call)
-        shapes = shapes_only(call.inputs, made.shardings.inputs, made.program.inputs)
+        shapes = shapes_only(call.inputs, made.shardings.inputs, made.program)
         self._last = made
         return TracedStep(made, shapes)
 
@@ -240,7 +240,7 @@ class ShardedStep(Summarized, Generic[P, R]):
             out_shardings=made.shardings.out_shardings,
             donate_argnums=made.traced.donated,
         )
-        shapes = shapes_only(call.inputs, made.shardings.inputs, made.program.inputs)
+        shapes = shapes_only(call.inputs, made.shardings.inputs, made.program)
         with as_if_here(self.mesh):
             traced = plain.trace(*shapes)
         return traced.lower(lowering_platforms=(self._context.use.platform,))
@@ -334,7 +334,7 @@ class ShardedStep(Summarized, Generic[P, R]):
             return jax.tree.leaves(made.as_written(*jax.tree.unflatten(tree, values)))
 
         def sharded(*values: Any) -> list:
-            there, _ = move(jax.tree.unflatten(tree, values), made.placed.inputs, (), (), self.mesh)
+            there, _ = move(jax.tree.unflatten(tree, values), made.placed.inputs, (), (), (), self.mesh)
             return jax.tree.leaves(made.jitted(*there))
 
         self._last = made
@@ -374,7 +374,8 @@ class ShardedStep(Summarized, Generic[P, R]):
                 processes.agree(f"call {self._context.name} with {replicated_text(call.inputs, made.program.inputs)}")
         returned, donated = made.traced.returned_leaves, made.traced.donated_leaves
         self._last = made
-        there, is_moved = move(call.inputs, made.placed.inputs, returned, donated, self.mesh)
+        unread = made.planned.program.unread_state
+        there, is_moved = move(call.inputs, made.placed.inputs, returned, donated, unread, self.mesh)
         if is_first:
             prepare(made, there, processes)
         free_moved(call.inputs, made.placed.inputs, donated, there)

@@ -16,7 +16,7 @@ from jax_deepcompile._jax_compat import ArrayImpl, is_tracing
 from jax_deepcompile.frontend.call import abstract
 from jax_deepcompile.frontend.containers import contained
 from jax_deepcompile.ir.memory import HOST_KIND
-from jax_deepcompile.ir.program import Port, Role
+from jax_deepcompile.ir.program import Port, Program, Role
 
 
 def move(
@@ -24,6 +24,7 @@ def move(
     targets: Sequence[NamedSharding | None],
     returned: Collection[int],
     donated: Collection[int],
+    unread: Collection[int],
     mesh: Mesh | AbstractMesh,
 ) -> tuple[tuple, bool]:
     """Puts what ``jax.jit`` would refuse where the step wants it.
@@ -32,6 +33,7 @@ def move(
       targets: where every leaf goes; None where it may stay.
       returned: positions of the leaves that the step returns anew, which the next call gets where it is wanted.
       donated: positions of the leaves whose buffers the step takes.
+      unread: positions of state that it computes nothing of, which may be in any memory of the devices.
 
     Returns:
       The arguments, ``contained``, and whether anything was moved that the next call will have
@@ -41,7 +43,8 @@ def move(
     kept = {id(leaf) for index, leaf in enumerate(leaves) if index not in donated}
     there, is_moved = [], False
     for index, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
-        new = _moved(leaf, target, mesh, index in returned)
+        is_there = index in unread and is_concrete(leaf) and len(leaf.sharding.device_set) == mesh.size
+        new = leaf if is_there else _moved(leaf, target, mesh, index in returned or index in unread)
         is_moved |= new is not leaf and index not in returned
         if index in donated:
             is_shared = id(leaf) in kept and isinstance(leaf, jax.Array)  # what was moved may have its memory still
@@ -100,10 +103,11 @@ def refuse_deleted(args: tuple, ports: Sequence[Port], function: str) -> None:
             raise errors.StateDonatedError(function, port.path, leaf.shape, str(leaf.dtype), port.role.is_state)
 
 
-def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], ports: Sequence[Port]) -> tuple:
+def shapes_only(args: tuple, targets: Sequence[NamedSharding | None], program: Program) -> tuple:
     """``args`` without their values, ``contained``, with a call's shardings: that finds what was compiled ahead."""
     leaves, tree = jax.tree.flatten(args)
-    return contained(tree.children(), map(_shape_only, leaves, targets, ports))
+    unread = [index in program.unread_state for index in range(len(leaves))]
+    return contained(tree.children(), map(_shape_only, leaves, targets, program.inputs, unread))
 
 
 def on_host(args: tuple, targets: Sequence[NamedSharding | None]) -> tuple:
@@ -148,12 +152,13 @@ def explicit_axes(leaf: Any) -> frozenset[str]:
     return frozenset(sharding.mesh.axis_names if any(axes is not None for axes in sharding.spec) else ())
 
 
-def _shape_only(leaf: Any, target: NamedSharding | None, port: Port) -> Any:
+def _shape_only(leaf: Any, target: NamedSharding | None, port: Port, is_unread: bool) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct) and port.role.is_state and leaf.sharding is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
     if not isinstance(leaf, (jax.Array, np.ndarray)):
         return leaf
     sharding = leaf.sharding if is_concrete(leaf) and leaf.committed and target in (None, leaf.sharding) else None
+    sharding = target if is_unread and sharding is None else sharding
     known = abstract(leaf)
     return jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=sharding, weak_type=known.weak_type)
 

@@ -1,5 +1,6 @@
 """What the leaves of a step's arguments are."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -153,9 +154,9 @@ def _node_changes(before: Any, after: Any, path_of: Callable[[tuple], str], path
     if jax.tree.structure(before) == jax.tree.structure(after):
         return
     pairs = zip(children(before), children(after), strict=False)
-    inside = [text for (key, was), (_, now) in pairs for text in _node_changes(was, now, path_of, (*path, *key))]
-    if inside:
-        yield from inside
+    inside = [_node_changes(was, child, path_of, (*path, *key)) for (key, was), (_, child) in pairs]
+    if found := [*itertools.chain.from_iterable(inside)]:
+        yield from found
     elif kind_of(before) is not kind_of(after):
         yield f"{path_of(path)} was a {kind_of(before).__name__} and is a {kind_of(after).__name__}"
     else:

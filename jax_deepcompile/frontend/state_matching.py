@@ -16,6 +16,7 @@ import jax
 from jax_deepcompile import errors
 from jax_deepcompile.frontend.call import holds_optimizer
 from jax_deepcompile.frontend.containers import kind_of
+from jax_deepcompile.frontend.evaluation import evaluates
 from jax_deepcompile.frontend.signature import Signature, port_of, structure_changes
 from jax_deepcompile.ir.lineage import Lineage
 from jax_deepcompile.ir.program import Role
@@ -23,14 +24,21 @@ from jax_deepcompile.ir.program import Role
 
 @dataclass(frozen=True)
 class Returned:
-    """What a step returns: its shape, as a pytree, and what its leaves come from."""
+    """What a step returns: its shape, as a pytree, and what its leaves come from.
+
+    Attributes:
+      written: the step's jaxpr, with what it computes and does not return.
+    """
 
     shape: Any
     lineage: Lineage
+    written: Any
 
 
 def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tuple[tuple[int, int], ...]:
     """Pairs (flat input, flat output) of the state arguments and what the step returns in their place.
+
+    There are none of a step that evaluates: it returns nothing of what may be state, and makes no new values of it.
 
     Raises:
       StateNotReturnedError, StateChangedError: state is not returned as it came.
@@ -42,7 +50,9 @@ def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tupl
             if position in signature.state:
                 matches.refuse_missing(position, signature)
     if signature.optimizers and not matches.has_any(signature.optimizers):
-        matches.refuse_missing(signature.optimizers[0], signature)
+        if signature.state or not matches.none_of(signature.divided) or not _evaluates(args, returned, signature):
+            matches.refuse_missing(signature.optimizers[0], signature)
+        return ()
     guessed = (*signature.networks, *signature.parameters)
     matches.match_carried(signature.networks)
     matches.match_carried(signature.parameters, all_of_a_kind=True)
@@ -50,8 +60,15 @@ def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tupl
         if not matches.same(position):
             matches.refuse_changed(position, signature, carried=matches.has_any(guessed))
     if signature.networks and not matches.has_any(guessed) and not matches.same(signature.networks[0]):
-        matches.refuse_missing(signature.networks[0], signature)
+        if signature.optimizers or not _evaluates(args, returned, signature):
+            matches.refuse_missing(signature.networks[0], signature)
     return matches.pairs()
+
+
+def _evaluates(args: tuple, returned: Returned, signature: Signature) -> bool:
+    starts = [len(jax.tree.leaves(args[:position])) for position in range(len(args) + 1)]
+    state = [leaf for position in signature.divided for leaf in range(starts[position], starts[position + 1])]
+    return evaluates(returned.written, state)
 
 
 def returned_anew(args: tuple, returned: Returned, optimizers: Sequence[int], others: Sequence[int]) -> set[int]:
@@ -89,6 +106,10 @@ class _Matches:
 
     def has_any(self, positions: Sequence[int]) -> bool:
         return not self._matched.keys().isdisjoint(positions)
+
+    def none_of(self, positions: Sequence[int]) -> bool:
+        """Whether nothing that is returned is or could be the new value of any."""
+        return not self.has_any(positions) and not any(map(self.same, positions))
 
     def match(self, position: int) -> bool:
         """Finds the argument's new value: what carries it on, or else what looks like it."""

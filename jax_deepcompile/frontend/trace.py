@@ -88,8 +88,9 @@ class Traced:
 def trace_function(call: PureCall, signature: Signature) -> Function:
     """Traces a call; leaves may be arrays, numbers, tracers or ``jax.ShapeDtypeStruct``s."""
     ports, _ = input_ports(call.args, call.kwargs, signature)
-    jaxpr, out_shape, out_tree, alone = _trace(call.step.fun, call.args, call.kwargs, ports, signature.function)
-    return Function(jaxpr, Returned(out_shape, lineage(jaxpr)), out_tree, alone)
+    written, out_shape, out_tree, alone = _trace(call.step.fun, call.args, call.kwargs, ports, signature.function)
+    jaxpr = _live(written)
+    return Function(jaxpr, Returned(out_shape, lineage(jaxpr), written), out_tree, alone)
 
 
 def trace_step(function: Function, call: PureCall, signature: Signature, mesh: MeshAxes, donate: bool = True) -> Traced:
@@ -144,13 +145,14 @@ def trace_init(fun: Callable, args: tuple, kwargs: dict, mesh: MeshAxes) -> Trac
         port_of(f"state{jax.tree_util.keystr(path)}", state_role(path, is_optimizers=is_optimizers), leaf)
         for (path, leaf), is_optimizers in zip(leaves, optimizer_leaves(out_shape), strict=True)
     )
-    return Traced(Program(name, jaxpr, ports, outputs, out_tree, (), mesh), in_tree)
+    return Traced(Program(name, _live(jaxpr), ports, outputs, out_tree, (), mesh), in_tree)
 
 
 def _trace(
     fun: Callable, args: tuple, kwargs: dict, ports: Sequence[Port], name: str
 ) -> tuple[jex.ClosedJaxpr, Any, Any, tuple[str, ...]]:
-    """The jaxpr of ``fun``, the shapes of what it returns, ``opened``, its structure, and axes it is alone along."""
+    """The jaxpr of ``fun``, whose calls are inlined, with what it computes in vain; the shapes of what it returns,
+    ``opened``, its structure, and axes it is alone along."""
     shapes, trees = jax.tree.map(abstract, opened((args, kwargs))), list[Any]()
     try:
         jaxpr, out_shape, alone = trace_alone(functools.partial(_call, fun, name, trees), shapes)
@@ -177,8 +179,12 @@ def _trace(
     if around := axes_around(flat):
         raise errors.AxisNameError(name, f"{min(around)} is an axis of what maps the sharded step")
     _refuse_effects(flat)
-    live = _jax_compat.dce(_jax_compat.open_jaxpr(flat))
-    return jex.ClosedJaxpr(live, _jax_compat.closed_consts(flat)), out_shape, trees[-1], alone
+    return flat, out_shape, trees[-1], alone
+
+
+def _live(jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """What ``jaxpr`` needs for its results."""
+    return jex.ClosedJaxpr(_jax_compat.dce(_jax_compat.open_jaxpr(jaxpr)), _jax_compat.closed_consts(jaxpr))
 
 
 def _own_names(args: tuple, kwargs: dict) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -99,6 +100,15 @@ class Program(Summarized):
         """Itself where nothing is another object."""
         same = all(value is getattr(self, name) for name, value in changes.items())
         return self if same else replace(self, **changes)
+
+    @functools.cached_property
+    def unread_state(self) -> frozenset[int]:
+        """Positions of the state that nothing is computed of, as the moments are in an evaluation."""
+        jaxpr = self.jaxpr.jaxpr
+        read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if not isinstance(atom, jex.Literal)}
+        read.update(atom for atom in jaxpr.outvars if not isinstance(atom, jex.Literal))
+        pairs = enumerate(zip(jaxpr.invars, self.inputs, strict=True))
+        return frozenset(at for at, (var, port) in pairs if port.role.is_state and var not in read)
 
     @property
     def mesh_text(self) -> str:

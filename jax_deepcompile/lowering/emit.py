@@ -83,5 +83,6 @@ def lower(program: Program, mesh: AnyMesh, platform: str) -> jax.stages.Lowered:
         step,
         out_shardings=shardings_of(program.out_tree, [sharding_of(port, program, mesh) for port in program.outputs]),
         donate_argnums=tuple(index for index, _ in program.state_outputs),
+        keep_unused=bool(program.unread_state),  # which has memory, too
     )
     return jitted.trace(*shapes).lower(lowering_platforms=(platform,))

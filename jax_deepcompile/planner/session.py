@@ -232,7 +232,8 @@ def _suitable(program: Program, environment: Environment) -> tuple[Strategy, ...
         return STRATEGIES if environment.platform == "cuda" else ON_A_HOST
     if environment.platform != "cuda":
         return ()
-    return ONE_DEVICE if find_recomputation(program, environment.costs) else ()
+    copied_by_layer = any(leaf.reads for leaf in host_leaves(program).values())
+    return ONE_DEVICE if copied_by_layer or find_recomputation(program, environment.costs) else ()
 
 
 def _keep_executables(cache: PlanCache, mesh: Mesh) -> None:

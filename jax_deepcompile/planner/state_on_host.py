@@ -53,10 +53,11 @@ class HostLeaf:
 
 
 def argument_bytes(program: Program) -> int:
-    """What one device holds of the arguments of ``program``; XLA is not given those that nothing reads."""
+    """What one device holds of the arguments of ``program``; of those that nothing reads XLA is given state alone."""
     jaxpr = open_jaxpr(program.jaxpr)
-    read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, jex.Var)}
-    return sum(size_bytes(var) for var in jaxpr.invars if var in read)
+    held = {atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, jex.Var)}
+    held.update(jaxpr.invars[place] for place in program.unread_state)
+    return sum(size_bytes(var) for var in jaxpr.invars if var in held)
 
 
 def host_leaves(

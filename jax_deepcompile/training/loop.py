@@ -63,9 +63,5 @@ def training_steps(
 
 
 def mean_loss(step: Any, state: Any, batches: Iterable[Any]) -> float:
-    """The mean ``loss`` over batches of one size; ``step`` hands the state on, and may free the one it is given."""
-    losses = []
-    for batch in batches:
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return statistics.fmean(losses)
+    """The mean ``loss`` over batches of one size, of which ``step`` returns the metrics."""
+    return statistics.fmean(float(step(state, batch)["loss"]) for batch in batches)

@@ -86,7 +86,7 @@ def streamable(program: Program) -> dict[int, str]:
     scans = [Scan(eqn) for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     pairs = {(before, after) for scan in scans for before in scan.operands.xs for after in scan.results.ys}
     state = {place: (jaxpr.invars[place], jaxpr.outvars[result]) for place, result in program.state_outputs}
-    places = [place for place in movable(program) if state[place] not in pairs]
+    places = [place for place in movable(program) if state.get(place) not in pairs]
     loops = sliced_by(jaxpr, [jaxpr.invars[place] for place in places])
     return {place: names[place] for place in places if loops[jaxpr.invars[place]]}
 

@@ -69,9 +69,14 @@ class OffloadedState(Decision, kind="offload_state", on_host=True):
 
 
 def movable(program: Program) -> dict[int, str]:
-    """By position the names of the inputs that may be on the host: state whose memory its successor takes."""
+    """By position the names of the inputs that may be on the host: state whose memory its successor takes, or of which
+    an evaluation computes something."""
     names, variables = parameter_names(program), open_jaxpr(program.jaxpr).invars
-    return {place: names[place] for place, _ in program.state_outputs if _is_movable(variables[place].aval)}
+    places = [place for place, _ in program.state_outputs]
+    if not any(port.role.is_state for port in program.outputs):
+        state = (place for place, port in enumerate(program.inputs) if port.role.is_state)
+        places += [place for place in state if place not in program.unread_state]
+    return {place: names[place] for place in places if _is_movable(variables[place].aval)}
 
 
 def _is_movable(aval: Any) -> bool:
@@ -81,7 +86,7 @@ def _is_movable(aval: Any) -> bool:
 
 def _moved(program: Program, mesh: AnyMesh, leaves: list[int], by_layer: bool) -> Program:
     successors = dict(program.state_outputs)
-    results = {successors[place]: place for place in leaves}
+    results = {successors[place]: place for place in leaves if place in successors}
     there = on_host(program, leaves)
 
     def body(consts, *blocks):

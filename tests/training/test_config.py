@@ -39,7 +39,7 @@ def test_every_small_experiment_has_a_loss(name):
     step, state, batch = abstract_step(experiment)
     _, metrics = jax.eval_shape(step, state, batch)
     assert metrics["loss"].shape == ()
-    _, without_dropout = jax.eval_shape(make_evaluate_step(model), state, batch)
+    without_dropout = jax.eval_shape(make_evaluate_step(model), state, batch)
     assert without_dropout["loss"].shape == ()
 
 

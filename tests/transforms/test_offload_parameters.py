@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax import lax
 
+import jax_deepcompile as deepcompile
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
@@ -25,12 +26,15 @@ from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from tests.cases import in_turn
 from tests.partition.steps import lines
 from tests.transforms.programs import (
+    BATCH,
     GROUPS,
     MATRICES,
     STACK,
+    WIDTH,
     assert_same_values,
     groups_loss,
     matrices_loss,
+    shapes,
     sharded,
     stack_loss,
     stack_shapes,
@@ -103,6 +107,28 @@ def test_values_stay_the_same(case, how, monkeypatch):
     named = {program.inputs[place].path for place in (movable if how.startswith("updated") else streamable)(program)}
     assert there == named
     assert_same_values(planned, program, mesh)
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("case", ["stack", "two stacks", "loop in a loop", "read whole, too"])
+def test_values_of_an_evaluation_stay_the_same(case):
+    loss, params, _ = CASES[case]
+    step = deepcompile.shard(loss, {"fsdp": 8})
+    program, mesh = step.trace(shapes(params), shapes((BATCH, WIDTH))).sharded, step.mesh
+    leaves = tuple(streamable(program).values())
+    assert leaves
+    plan = copying_ahead(Plan("0", (OffloadedParameters(leaves), OffloadedState(leaves))), program, mesh)
+    planned = plan.program(program, mesh)
+    verify(planned)
+    assert [port.path for port in planned.inputs if port.memory_kind == HOST_KIND]
+    assert all(port.memory_kind != HOST_KIND for port in planned.outputs)
+    assert_same_values(planned, program, mesh)
+
+
+@pytest.mark.pure
+def test_state_that_is_kept_stays():
+    program, _ = sharded(stack_loss, STACK)
+    assert not movable(program.replace(state_outputs=()))
 
 
 @pytest.mark.pure

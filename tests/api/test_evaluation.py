@@ -1,0 +1,160 @@
+"""Steps that return results and no state: what they read is divided as training left it, and stays where it is."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile.errors import StateNotReturnedError
+from tests.api.steps import arguments_of
+from tests.equality.harness import assert_close
+
+pytestmark = pytest.mark.cpu_mesh
+
+
+class Classifier(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.Dense(64)(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        x = nn.Dropout(0.1, deterministic=not train)(nn.relu(x))
+        return nn.Dense(16)(x)
+
+
+class State(TrainState):
+    batch_stats: dict
+
+
+MODEL = Classifier()
+BATCH = {
+    "x": np.linspace(-1, 1, 32 * 24, dtype=np.float32).reshape(32, 24),
+    "y": np.arange(32, dtype=np.int32) % 16,
+}
+
+
+def create(key):
+    made = MODEL.init(key, BATCH["x"], train=False)
+    return State.create(
+        apply_fn=MODEL.apply, params=made["params"], batch_stats=made["batch_stats"], tx=optax.sgd(0.1, momentum=0.9)
+    )
+
+
+def logits_of(state, params, batch, train=False, **more):
+    variables = {"params": params, "batch_stats": state.batch_stats}
+    return state.apply_fn(variables, batch["x"], train=train, **more)
+
+
+def loss_of(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def train(state, batch, key):
+    def loss(params):
+        logits, new = logits_of(state, params, batch, train=True, mutable=["batch_stats"], rngs={"dropout": key})
+        return loss_of(logits, batch), new["batch_stats"]
+
+    (value, stats), gradients = jax.value_and_grad(loss, has_aux=True)(state.params)
+    return state.apply_gradients(grads=gradients, batch_stats=stats), value
+
+
+def evaluate(state, batch):
+    logits = logits_of(state, state.params, batch)
+    return {"loss": loss_of(logits, batch), "right": logits.argmax(-1) == batch["y"], "logits": logits}
+
+
+def predict(params, x):
+    for layer in ("Dense_0", "Dense_1"):
+        x = jnp.tanh(x @ params[layer]["kernel"] + params[layer]["bias"])
+    return x
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 4}], ids=str)
+def test_between_steps_of_training(mesh):
+    trained, evaluated = deepcompile.shard(train, mesh), deepcompile.shard(evaluate, mesh)
+    state, alone = trained.init(create, jax.random.key(0)), create(jax.random.key(0))
+    for seed in range(2):
+        state, _ = trained(state, BATCH, jax.random.key(seed))
+        alone, _ = jax.jit(train)(alone, BATCH, jax.random.key(seed))
+        before = jax.tree.leaves(state)
+        assert_close(evaluated(state, BATCH), jax.jit(evaluate)(alone, BATCH), 1e-5, "metrics")
+        assert not any(leaf.is_deleted() for leaf in before)
+    assert evaluated._fast is not None, "no leaf was moved"
+    assert arguments_of(evaluated) == "read only: state; batch: batch"
+
+
+def test_every_device_works_on_its_own_examples():
+    evaluated = deepcompile.shard(evaluate, {"fsdp": 8})
+    text = evaluated.trace(create(jax.random.key(0)), BATCH).lower().as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products
+    assert all("tensor<4x" in line for line in products), "of 32 examples 4 each"
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"donate": False}], ids=str)
+def test_parameters_alone(options):
+    params = create(jax.random.key(1)).params
+    predicted = deepcompile.shard(predict, {"fsdp": 8}, **options)
+    for given in (params, jax.tree.map(np.asarray, params)):
+        assert_close(predicted(given, BATCH["x"]), predict(params, BATCH["x"]), 1e-5, "predictions")
+    assert arguments_of(predicted) == "read only: params; batch: x"
+
+
+def test_moments_that_nothing_reads_stay_in_any_memory():
+    state = deepcompile.shard(train, {"fsdp": 8}).init(create, jax.random.key(0))
+    host = jax.tree.map(
+        lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")), state.opt_state
+    )
+    evaluated = deepcompile.shard(evaluate, {"fsdp": 8})
+    expected = evaluated(state, BATCH)
+    assert_close(evaluated(state.replace(opt_state=host), BATCH), expected, 0, "metrics")
+    assert evaluated._fast is not None
+
+
+def test_moments_that_nothing_reads_have_memory():
+    state = create(jax.random.key(0))
+    compiled = deepcompile.shard(evaluate, {"fsdp": 8}).trace(state, BATCH).lower().compile()
+    without = deepcompile.shard(evaluate, {"fsdp": 8}).trace(state.replace(opt_state=()), BATCH).lower().compile()
+    moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state)) / 8
+    read, unread = (each.memory_analysis().argument_size_in_bytes for each in (without, compiled))
+    assert unread - read == pytest.approx(moments, rel=0.2)
+
+
+def without_its_state(state, batch, key):
+    return train(state, batch, key)[1]
+
+
+def without_its_state_jitted(state, batch, key):
+    return jax.jit(train)(state, batch, key)[1]
+
+
+def with_gradients_for_nothing(params, x, y):
+    loss, gradients = jax.value_and_grad(lambda params: jnp.mean((predict(params, x) - y) ** 2))(params)
+    del gradients
+    return loss
+
+
+def of_the_batch_alone(state, batch, key):
+    return batch["x"].mean()
+
+
+@pytest.mark.parametrize("step", [without_its_state, without_its_state_jitted, of_the_batch_alone])
+def test_a_state_that_is_forgotten_is_missed(step):
+    with pytest.raises(StateNotReturnedError, match="does not return its state"):
+        deepcompile.shard(step).trace(create(jax.random.key(0)), BATCH, jax.random.key(0))
+
+
+def test_gradients_that_are_forgotten_are_missed():
+    params = create(jax.random.key(0)).params
+    with pytest.raises(StateNotReturnedError, match="argument params"):
+        deepcompile.shard(with_gradients_for_nothing).trace(params, BATCH["x"], np.zeros((32, 16), np.float32))
+
+
+def test_what_is_said_to_be_state_has_to_be_returned():
+    with pytest.raises(StateNotReturnedError, match="argument state"):
+        deepcompile.shard(evaluate, state_argnums=0).trace(create(jax.random.key(0)), BATCH)
