@@ -19,6 +19,7 @@ from jax_deepcompile.frontend.containers import opened
 from jax_deepcompile.frontend.objects import Holder, Structure, finish, purify, split
 from jax_deepcompile.frontend.signature import is_numeric, is_optimizer_state
 from jax_deepcompile.frontend.static_arguments import static_and_donated, without_static
+from jax_deepcompile.ir.memory import HOST_KIND
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,14 @@ class PureCall:
         return tuple(map(leaf_type, jax.tree.leaves((self.args, self.kwargs))))
 
     def without_values(self) -> PureCall:
-        """The call with shapes in the place of arrays, and of no objects: nothing in it takes device memory."""
+        """The call with shapes in the place of arrays, and of no objects: nothing in it takes device memory. What is on
+        the host says so."""
 
         def without_value(leaf: Any) -> Any:
             is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-            return abstract(leaf) if is_array and is_numeric(leaf) else leaf
+            if not is_array or not is_numeric(leaf):
+                return leaf
+            return abstract(leaf).update(sharding=sharding_on_host(leaf))
 
         args, kwargs = jax.tree.map(without_value, opened((self.args, self.kwargs)))
         return replace(self, args=args, kwargs=kwargs, objects=())
@@ -146,6 +150,12 @@ def bind(fun: Callable, name: str, args: tuple, kwargs: dict) -> PureCall:
     pure = purify(rest.fun, name, graphdef, holders, found)
     step = PureStep(pure, (together, *arguments), Structure(graphdef, holders), found, rest.static)
     return PureCall(step, (state, *others), kwargs, objects)
+
+
+def sharding_on_host(leaf: Any) -> jax.sharding.Sharding | None:
+    """Of an array in the host's memory, or the shape of one; None of what is elsewhere."""
+    sharding = leaf.sharding if isinstance(leaf, ArrayImpl | jax.ShapeDtypeStruct) else None
+    return sharding if sharding is not None and sharding.memory_kind == HOST_KIND else None
 
 
 def leaf_type(leaf: Any) -> Hashable:

@@ -59,9 +59,9 @@ def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tupl
     for position in signature.networks:
         if not matches.same(position):
             matches.refuse_changed(position, signature, carried=matches.has_any(guessed))
-    if signature.networks and not matches.has_any(guessed) and not matches.same(signature.networks[0]):
-        if signature.optimizers or not _evaluates(args, returned, signature):
-            matches.refuse_missing(signature.networks[0], signature)
+    is_missing = signature.networks and not matches.has_any(guessed) and not matches.same(signature.networks[0])
+    if is_missing and (signature.optimizers or not _evaluates(args, returned, signature)):
+        matches.refuse_missing(signature.networks[0], signature)
     return matches.pairs()
 
 

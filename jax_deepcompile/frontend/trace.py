@@ -13,7 +13,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile import _jax_compat, errors
 from jax_deepcompile.frontend.axes import axes_around, trace_alone
-from jax_deepcompile.frontend.call import PureCall, abstract, argument_names, function_name
+from jax_deepcompile.frontend.call import PureCall, abstract, argument_names, function_name, sharding_on_host
 from jax_deepcompile.frontend.containers import closed, opened
 from jax_deepcompile.frontend.donation import Kept, donations
 from jax_deepcompile.frontend.signature import (
@@ -26,7 +26,7 @@ from jax_deepcompile.frontend.signature import (
 )
 from jax_deepcompile.frontend.state_matching import Returned, outputs_like_state, state_outputs
 from jax_deepcompile.ir.lineage import lineage
-from jax_deepcompile.ir.memory import size_bytes
+from jax_deepcompile.ir.memory import HOST_KIND, size_bytes
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.ir.traversal import equations, inline_calls, nested_jaxprs
@@ -110,6 +110,7 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
         for index, (path, leaf) in enumerate(out_leaves)
     )
     program = Program(signature.function, function.closed, ports, outputs, function.out_tree, pairs, mesh)
+    program = _with_unread_state(program, jax.tree.leaves((call.args, call.kwargs)))
     reasons, donated = dict(reversed(signature.reasons)), []
     for position, donation in donations(call, signature, ports, dict(pairs), returned.lineage, kept).items():
         reason, arguments = donation.reason if donate else "donate=False", call.step.arguments
@@ -121,6 +122,14 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
         text = "%s names the axis %r, which nothing maps it over: it is alone along it, and sees the whole batch"
         logging.getLogger("jax_deepcompile").warning(text, signature.function, axis)
     return Traced(program, in_tree, tuple(donated), _handed_on(program), reasons, function.alone)
+
+
+def _with_unread_state(program: Program, leaves: Sequence) -> Program:
+    """``program`` whose state that nothing reads is said to be on the host where those ``leaves`` of the call are."""
+    away = {place for place in program.unread_state if sharding_on_host(leaves[place])}
+    inputs = enumerate(program.inputs)
+    there = tuple(replace(port, memory_kind=HOST_KIND) if place in away else port for place, port in inputs)
+    return program.replace(inputs=there) if away else program
 
 
 def _handed_on(program: Program) -> frozenset[int]:

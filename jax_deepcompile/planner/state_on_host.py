@@ -56,7 +56,8 @@ def argument_bytes(program: Program) -> int:
     """What one device holds of the arguments of ``program``; of those that nothing reads XLA is given state alone."""
     jaxpr = open_jaxpr(program.jaxpr)
     held = {atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, jex.Var)}
-    held.update(jaxpr.invars[place] for place in program.unread_state)
+    unread = (place for place in program.unread_state if program.inputs[place].memory_kind != HOST_KIND)
+    held.update(jaxpr.invars[place] for place in unread)
     return sum(size_bytes(var) for var in jaxpr.invars if var in held)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile.errors import StateNotReturnedError
@@ -114,6 +115,23 @@ def test_moments_that_nothing_reads_stay_in_any_memory():
     expected = evaluated(state, BATCH)
     assert_close(evaluated(state.replace(opt_state=host), BATCH), expected, 0, "metrics")
     assert evaluated._fast is not None
+    first = deepcompile.shard(evaluate, {"fsdp": 8})
+    assert_close(first(state.replace(opt_state=host), BATCH), expected, 0, "metrics")
+    assert first._fast is not None
+
+
+@pytest.mark.h100_aot
+def test_moments_that_nothing_reads_take_no_memory_of_the_device_where_they_are_on_the_host():
+    mesh = deepcompile.targets.h100().make_mesh((8,), ("fsdp",))
+    evaluated = deepcompile.shard(evaluate, mesh, passes=(), memory_limit="8GiB")
+    on_host = NamedSharding(mesh.abstract_mesh, PartitionSpec("fsdp"), memory_kind="pinned_host")
+
+    def peak_bytes(sharding):
+        moments = jax.ShapeDtypeStruct((1 << 20, 64), jnp.float32, sharding=sharding)
+        state = jax.eval_shape(create, jax.random.key(0)).replace(opt_state={"m": moments})
+        return evaluated.reshard().plan(state, BATCH).prediction.peak_bytes
+
+    assert peak_bytes(None) - peak_bytes(on_host) == pytest.approx(2**20 * 64 * 4 / 8, rel=0.01)
 
 
 def test_moments_that_nothing_reads_have_memory():
