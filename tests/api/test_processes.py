@@ -94,6 +94,10 @@ def test_each_process_passes_its_own_rows():
                 deepcompile.shard(scaled)(sharded.init(create), mine, scale, np.full(16, table, np.float32))
             except deepcompile.errors.ProcessMismatchError as error:
                 print("VALUES", error)
+        def evaluate(state, batch):
+            return ((batch["x"] @ state["w"]) ** 2).mean(-1)
+        trained = sharded.init(create)
+        print("EVALUATED", *np.asarray(deepcompile.shard(evaluate)(trained, mine)), sharded(trained, mine)[1])
         examples = {"x": jax.ShapeDtypeStruct((8, 16), "f4")}
         traced = jax.eval_shape(deepcompile.shard(step), sharded.init(create), examples)
         print("SHAPE", traced[1].shape)
@@ -106,6 +110,10 @@ def test_each_process_passes_its_own_rows():
                 print("ERROR", error)
         """
     )
+    evaluated = [[float(value) for line in lines(run, "EVALUATED") for value in line.split()] for run in runs]
+    expected = ((batch(8)["x"] @ create()["w"]) ** 2).mean(-1)
+    for each in evaluated:
+        np.testing.assert_allclose(each, [*expected, expected.mean()], 1e-5)
     losses = [[float(loss) for loss in lines(run, "LOSS")] for run in runs]
     state, first = jax.jit(step)(create(), batch())
     _, second = jax.jit(step)(state, batch(8))
