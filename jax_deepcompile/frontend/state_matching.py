@@ -80,6 +80,11 @@ def returned_anew(args: tuple, returned: Returned, optimizers: Sequence[int], ot
     return {position for position in others if matches.has_any([position])}
 
 
+def returns_like(args: tuple, returned: Returned, position: int) -> bool:
+    """Whether anything that the step returns could be the new value of an argument, or is a gradient of it."""
+    return not _Matches(args, returned).none_of([position])
+
+
 def outputs_like_state(args: tuple, returned: Returned, signature: Signature) -> list[tuple[int, int]]:
     """Pairs like those of ``state_outputs`` of everything returned that looks like state, gradients say."""
     pairs = []

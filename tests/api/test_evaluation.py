@@ -106,6 +106,14 @@ def test_parameters_alone(options):
     assert arguments_of(predicted) == "read only: params; batch: x"
 
 
+def test_the_batch_may_come_first():
+    params, x = create(jax.random.key(1)).params, BATCH["x"]
+    for batch, step in ((x, lambda x, params: predict(params, x)), (BATCH, lambda b, params: predict(params, b["x"]))):
+        first = deepcompile.shard(step, {"fsdp": 8})
+        assert_close(first(batch, params), predict(params, x), 1e-5, "predictions")
+        assert arguments_of(first) in ("read only: params; batch: x", "read only: params; batch: b")
+
+
 def test_moments_that_nothing_reads_stay_in_any_memory():
     state = deepcompile.shard(train, {"fsdp": 8}).init(create, jax.random.key(0))
     host = jax.tree.map(
