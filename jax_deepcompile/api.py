@@ -98,7 +98,8 @@ def shard(
 
     Args:
       fun: the step, ``(state, batch, ...) -> (state, ...)``. NNX objects among its arguments are state and are updated
-        in place, as ``nnx.jit`` does.
+        in place, as ``nnx.jit`` does. One that returns results alone, ``(state, batch) -> metrics``, and makes no new
+        state either, evaluates: it only reads its state, which stays where it is.
       mesh: the devices: a ``jax.sharding.Mesh``, a shape such as ``{"data": 2, "fsdp": 4}``, or None for all devices
         along one axis "fsdp"; so is a cluster that is not here, such as ``targets.h100(nodes=4)``.
       state_argnums: positions of the arguments that are state; each must be returned, with the same structure, shapes
