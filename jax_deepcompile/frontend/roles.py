@@ -176,8 +176,8 @@ class _Known:
     def first(self, indices: Sequence[int], optimizers: Sequence[int], networks: Collection[int]) -> int | None:
         """The first argument that may be state, apart from optimizers' alone.
 
-        One that may as well be a batch or a number is state only if it is returned anew, or nothing else is; and if what
-        looks like parameters comes behind it, only if something like it is returned.
+        One that may as well be a batch or a number is state only if it is returned anew, or nothing else is; before
+        what looks like parameters, only if something like it is returned.
         """
         keys = [index for index in indices if self.step.arguments[index].is_key]
         others = [index for index in indices if index not in optimizers and index not in keys]

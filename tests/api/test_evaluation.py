@@ -165,6 +165,16 @@ def with_gradients_for_nothing(params, x, y):
     return loss
 
 
+def of_few_parameters(params, x, y):
+    def loss_of(last):
+        return jnp.mean((predict({**params, "Dense_1": {**params["Dense_1"], "bias": last}}, x) - y) ** 2)
+
+    loss, gradient = jax.value_and_grad(loss_of)(params["Dense_1"]["bias"])
+    new = params["Dense_1"]["bias"] - 0.1 * gradient
+    del new
+    return loss
+
+
 def of_the_batch_alone(state, batch, key):
     return batch["x"].mean()
 
@@ -175,10 +185,26 @@ def test_a_state_that_is_forgotten_is_missed(step):
         deepcompile.shard(step).trace(create(jax.random.key(0)), BATCH, jax.random.key(0))
 
 
-def test_gradients_that_are_forgotten_are_missed():
+@pytest.mark.parametrize("step", [with_gradients_for_nothing, of_few_parameters])
+def test_gradients_that_are_forgotten_are_missed(step):
     params = create(jax.random.key(0)).params
     with pytest.raises(StateNotReturnedError, match="argument params"):
-        deepcompile.shard(with_gradients_for_nothing).trace(params, BATCH["x"], np.zeros((32, 16), np.float32))
+        deepcompile.shard(step).trace(params, BATCH["x"], np.zeros((32, 16), np.float32))
+
+
+def with_statistics_in_vain(state, batch):
+    logits, new = logits_of(
+        state, state.params, batch, train=True, mutable=["batch_stats"], rngs={"dropout": jax.random.key(0)}
+    )
+    decayed = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(state.params))
+    del new, decayed
+    return loss_of(logits, batch)
+
+
+def test_what_else_comes_to_nothing_is_no_state():
+    state = create(jax.random.key(0))
+    evaluated = deepcompile.shard(with_statistics_in_vain, {"fsdp": 8})
+    assert_close(evaluated(state, BATCH), jax.jit(with_statistics_in_vain)(state, BATCH), 1e-5, "loss")
 
 
 def test_what_is_said_to_be_state_has_to_be_returned():
