@@ -48,6 +48,21 @@ def test_where_a_schedule_misses_what_is_attainable_others_are_tried(monkeypatch
     assert [record.accepted for record in best.plan.records] == [False, not less, less]
 
 
+@pytest.mark.parametrize(("bound_s", "is_tried"), [(1.99, False), (1.97, True)])
+def test_what_runs_beside_collectives_is_scheduled_though_nothing_waits(monkeypatch, bound_s, is_tried):
+    program, mesh = sharded(stack_loss, {"stack": stack_shapes(2)})
+    kernel = SimpleNamespace(name="fusion", start_s=0.0, end_s=2.0, stream=Stream.COMPUTE)
+
+    def made_up(plan, step_s):
+        simulation = SimpleNamespace(attainable_s=bound_s, timeline=(kernel,), loops=(), module=None)
+        return candidate(program, plan, Prediction(step_s, step_s, 1.0, 0.0, 100, bound_s), simulation)
+
+    evaluate_as(monkeypatch, lambda base, plan, environment: made_up(plan, 2.0))
+    monkeypatch.setattr(schedule_module, "compiled", lambda program, lowered, plan, environment: made_up(plan, 1.975))
+    best = search(program, Environment(mesh, "cuda", CostModel(), None), (), START)
+    assert best.prediction.step_s == (1.975 if is_tried else 2.0)
+
+
 @pytest.mark.parametrize(
     ("hoped_s", "other_s", "tried", "kept"),
     [(1.2, 1.25, True, True), (1.2, 1.6, True, False), (1.495, 1.25, False, False)],

@@ -86,7 +86,7 @@ def try_strategies(monkeypatch) -> Callable[..., Candidate]:
         memory = SimpleNamespace(peak_values=((7 << 20, "fusion.1"), (3 << 20, "copy.2"), (2 << 20, "fusion.3")))
         simulation = SimpleNamespace(attainable_s=HOPED_S.get(plan, step_s), memory=memory)
         module = SimpleNamespace(source_of=lambda name: "step.py:40" if "fusion" in name else "")
-        return candidate(base, plan, Prediction(step_s, step_s, 0.0, 0.0, peak), simulation, module)
+        return candidate(base, plan, Prediction(step_s, step_s, 0.0, 0.0, peak, step_s), simulation, module)
 
     def run(*strategies, limit=None, start=START) -> Candidate:
         return search(program, Environment(mesh, "cuda", CostModel(), limit), strategies, start)
@@ -103,7 +103,7 @@ def decided(best: Candidate) -> Plan:
 def test_what_gains_is_kept(try_strategies):
     best = try_strategies(Proposes((BETTER,)))
     assert decided(best) == BETTER
-    assert best.plan.prediction == best.prediction == Prediction(1.0, 1.0, 0.0, 0.0, 100)
+    assert best.plan.prediction == best.prediction == Prediction(1.0, 1.0, 0.0, 0.0, 100, 1.0)
     (record,) = best.plan.records
     assert (record.accepted, record.reason) == (True, "2 s to 1 s")
 
