@@ -59,6 +59,7 @@ def test_what_runs_beside_collectives_is_scheduled_though_nothing_waits(monkeypa
 
     evaluate_as(monkeypatch, lambda base, plan, environment: made_up(plan, 2.0))
     monkeypatch.setattr(schedule_module, "compiled", lambda program, lowered, plan, environment: made_up(plan, 1.975))
+    monkeypatch.setattr(Candidate, "simulated_by", lambda self, costs: self)
     best = search(program, Environment(mesh, "cuda", CostModel(), None), (), START)
     assert best.prediction.step_s == (1.975 if is_tried else 2.0)
 
