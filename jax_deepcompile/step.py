@@ -26,6 +26,7 @@ from jax_deepcompile.frontend.arguments import (
     refuse_deleted,
     replicated_text,
     shapes_only,
+    tell_what_is_moved,
 )
 from jax_deepcompile.frontend.call import PureCall, bind, function_name
 from jax_deepcompile.frontend.meshes import MeshLike, resolve_mesh
@@ -378,11 +379,13 @@ class ShardedStep(Summarized, Generic[P, R]):
         there, is_moved = move(call.inputs, made.placed.inputs, returned, donated, unread, self.mesh)
         if is_first:
             prepare(made, there, processes)
+            tell_what_is_moved(there if call.objects else call.inputs, made.placed.inputs, made.program)
         free_moved(call.inputs, made.placed.inputs, donated, there)
         run = made.jitted
         out = run(*there)
         if call.objects:
-            return call.finish(*out)
+            state, result = out
+            return call.finish(there[0] if state is None else state, result)
         as_given = jax.tree.structure(there) == jax.tree.structure(call.inputs)
         if not is_moved and not kwargs and not call.step.static and jax.process_count() == 1 and as_given:
             self._fast = run

@@ -1,6 +1,7 @@
 """A call's arguments on the devices where a step wants them, what compiling needs to know of them, and their rows."""
 
 import itertools
+import logging
 import zlib
 from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard
@@ -17,6 +18,7 @@ from jax_deepcompile.frontend.call import abstract
 from jax_deepcompile.frontend.containers import contained
 from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.program import Port, Program, Role
+from jax_deepcompile.summary import size_text
 
 
 def move(
@@ -52,6 +54,29 @@ def move(
             kept.add(id(leaf))
         there.append(new)
     return contained(tree.children(), there), is_moved
+
+
+def tell_what_is_moved(args: tuple, targets: Sequence[NamedSharding | None], program: Program) -> None:
+    """Logs it if an evaluation finds much of its state elsewhere, as that is moved in every call."""
+    if program.state_outputs:
+        return
+    leaves = enumerate(zip(jax.tree.leaves(args), targets, strict=True))
+    read = [pair for at, pair in leaves if program.inputs[at].role.is_state and at not in program.unread_state]
+    moved_bytes = sum(leaf.nbytes for leaf, target in read if not _is_there(leaf, target))
+    if moved_bytes > _MOVED_BYTES:
+        text = "%s moves %s of its state to the devices in every call; what steps and their init return is there"
+        logging.getLogger("jax_deepcompile").warning(text, program.name, size_text(moved_bytes))
+
+
+def _is_there(leaf: Any, target: NamedSharding | None) -> bool:
+    """Whether an array, if ``leaf`` is one in memory, is where it should be."""
+    if not isinstance(leaf, np.ndarray) and not is_concrete(leaf):
+        return True
+    return target is None or (is_concrete(leaf) and leaf.sharding.is_equivalent_to(target, leaf.ndim))
+
+
+_MOVED_BYTES = 1 << 26
+"""What is moved in every call without a word."""
 
 
 def free_moved(args: tuple, targets: Sequence[NamedSharding | None], donated: Collection[int], there: tuple) -> None:

@@ -152,7 +152,10 @@ def finish(objects: tuple, state: Any, out: Any) -> Any:
 
 
 def purify(fun: Callable, name: str, graphdef: Any, holders: Sequence[Holder], names: Sequence[str]) -> Callable:
-    """``fun``, called ``name``, of the state of objects, which have ``names``, and of all else."""
+    """``fun``, called ``name``, of the state of objects, which have ``names``, and of all else.
+
+    It returns None in the place of a state in which nothing is another value.
+    """
 
     def pure(state, *args, **kwargs):
         objects = nnx.merge(graphdef, _with_values(state))
@@ -166,7 +169,8 @@ def purify(fun: Callable, name: str, graphdef: Any, holders: Sequence[Holder], n
         if jax.tree.structure(after) != jax.tree.structure(state):
             changes = structure_changes(state, after, functools.partial(in_objects, names))
             raise errors.StateChangedError(name, changes)
-        return after, out
+        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True)
+        return None if all(now is was for was, now in pairs) else after, out
 
     return pure
 

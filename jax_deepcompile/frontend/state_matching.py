@@ -7,7 +7,7 @@ returned nearest to the top goes before what is inside of something else, and no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,8 @@ def state_outputs(args: tuple, returned: Returned, signature: Signature) -> tupl
       StateNotReturnedError, StateChangedError: state is not returned as it came.
     """
     matches = _Matches(args, returned)
+    if signature.objects and returned.shape[0] is None:  # nothing in them is another value
+        signature = replace(signature, state=signature.state[1:])
     for position in matches.most_leaves_first((*signature.state, *signature.optimizers)):
         if not matches.match(position):
             matches.refuse_changed(position, signature)

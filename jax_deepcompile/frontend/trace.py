@@ -61,7 +61,8 @@ class Traced:
       program: the global view.
       in_tree: structure of ``(args, kwargs)``.
       donated: positions of the arguments whose memory the step may have.
-      handed_on: positions of leaves such as random keys, whose next values the step returns beside the state.
+      handed_on: positions of leaves such as random keys, whose next values the step returns beside the state; and of
+        those in NNX objects that it does not change, which have them from then on where the step wants them.
       reasons: by the name of every argument why it is what it is, and donated or not.
       alone: axes that the step names and nothing maps it over.
     """
@@ -99,9 +100,9 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
     ports, in_tree = input_ports(call.args, call.kwargs, signature)
     out_leaves = jax.tree_util.tree_leaves_with_path(returned.shape)
     pairs = state_outputs(call.args, returned, signature)
-    kept = Kept.of(ports, dict(pairs), returned.lineage)
+    by_hand = Kept.of(ports, dict(pairs), returned.lineage)
     ports = tuple(
-        replace(port, role=Role.OPTIMIZER) if leaf in kept.moments else port for leaf, port in enumerate(ports)
+        replace(port, role=Role.OPTIMIZER) if leaf in by_hand.moments else port for leaf, port in enumerate(ports)
     )
     like_state = outputs_like_state(call.args, returned, signature)
     by_output = {out: ports[inp] for inp, out in (*like_state, *pairs)}
@@ -112,7 +113,7 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
     program = Program(signature.function, function.closed, ports, outputs, function.out_tree, pairs, mesh)
     program = _with_unread_state(program, jax.tree.leaves((call.args, call.kwargs)))
     reasons, donated = dict(reversed(signature.reasons)), []
-    for position, donation in donations(call, signature, ports, dict(pairs), returned.lineage, kept).items():
+    for position, donation in donations(call, signature, ports, dict(pairs), returned.lineage, by_hand).items():
         reason, arguments = donation.reason if donate else "donate=False", call.step.arguments
         holding = [each.name for each in arguments if each.has_objects and each.position is not None]
         for name in holding if arguments[position].position is None else [arguments[position].name]:
@@ -121,7 +122,8 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
     for axis in function.alone:
         text = "%s names the axis %r, which nothing maps it over: it is alone along it, and sees the whole batch"
         logging.getLogger("jax_deepcompile").warning(text, signature.function, axis)
-    return Traced(program, in_tree, tuple(donated), _handed_on(program), reasons, function.alone)
+    kept = range(len(jax.tree.leaves(call.args[0]))) if signature.objects and returned.shape[0] is None else ()
+    return Traced(program, in_tree, tuple(donated), _handed_on(program).union(kept), reasons, function.alone)
 
 
 def _with_unread_state(program: Program, leaves: Sequence) -> Program:

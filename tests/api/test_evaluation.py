@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -126,6 +127,32 @@ def test_moments_that_nothing_reads_stay_in_any_memory():
     first = deepcompile.shard(evaluate, {"fsdp": 8})
     assert_close(first(state.replace(opt_state=host), BATCH), expected, 0, "metrics")
     assert first._fast is not None
+
+
+def test_objects_that_nothing_changes_keep_their_arrays():
+    model = nnx.Sequential(nnx.Linear(24, 64, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(1)))
+    expected = model(BATCH["x"])
+    predicted = deepcompile.shard(lambda model, x: (model(x), model), {"fsdp": 8})
+    found, same = predicted(model, BATCH["x"])
+    assert same is model
+    assert_close(found, expected, 1e-5, "predictions")
+    kernel = model.layers[0].kernel.get_value()
+    assert kernel.addressable_shards[0].data.shape == (3, 64), "from the first call on they are divided"
+    assert_close(predicted(model, BATCH["x"])[0], expected, 1e-5, "predictions")
+    assert model.layers[0].kernel.get_value() is kernel
+    assert arguments_of(predicted) == "read only: model; batch: x"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_state_that_every_call_has_to_move_is_told(is_there, caplog, monkeypatch):
+    monkeypatch.setattr("jax_deepcompile.frontend.arguments._MOVED_BYTES", 1)
+    evaluated = deepcompile.shard(evaluate, {"fsdp": 8})
+    state = evaluated.init(create, jax.random.key(0)) if is_there else create(jax.random.key(0))
+    for _ in range(2):
+        evaluated(state, BATCH)
+    told = [each.message for each in caplog.records if "in every call" in each.message]
+    assert told == [] if is_there else [told[0]]
+    assert is_there or told[0].startswith("evaluate moves 11.3 KiB of its state to the devices in every call")
 
 
 @pytest.mark.h100_aot
