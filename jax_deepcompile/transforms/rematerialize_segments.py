@@ -156,9 +156,8 @@ class _Again:
             eqn = tape.jaxpr.eqns[place]
             for atom in tape.operands(place):
                 if atom not in known and has_numbers(atom):
-                    yield (
-                        barrier := new_barrier([atom] if after is None else [atom, after], rematted(eqn.source_info))
-                    )
+                    given = [renamed(atom, self.merged), *([] if after is None else [after])]
+                    yield (barrier := new_barrier(given, rematted(eqn.source_info)))
                     known[atom] = barrier.outvars[0]
             names = {atom: renamed(renamed(atom, tape.guarded), known) for atom in variables(eqn.invars)}
             outvars = [new_var(var.aval) for var in eqn.outvars]

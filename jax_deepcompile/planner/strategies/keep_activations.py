@@ -111,7 +111,8 @@ class KeepActivations:
                 said = start.said + _said(choice) + ", updated a layer at a time" * by_layer
                 alone = in_place(there.without(LoopSchedule, StackCollectives), base)
                 there = in_place(copying_ahead(there, base, environment.mesh), base)
-                there = keep_over_loops(base, there, environment) if there.of(KeptGathers) else there
+                if plan.of(KeptGathers):
+                    there, alone = (keep_over_loops(base, each, environment) for each in (there, alone))
                 ahead.append(Proposal(there, said))
                 in_turn = any(each.copied for each in there.of(UpdatedInLoop))  # that has nothing to hide beside
                 if needs_least and not in_turn and alone.decisions != there.decisions:
