@@ -240,6 +240,7 @@ class ShardedStep(Summarized, Generic[P, R]):
             in_shardings=made.shardings.in_shardings,
             out_shardings=made.shardings.out_shardings,
             donate_argnums=made.traced.donated,
+            keep_unused=bool(made.program.unread_state),
         )
         shapes = shapes_only(call.inputs, made.shardings.inputs, made.program)
         with as_if_here(self.mesh):

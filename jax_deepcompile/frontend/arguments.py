@@ -45,7 +45,7 @@ def move(
     kept = {id(leaf) for index, leaf in enumerate(leaves) if index not in donated}
     there, is_moved = [], False
     for index, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
-        is_there = index in unread and is_concrete(leaf) and len(leaf.sharding.device_set) == mesh.size
+        is_there = index in unread and _is_there(leaf, target)
         new = leaf if is_there else _moved(leaf, target, mesh, index in returned or index in unread)
         is_moved |= new is not leaf and index not in returned
         if index in donated:
@@ -62,17 +62,22 @@ def tell_what_is_moved(args: tuple, targets: Sequence[NamedSharding | None], pro
         return
     leaves = enumerate(zip(jax.tree.leaves(args), targets, strict=True))
     read = [pair for at, pair in leaves if program.inputs[at].role.is_state and at not in program.unread_state]
-    moved_bytes = sum(leaf.nbytes for leaf, target in read if not _is_there(leaf, target))
+    moved_bytes = sum(leaf.nbytes for leaf, target in read if _is_array(leaf) and not _is_there(leaf, target))
     if moved_bytes > _MOVED_BYTES:
         text = "%s moves %s of its state to the devices in every call; what steps and their init return is there"
         logging.getLogger("jax_deepcompile").warning(text, program.name, size_text(moved_bytes))
 
 
 def _is_there(leaf: Any, target: NamedSharding | None) -> bool:
-    """Whether an array, if ``leaf`` is one in memory, is where it should be."""
-    if not isinstance(leaf, np.ndarray) and not is_concrete(leaf):
-        return True
-    return target is None or (is_concrete(leaf) and leaf.sharding.is_equivalent_to(target, leaf.ndim))
+    """Whether an array is where it should be, in any memory of the devices."""
+    if not is_concrete(leaf) or explicit_axes(leaf):
+        return False
+    kind = target and target.memory_kind
+    return target is None or kind is None or leaf.sharding.with_memory_kind(kind).is_equivalent_to(target, leaf.ndim)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) or is_concrete(leaf)
 
 
 _MOVED_BYTES = 1 << 26
@@ -94,9 +99,7 @@ def free_moved(args: tuple, targets: Sequence[NamedSharding | None], donated: Co
 
 def _changes_memory(leaf: Any, target: NamedSharding | None) -> bool:
     kind = target and target.memory_kind
-    if target is None or kind is None or not is_concrete(leaf) or leaf.sharding.memory_kind == kind:
-        return False
-    return leaf.sharding.with_memory_kind(kind).is_equivalent_to(target, leaf.ndim)
+    return kind is not None and _is_there(leaf, target) and leaf.sharding.memory_kind != kind
 
 
 def are_plain(args: tuple) -> bool:

@@ -16,7 +16,7 @@ from jax_deepcompile import errors
 from jax_deepcompile.frontend.arguments import examples, may_be_rows
 from jax_deepcompile.frontend.call import PureCall, PureStep
 from jax_deepcompile.frontend.signature import Signature, input_ports
-from jax_deepcompile.frontend.state_matching import Returned, returned_anew, returns_like
+from jax_deepcompile.frontend.state_matching import Returned, returned_anew
 from jax_deepcompile.ir.program import AS_JITTED
 
 
@@ -141,7 +141,8 @@ class Roles:
             return replace(signature, state=tuple(state))
         optimizers = tuple(index for index in state if arguments[index].is_optimizer)
         networks = {index for index in state if index not in optimizers}
-        first = known.first(list(indices.values()), optimizers, networks)
+        batch = self._indices(self.batch or (), step)
+        first = known.first([index for index in indices.values() if index not in batch], optimizers, networks)
         signature = replace(signature, optimizers=optimizers, networks=tuple(sorted(networks)))
         if first is None or first in networks:
             return signature
@@ -176,8 +177,7 @@ class _Known:
     def first(self, indices: Sequence[int], optimizers: Sequence[int], networks: Collection[int]) -> int | None:
         """The first argument that may be state, apart from optimizers' alone.
 
-        One that may as well be a batch or a number is state only if it is returned anew, or nothing else is; before
-        what looks like parameters, only if something like it is returned.
+        One that may as well be a batch or a number is state only if it is returned anew, or nothing else is.
         """
         keys = [index for index in indices if self.step.arguments[index].is_key]
         others = [index for index in indices if index not in optimizers and index not in keys]
@@ -190,10 +190,9 @@ class _Known:
             anew = returned_anew(self.args, self.returned(), optimizers, [*networks, *arrays])
             if anew:
                 return min((index for index in arrays if index in anew), default=None)
+            if networks:
+                return min(networks)
         candidates = arrays if len(arrays) > 1 or not keys else []
-        behind = [index for index in candidates[1:] if self._looks_like_parameters(index)]
-        if behind and not returns_like(self.args, self.returned(), candidates[0]):
-            return behind[0]
         return next(iter(candidates or [index for index in indices if index not in optimizers]), None)
 
     def parameters(self, rest: Sequence[int], signature: Signature, guess: bool) -> set[int]:

@@ -82,20 +82,22 @@ def returned_anew(args: tuple, returned: Returned, optimizers: Sequence[int], ot
     return {position for position in others if matches.has_any([position])}
 
 
-def returns_like(args: tuple, returned: Returned, position: int) -> bool:
-    """Whether anything that the step returns could be the new value of an argument, or is a gradient of it."""
-    return not _Matches(args, returned).none_of([position])
+def outputs_like_state(
+    args: tuple, returned: Returned, signature: Signature, parts: bool = False
+) -> list[tuple[int, int]]:
+    """Pairs like those of ``state_outputs`` of everything returned that looks like state, gradients say.
 
-
-def outputs_like_state(args: tuple, returned: Returned, signature: Signature) -> list[tuple[int, int]]:
-    """Pairs like those of ``state_outputs`` of everything returned that looks like state, gradients say."""
+    Args:
+      parts: also of what looks like a part of it.
+    """
     pairs = []
+    made = [sub for sub in _subtrees(returned.shape) if sub.structure.num_leaves > 1]
     for position in signature.divided:
-        structure = jax.tree.structure(args[position])
-        start = len(jax.tree.leaves(args[:position]))
-        for sub in _subtrees(returned.shape):
-            if sub.structure == structure and structure.num_leaves > 1 and not _changes(args[position], sub.tree):
-                pairs += zip(range(start, start + structure.num_leaves), sub.leaves, strict=True)
+        whole, *inside = _subtrees(args[position], len(jax.tree.leaves(args[:position])))
+        for part in (whole, *inside) if parts else (whole,):
+            for sub in made:
+                if sub.structure == part.structure and not _changes(part.tree, sub.tree):
+                    pairs += zip(part.leaves, sub.leaves, strict=True)
     return pairs
 
 

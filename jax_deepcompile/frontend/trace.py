@@ -104,7 +104,7 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
     ports = tuple(
         replace(port, role=Role.OPTIMIZER) if leaf in by_hand.moments else port for leaf, port in enumerate(ports)
     )
-    like_state = outputs_like_state(call.args, returned, signature)
+    like_state = outputs_like_state(call.args, returned, signature, parts=not pairs)
     by_output = {out: ports[inp] for inp, out in (*like_state, *pairs)}
     outputs = tuple(
         by_output.get(index, port_of(f"out{jax.tree_util.keystr(path)}", Role.OTHER, leaf))

@@ -107,12 +107,21 @@ def test_parameters_alone(options):
     assert arguments_of(predicted) == "read only: params; batch: x"
 
 
-def test_the_batch_may_come_first():
-    params, x = create(jax.random.key(1)).params, BATCH["x"]
-    for batch, step in ((x, lambda x, params: predict(params, x)), (BATCH, lambda b, params: predict(params, b["x"]))):
-        first = deepcompile.shard(step, {"fsdp": 8})
-        assert_close(first(batch, params), predict(params, x), 1e-5, "predictions")
-        assert arguments_of(first) in ("read only: params; batch: x", "read only: params; batch: b")
+@pytest.mark.parametrize(
+    ("batch", "step"), [(BATCH["x"], lambda x, params: predict(params, x)), (BATCH, lambda x, p: predict(p, x["x"]))]
+)
+def test_what_is_said_to_be_the_batch_may_come_first(batch, step):
+    params = create(jax.random.key(1)).params
+    predicted = deepcompile.shard(step, {"fsdp": 8}, batch_argnums=0)
+    assert_close(predicted(batch, params), predict(params, BATCH["x"]), 1e-5, "predictions")
+    assert arguments_of(predicted) in ("read only: params; batch: x", "read only: p; batch: x")
+
+
+def test_the_batch_may_come_before_a_state_that_an_optimizer_is_in():
+    evaluated = deepcompile.shard(lambda batch, state: evaluate(state, batch), {"fsdp": 8})
+    state = create(jax.random.key(0))
+    assert_close(evaluated(BATCH, state), jax.jit(evaluate)(state, BATCH), 1e-5, "metrics")
+    assert arguments_of(evaluated) == "read only: state; batch: batch"
 
 
 def test_moments_that_nothing_reads_stay_in_any_memory():
@@ -186,19 +195,26 @@ def without_its_state_jitted(state, batch, key):
     return jax.jit(train)(state, batch, key)[1]
 
 
-def with_gradients_for_nothing(params, x, y):
-    loss, gradients = jax.value_and_grad(lambda params: jnp.mean((predict(params, x) - y) ** 2))(params)
-    del gradients
-    return loss
+def by_its_leaves(state, batch, key):
+    return jax.tree.leaves(train(state, batch, key)[0])
 
 
-def of_few_parameters(params, x, y):
-    def loss_of(last):
-        return jnp.mean((predict({**params, "Dense_1": {**params["Dense_1"], "bias": last}}, x) - y) ** 2)
+def without_its_optimizer(state, batch, key):
+    new, loss = train(state, batch, key)
+    return new.params, loss
 
-    loss, gradient = jax.value_and_grad(loss_of)(params["Dense_1"]["bias"])
-    new = params["Dense_1"]["bias"] - 0.1 * gradient
-    del new
+
+def with_a_norm_of_the_new(state, batch, key):
+    new, loss = train(state, batch, key)
+    return {"loss": loss, "norm": optax.tree.norm(new.params)}
+
+
+def of_the_last_layer(state, batch, key):
+    def loss_of_last(last):
+        return loss_of(predict({**state.params, "Dense_1": last}, batch["x"]), batch)
+
+    loss, gradients = jax.value_and_grad(loss_of_last)(state.params["Dense_1"])
+    jax.tree.map(lambda old, gradient: old - 0.1 * gradient, state.params["Dense_1"], gradients)
     return loss
 
 
@@ -206,17 +222,30 @@ def of_the_batch_alone(state, batch, key):
     return batch["x"].mean()
 
 
-@pytest.mark.parametrize("step", [without_its_state, without_its_state_jitted, of_the_batch_alone])
+@pytest.mark.parametrize(
+    "step",
+    [
+        without_its_state,
+        without_its_state_jitted,
+        by_its_leaves,
+        without_its_optimizer,
+        with_a_norm_of_the_new,
+        of_the_last_layer,
+        of_the_batch_alone,
+    ],
+)
 def test_a_state_that_is_forgotten_is_missed(step):
     with pytest.raises(StateNotReturnedError, match="does not return its state"):
         deepcompile.shard(step).trace(create(jax.random.key(0)), BATCH, jax.random.key(0))
 
 
-@pytest.mark.parametrize("step", [with_gradients_for_nothing, of_few_parameters])
-def test_gradients_that_are_forgotten_are_missed(step):
-    params = create(jax.random.key(0)).params
-    with pytest.raises(StateNotReturnedError, match="argument params"):
-        deepcompile.shard(step).trace(params, BATCH["x"], np.zeros((32, 16), np.float32))
+def test_a_weight_that_is_forgotten_is_missed():
+    def descent(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return loss, jnp.sum(w - 0.1 * gradient)
+
+    with pytest.raises(StateNotReturnedError, match="argument w"):
+        deepcompile.shard(descent).trace(np.ones((24, 8), np.float32), BATCH["x"])
 
 
 def with_statistics_in_vain(state, batch):
@@ -228,10 +257,47 @@ def with_statistics_in_vain(state, batch):
     return loss_of(logits, batch)
 
 
-def test_what_else_comes_to_nothing_is_no_state():
+def with_gradients_in_vain(state, batch):
+    return jax.value_and_grad(lambda params: loss_of(logits_of(state, params, batch), batch))(state.params)[0]
+
+
+def with_an_average_in_vain(state, batch):
+    averaged = jax.tree.map(lambda old, other: 0.9 * old + 0.1 * other, state.params, state.opt_state[0].trace)
+    scaled = jax.tree.map(lambda leaf: leaf / (jnp.linalg.norm(leaf) + 1), state.params)
+    del averaged
+    return loss_of(predict(scaled, batch["x"]), batch)
+
+
+def of_nodes(state, batch):
+    """An activation carries a parameter on, and depends on it through a product too."""
+    nodes = state.opt_state[0].trace["Dense_0"]["kernel"]
+    nodes = nodes + jnp.tanh(nodes @ nodes.T) @ nodes
+    return jnp.mean(batch["x"] @ nodes @ state.params["Dense_1"]["kernel"])
+
+
+@pytest.mark.parametrize("step", [with_statistics_in_vain, with_gradients_in_vain, with_an_average_in_vain, of_nodes])
+def test_what_else_comes_to_nothing_is_no_state(step):
     state = create(jax.random.key(0))
-    evaluated = deepcompile.shard(with_statistics_in_vain, {"fsdp": 8})
-    assert_close(evaluated(state, BATCH), jax.jit(with_statistics_in_vain)(state, BATCH), 1e-5, "loss")
+    evaluated = deepcompile.shard(step, {"fsdp": 8})
+    assert_close(evaluated(state, BATCH), jax.jit(step)(state, BATCH), 1e-5, "loss")
+
+
+def test_gradients_are_divided_like_what_they_are_of():
+    state = create(jax.random.key(0))
+    gradients = jax.grad(lambda params, state, batch: evaluate(state.replace(params=params), batch)["loss"])
+    found = deepcompile.shard(lambda state, batch: {"of": gradients(state.params, state, batch)}, {"fsdp": 8})(
+        state, BATCH
+    )
+    assert_close(found["of"], gradients(state.params, state, BATCH), 1e-5, "gradients")
+    assert not found["of"]["Dense_0"]["kernel"].sharding.is_fully_replicated
+
+
+def test_state_on_the_devices_in_another_order_is_moved():
+    state = deepcompile.shard(train, {"fsdp": 8}).init(create, jax.random.key(0))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("fsdp",))
+    other = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec())), state)
+    evaluated = deepcompile.shard(evaluate, {"fsdp": 8})
+    assert_close(evaluated(other, BATCH), evaluated(state, BATCH), 1e-6, "metrics")
 
 
 def test_what_is_said_to_be_state_has_to_be_returned():
