@@ -103,10 +103,11 @@ def shard(
       mesh: the devices: a ``jax.sharding.Mesh``, a shape such as ``{"data": 2, "fsdp": 4}``, or None for all devices
         along one axis "fsdp"; so is a cluster that is not here, such as ``targets.h100(nodes=4)``.
       state_argnums: positions of the arguments that are state; each must be returned, with the same structure, shapes
-        and dtypes. By default the NNX objects, or else the first argument that is not a random key or a number, and
-        with them every argument that the state of an optax optimizer is in, and others that look like parameters or
-        that are returned anew: with their old elements in the new ones. Those that are not returned are divided like
-        state and only read. Positions count the parameters of the step, those that are passed by name too.
+        and dtypes. By default the NNX objects, or else the first argument that is not a random key, a number or named
+        in ``batch_argnums``, and with them every argument that the state of an optax optimizer is in, and others that
+        look like parameters or that are returned anew: with their old elements in the new ones. Those that are not
+        returned are divided like state and only read. Positions count the parameters of the step, those that are
+        passed by name too.
       batch_argnums: positions of the arguments whose leaves have examples along dimension 0, divided among all devices;
         scalars among them are replicated. By default the first argument, scalars aside, that is neither state nor
         parameters nor a random key, and those that have as many examples in every leaf, such as labels; or those with
