@@ -12,7 +12,7 @@ from jax_deepcompile.ir.traversal import nested_jaxprs, variables
 
 
 def evaluates(jaxpr: Any, state: Collection[int]) -> bool:
-    """Whether the results of ``jaxpr`` are computed of ``state``, and it makes no new values of its inputs.
+    """Whether the results of ``jaxpr`` are computed of ``state``, and it makes no new values of it.
 
     A new value carries on the old one, and depends on it through products or sums with what is no state as well: its
     gradient does. It need not be returned, or read by anything, as in a step that forgets it. Statistics of a batch
@@ -24,14 +24,14 @@ def evaluates(jaxpr: Any, state: Collection[int]) -> bool:
       state: positions of inputs.
     """
     inner = open_jaxpr(jaxpr)
-    types = set(map(_type, inner.invars))
+    types = {_type(inner.invars[at]) for at in state}
     made = [var for eqn in inner.eqns for var in eqn.outvars if _type(var) in types]
     carried, (depends, mixed) = lineage(inner.replace(outvars=made)).carried, _dependence(inner)
     own = sum(1 << at for at in state)
     updated = {
         at
         for value, bits in zip(made, carried, strict=True)
-        for at in members(bits & mixed[value] if depends[value] & ~own else 0)
+        for at in members(bits & mixed[value] & own if depends[value] & ~own else 0)
         if _type(value) == _type(inner.invars[at])
     }
     needed = set(variables(inner.outvars))
