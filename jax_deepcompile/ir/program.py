@@ -103,10 +103,11 @@ class Program(Summarized):
 
     @functools.cached_property
     def unread_state(self) -> frozenset[int]:
-        """Positions of the state that nothing is computed of, as the moments are in an evaluation."""
+        """Positions of the state that nothing is computed of and nothing succeeds, as of moments in an evaluation."""
         jaxpr = self.jaxpr.jaxpr
         read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if not isinstance(atom, jex.Literal)}
         read.update(atom for atom in jaxpr.outvars if not isinstance(atom, jex.Literal))
+        read.update(jaxpr.invars[source] for source, _ in self.state_outputs)
         pairs = enumerate(zip(jaxpr.invars, self.inputs, strict=True))
         return frozenset(at for at, (var, port) in pairs if port.role.is_state and var not in read)
 
