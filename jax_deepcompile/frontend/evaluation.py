@@ -3,12 +3,9 @@
 from collections.abc import Collection
 from typing import Any
 
-from jax.extend import core as jex
-
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.ir.lineage import lineage, members
-from jax_deepcompile.ir.primitives import MIXING
-from jax_deepcompile.ir.traversal import nested_jaxprs, variables
+from jax_deepcompile.ir.lineage import dependence, lineage, members
+from jax_deepcompile.ir.traversal import variables
 
 
 def evaluates(jaxpr: Any, state: Collection[int]) -> bool:
@@ -26,12 +23,12 @@ def evaluates(jaxpr: Any, state: Collection[int]) -> bool:
     inner = open_jaxpr(jaxpr)
     types = {_type(inner.invars[at]) for at in state}
     made = [var for eqn in inner.eqns for var in eqn.outvars if _type(var) in types]
-    carried, (depends, mixed) = lineage(inner.replace(outvars=made)).carried, _dependence(inner)
+    values = inner.replace(outvars=made)
     own = sum(1 << at for at in state)
     updated = {
         at
-        for value, bits in zip(made, carried, strict=True)
-        for at in members(bits & mixed[value] & own if depends[value] & ~own else 0)
+        for value, carried, (depends, mixed) in zip(made, lineage(values).carried, dependence(values), strict=True)
+        for at in members(carried & mixed & own if depends & ~own else 0)
         if _type(value) == _type(inner.invars[at])
     }
     needed = set(variables(inner.outvars))
@@ -41,23 +38,6 @@ def evaluates(jaxpr: Any, state: Collection[int]) -> bool:
     read = {at for at in state if inner.invars[at] in needed}
     is_one_of_many = len(updated) == 1 and updated < read
     return bool(read) and (not updated or is_one_of_many)
-
-
-def _dependence(jaxpr: jex.Jaxpr) -> tuple[dict[jex.Var, int], dict[jex.Var, int]]:
-    """For each value the inputs that it depends on, as the bits of a number, and those of them through what mixes
-    elements."""
-    depends = {var: 1 << place for place, var in enumerate(jaxpr.invars)}
-    mixed: dict[jex.Var, int] = {}
-    for eqn in jaxpr.eqns:
-        on = through = 0
-        for atom in variables(eqn.invars):
-            on |= depends.get(atom, 0)
-            through |= mixed.get(atom, 0)
-        if eqn.primitive.name in MIXING or nested_jaxprs(eqn):
-            through = on
-        depends |= dict.fromkeys(eqn.outvars, on)
-        mixed |= dict.fromkeys(eqn.outvars, through)
-    return depends, mixed
 
 
 def _type(atom: Any) -> tuple:

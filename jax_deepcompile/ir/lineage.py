@@ -46,6 +46,14 @@ def lineage(jaxpr: Any) -> Lineage:
     return Lineage(tuple(carried), walk.mixed, same)
 
 
+def dependence(jaxpr: Any) -> tuple[tuple[int, int], ...]:
+    """For each result of ``jaxpr`` the inputs that it depends on, and those of them through what mixes elements."""
+    inner = open_jaxpr(jaxpr)
+    count = len(inner.invars)
+    found = _Dependence(count=count).outputs(inner, [1 << position for position in range(count)])
+    return tuple((bits & (1 << count) - 1, bits >> count) for bits in found)
+
+
 def members(bits: int) -> Iterator[int]:
     """Of a set that is the bits of a number, the highest first."""
     while bits:
@@ -83,10 +91,14 @@ class _Walk:
                 return [reduce(or_, results) for results in zip(*branches, strict=True)]
             case "optimization_barrier":
                 return operands
-        together, mixes = reduce(or_, operands, 0), eqn.primitive.name in MIXING
+        return [self._made(eqn, reduce(or_, operands, 0))] * len(eqn.outvars)
+
+    def _made(self, eqn: jex.JaxprEqn, together: int) -> int:
+        """What an equation makes of operands that are ``together`` of these inputs."""
+        mixes = eqn.primitive.name in MIXING
         if mixes or nested_jaxprs(eqn):
             self.mixed |= together
-        return [0 if mixes else together] * len(eqn.outvars)
+        return 0 if mixes else together
 
     def _loop(self, body: jex.Jaxpr, consts: list[int], carry: list[int], stacked: list[int]) -> list[int]:
         """A carry is what it was before the loop, and what any number of iterations made of it."""
@@ -96,3 +108,14 @@ class _Walk:
             if after == carry:
                 return [*after, *outputs[len(carry) :]]
             carry = after
+
+
+@dataclass
+class _Dependence(_Walk):
+    """Of sets of inputs behind those that are mixed, each of ``count``."""
+
+    count: int = 0
+
+    def _made(self, eqn: jex.JaxprEqn, together: int) -> int:
+        mixes = eqn.primitive.name in MIXING or nested_jaxprs(eqn)
+        return together | (together & (1 << self.count) - 1) << self.count if mixes else together

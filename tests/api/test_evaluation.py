@@ -282,6 +282,31 @@ def test_what_else_comes_to_nothing_is_no_state(step):
     assert_close(evaluated(state, BATCH), jax.jit(step)(state, BATCH), 1e-5, "loss")
 
 
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(24, 24, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.dense(x)), jnp.mean(x**2)
+
+
+@nnx.split_rngs(splits=2)
+@nnx.vmap(in_axes=(0,), out_axes=0)
+def layers(rngs):
+    return Layer(rngs)
+
+
+def test_loops_of_flax_hand_parameters_on():
+    graph, params = nnx.split(layers(nnx.Rngs(0)))
+
+    def sizes(params, x):
+        layer = nnx.remat(lambda x, layer: layer(x))
+        return nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(x, nnx.merge(graph, params))
+
+    found = deepcompile.shard(sizes, {"fsdp": 8})(params, BATCH["x"])
+    assert_close(found, jax.jit(sizes)(params, BATCH["x"]), 1e-5, "sizes")
+
+
 def test_gradients_are_divided_like_what_they_are_of():
     state = create(jax.random.key(0))
     gradients = jax.grad(lambda params, state, batch: evaluate(state.replace(params=params), batch)["loss"])
