@@ -125,7 +125,7 @@ class Candidate(Summarized):
 
     @property
     def is_delayed(self) -> bool:
-        """Whether enough is between the step and what no schedule beats: what waits, and kernels that others slow."""
+        """Whether enough waits, or is slowed by what runs beside it, for the step to be well above its bound."""
         return self.prediction.step_s - self.prediction.bound_s >= WORTH_TRYING * self.prediction.step_s
 
     @property
