@@ -1,11 +1,12 @@
 """Steps that evaluate: they return nothing of their state, and make no new values of it either."""
 
 from collections.abc import Collection
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.lineage import dependence, lineage, members
-from jax_deepcompile.ir.traversal import variables
 
 
 def evaluates(jaxpr: Any, state: Collection[int]) -> bool:
@@ -31,11 +32,7 @@ def evaluates(jaxpr: Any, state: Collection[int]) -> bool:
         for at in members(carried & mixed & own if depends & ~own else 0)
         if _type(value) == _type(inner.invars[at])
     }
-    needed = set(variables(inner.outvars))
-    for eqn in reversed(inner.eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            needed.update(variables(eqn.invars))
-    read = {at for at in state if inner.invars[at] in needed}
+    read = set(members(own & reduce(or_, (depends for depends, _ in dependence(inner)), 0)))
     is_one_of_many = len(updated) == 1 and updated < read
     return bool(read) and (not updated or is_one_of_many)
 
