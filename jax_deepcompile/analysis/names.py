@@ -48,6 +48,27 @@ def keeping_loop_names(program: Program, before: Program) -> Program:
     return program if names == program.loop_names else program.replace(loop_names=names)
 
 
+def with_second_run(program: Program, name: str) -> Program:
+    """``program`` in which a copy of the loop called ``name`` follows it, with names for that and the loops inside."""
+    (at,) = (path for path, known in program.loop_names.items() if known == name)
+    loops = dict(loops_in(program.jaxpr))
+    made = _origin(loops[at], False)
+    second = min(path for path, eqn in loops.items() if len(path) == 1 and path > at and _origin(eqn, False) == made)
+    known = {path: own for path, own in program.loop_names.items() if path[:1] == at}
+    names = numbered([second_run(own) for own in known.values()])
+    copies = {(*second, *path[1:]): copy for path, copy in zip(known, names, strict=True)}
+    return program.replace(loop_names={**program.loop_names, **copies})
+
+
+def second_run(name: str) -> str:
+    """What the loop ``name`` is called where it runs a second time, to update.
+
+    >>> second_run("layers @backward")
+    'layers @update'
+    """
+    return f"{name.partition(' @')[0]} @update"
+
+
 def _same_loops(before: Any, after: Any) -> Iterator[tuple[Path, Path]]:
     """Where loops of ``before`` were and are: those that one call made, in order.
 

@@ -99,7 +99,7 @@ def in_place(plan: Plan, program: Program) -> Plan:
     """``plan`` whose loops update what they read of the state in its memory."""
     schedules = plan.of(LoopSchedule)
     named = {each.loop for each in schedules}
-    more = [LoopSchedule(each.loop, 0, 0) for each in plan.of(UpdatedInLoop) if each.loop not in named]
+    more = [LoopSchedule(each.updating, 0, 0) for each in plan.of(UpdatedInLoop) if each.updating not in named]
     return pipelined(plan, program, [*schedules, *more]) if more else plan
 
 

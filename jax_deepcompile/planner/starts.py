@@ -9,15 +9,19 @@ from dataclasses import dataclass, replace
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.names import keeping_loop_names
 from jax_deepcompile.costs.program_memory import memory_of_program
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import stacks_in_turn
 from jax_deepcompile.planner import budget
-from jax_deepcompile.planner.candidate import Candidate, Environment
+from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
 from jax_deepcompile.planner.layers import all_pipelined, layer_stacks, not_pipelined
+from jax_deepcompile.planner.phases import Phases
 from jax_deepcompile.planner.places import Places, taken_bytes
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.recomputation import RecomputeRegion, find_recomputation
 from jax_deepcompile.planner.stacks import Stack, saved_stacks
+from jax_deepcompile.planner.state_on_host import updatable
+from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
 from jax_deepcompile.transforms.gradients_in_turn import GradientsInTurn
 from jax_deepcompile.transforms.keep_activations import KeptActivations
 from jax_deepcompile.transforms.keep_on_device import KeptOnDevice, copies
@@ -29,6 +33,7 @@ from jax_deepcompile.transforms.rematerialize import Rematerialized, recomputabl
 from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments, segments_of
 from jax_deepcompile.transforms.save_gathered import SavedGathers
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
+from jax_deepcompile.transforms.update_in_loops import UpdatedInLoop, in_turn
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ def starts(base: Program, best: Candidate, environment: Environment) -> Iterator
     named = {(each.where, each.where) for each in segments}
     here = [replace(each, residuals=()) if each.loops in named else each for each in regions]
     yield Start(best.plan, here, places_of(best.plan, regions), stacks)
+    yield from _updating_in_second_run(base, best, environment, regions)
     yield from _pipelined(base, best, environment)
     again = _computing_again(base, best, environment, regions, loops, segments)
     smaller = {}
@@ -93,6 +99,26 @@ def _pipelined(base: Program, best: Candidate, environment: Environment) -> Iter
             regions, gained_s = _regions(after, environment), best.prediction.exposed_s
             said = f"{len(plan.of(LoopSchedule))} loops gather a layer ahead; "
             yield Start(plan, regions, places_of(plan, regions), (), said, -more_bytes, gained_s, is_ahead=True)
+
+
+def _updating_in_second_run(
+    base: Program, best: Candidate, environment: Environment, regions: Sequence[RecomputeRegion]
+) -> Iterator[Start]:
+    """One whose backward loops run twice, so that moments on the host are copied beside the second run."""
+    gained_s = best.prediction.exposed_copy_s - Phases.of(best, environment.costs).backward_s
+    is_pointless = environment.fits(best) and gained_s < WORTH_TRYING * best.prediction.step_s
+    if environment.mesh.size > 1 or is_pointless or best.plan.of(UpdatedInLoop):
+        return
+    if UpdatedInLoop.kind in environment.disabled:
+        return
+    program = best.plan.program(base, environment.mesh, until=AccumulateInLoops)
+    found = updatable(program, environment.mesh, twice=True)
+    if found:
+        stacks = (var for update, _ in in_turn(program, environment.mesh, found) for var in update.dropped)
+        freed_bytes = sum(map(size_bytes, stacks))
+        plan, already = best.plan.having(UpdatedInLoop, found), places_of(best.plan, regions)
+        said = f"{len(found)} backward loops run twice and update the state of their layers; "
+        yield Start(plan, regions, already, said=said, freed_bytes=freed_bytes, gained_s=max(gained_s, 0.0))
 
 
 def _computing_again(

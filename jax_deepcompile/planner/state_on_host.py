@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.names import parameter_names
 from jax_deepcompile.ir.memory import HOST_KIND, size_bytes
 from jax_deepcompile.ir.placement import AnyMesh
@@ -17,6 +18,7 @@ from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.planner.stacks import by_layer
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
+from jax_deepcompile.transforms.decision import loop_named
 from jax_deepcompile.transforms.offload_parameters import OffloadedParameters, reads
 from jax_deepcompile.transforms.offload_state import OffloadedState, movable
 from jax_deepcompile.transforms.stack_collectives import StackCollectives
@@ -96,6 +98,21 @@ def loop_updates(base: Program, plan: Plan, mesh: AnyMesh) -> list[LoopUpdate]:
     return [update for update, _ in in_turn(program, mesh, plan.of(UpdatedInLoop))]
 
 
+def updatable(program: Program, mesh: AnyMesh, twice: bool = False) -> list[UpdatedInLoop]:
+    """In which loops state can be updated: each leaf in the last that makes gradients of it.
+
+    Args:
+      twice: where a scalar of all gradients is read, so that the loop has to run once before.
+    """
+    found = []
+    names = [loop.name for loop in sorted(find_loops(program), key=lambda loop: loop.path, reverse=True)]
+    for name in names:
+        if LoopUpdate.of(program, loop_named(program, name, "updates state in"), twice):
+            found.append(UpdatedInLoop(name, twice=twice))
+            ((_, program),) = in_turn(program, mesh, found[-1:])
+    return found
+
+
 def born(program: Program, plan: Plan) -> Sequence[Port]:
     """What ``program`` makes, which creates the state, in the memory where ``plan`` has what goes by the same name."""
     away = {name for each in plan.of(OffloadedState) for name in each.leaves}
@@ -113,8 +130,9 @@ def with_state_on_host(
       updated_by_layer: whether stacks are updated a layer at a time.
     """
     updates = loop_updates(base, plan, environment.mesh)
-    copied = {each.loop.name: tuple(name for name in away if name in each.copyable.values()) for each in updates}
-    plan = plan.having(UpdatedInLoop, [UpdatedInLoop(*each) for each in copied.items()])
+    copyable = {each.loop.name: each.copyable.values() for each in updates}
+    copied = {loop: tuple(name for name in away if name in names) for loop, names in copyable.items()}
+    plan = plan.having(UpdatedInLoop, [replace(each, copied=copied[each.loop]) for each in plan.of(UpdatedInLoop)])
     if not away or environment.limit_bytes is None:
         return plan.without(OffloadedState, OffloadedParameters)
     leaves = host_leaves(base, updates=updates)

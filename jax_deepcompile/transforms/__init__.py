@@ -98,7 +98,7 @@ def carry_out(
         after = kind.apply(program, mesh, mine) if mine else program
         if after is not program:
             verify(after, kind.kind)
-            after = keeping_loop_names(after, program)
+            after = keeping_loop_names(after, program) if after.loop_names is program.loop_names else after
         program = after
     return program
 

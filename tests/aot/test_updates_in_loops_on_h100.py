@@ -58,3 +58,16 @@ def test_every_copy_in_the_loop_has_kernels_beside_it(away):
     (backward,) = filter(None, map(kernels_beside_copies, loop_bodies(read(away.as_text()))))
     assert len(backward) == 2 * 2 * 8, "of both moments of four stacks each way, in a body that runs two layers"
     assert sum(count >= 2 for count in backward) >= 0.8 * len(backward)
+
+
+def test_so_it_is_in_the_second_run_of_a_loop():
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    mesh = deepcompile.targets.h100(gpus_per_node=1).make_mesh((1,), ("fsdp",))
+    program, _ = sharded(gated_loss, gated_shapes(LAYERS, WIDTH, HIDDEN), (TOKENS, WIDTH), mesh, optimizer)
+    before = compiled_for_h100s(program, mesh)
+    after = compiled_for_h100s(updated(program, mesh, 1, 1, moments), mesh, **copies_at_once())
+    saved = peak_bytes(before.memory_analysis()) - peak_bytes(after.memory_analysis())
+    assert saved > 2.5 * STACK_BYTES, "no gradients, and no moments but those of layers in flight"
+    (second,) = filter(None, map(kernels_beside_copies, loop_bodies(read(after.as_text()))))
+    assert len(second) == 2 * 2 * 8
+    assert sum(count >= 2 for count in second) >= 0.8 * len(second)

@@ -16,7 +16,8 @@ from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.ir.memory import HOST_KIND, is_fetch, is_offload
-from jax_deepcompile.planner.strategies.update_in_loops import _updates
+from jax_deepcompile.ir.primitives import PRODUCTS
+from jax_deepcompile.planner.state_on_host import updatable
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.in_place import succeeded
 from jax_deepcompile.transforms.offload_parameters import streamable
@@ -42,8 +43,8 @@ from tests.transforms.programs import (
 ONE = {"fsdp": 1}
 
 
-def updates(program) -> list[LoopUpdate]:
-    return [update for loop in find_loops(program) if (update := LoopUpdate.of(program, loop))]
+def updates(program, twice: bool = False) -> list[LoopUpdate]:
+    return [update for loop in find_loops(program) if (update := LoopUpdate.of(program, loop, twice))]
 
 
 def moments(update: LoopUpdate) -> tuple[str, ...]:
@@ -53,9 +54,10 @@ def moments(update: LoopUpdate) -> tuple[str, ...]:
 def updated(program, mesh, ahead: int = 0, behind: int = 0, copied: Callable = lambda update: (), **more):
     """``program`` with all updates in loops, that run as a schedule says."""
     decisions = []
-    for update in updates(program):
-        name, away = update.loop.name, copied(update)
-        decisions += [UpdatedInLoop(name, away), LoopSchedule(name, ahead, behind, behind, ahead, **more)]
+    for update in updates(program) or updates(program, twice=True):
+        away = copied(update)
+        inside = UpdatedInLoop(update.loop.name, away, update.twice)
+        decisions += [inside, LoopSchedule(inside.updating, ahead, behind, behind, ahead, **more)]
         decisions += [OffloadedState(away)] * bool(away)
     return carry_out(program, mesh, decisions)
 
@@ -73,6 +75,21 @@ def test_before_and_after():
     assert [var.aval.shape for var in scan.results.ys] == [(4, 16, 16)] * 2, "parameters and momentum, no gradients"
 
 
+@pytest.mark.pure
+def test_before_and_after_where_the_loop_runs_twice():
+    program, mesh = sharded(matrices_loss, MATRICES, mesh=ONE, optimizer=OPTIMIZERS["clipped"])
+    (update,) = updates(program, twice=True)
+    inside = UpdatedInLoop(update.loop.name, twice=True)
+    twice = UpdatedInLoop.apply(program, mesh, [inside])
+    assert [loop.name for loop in find_loops(twice)] == ["w @forward", "w @backward", "w @update"]
+    backward, second = (find_loop(twice, name) for name in (update.loop.name, inside.updating))
+    assert lines(twice, ("reduce_sum",))[-2:] == ["  reduce_sum f32[16,16] -> f32[]", "reduce_sum f32[4] -> f32[]"]
+    assert lines(program, ("reduce_sum",))[-1:] == ["reduce_sum f32[4,16,16] -> f32[]"]
+    assert [var.aval.shape for var in backward.scan.results.ys] == [(4,)], "squares of each layer"
+    assert [var.aval.shape for var in second.scan.results.ys] == [(4, 16, 16)] * 3, "parameters and moments"
+    assert [sum(eqn.primitive.name in PRODUCTS for eqn in loop.body.eqns) for loop in (backward, second)] == [3, 3]
+
+
 def find_loop(program, name):
     return next(loop for loop in find_loops(program) if loop.name == name)
 
@@ -87,6 +104,8 @@ OPTIMIZERS = {
     "lion": optax.lion(1e-3),
     "comparisons": optax.adagrad(1e-2),
     "by element": optax.chain(optax.clip(0.1), optax.adam(1e-2, eps=1e-3)),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2, eps=1e-3)),
+    "clipped by block": optax.chain(optax.clip_by_block_rms(0.01), optax.sgd(0.1, momentum=0.9)),
 }
 LOSSES = {
     "stack": (stack_loss, STACK),
@@ -100,7 +119,7 @@ LOSSES = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_values_stay_the_same(optimizer):
     program, mesh = sharded(matrices_loss, MATRICES, mesh=ONE, optimizer=optimizer)
-    assert updates(program)
+    assert updates(program) or updates(program, twice=True)
     assert_same_values(updated(program, mesh), program, mesh)
 
 
@@ -109,7 +128,7 @@ def test_values_stay_the_same(optimizer):
 @given(
     devices=st.sampled_from([1, 8]),
     case=st.sampled_from(sorted(LOSSES)),
-    optimizer=st.sampled_from(["momentum", "adamw"]),
+    optimizer=st.sampled_from(["momentum", "adamw", "clipped"]),
     ahead=st.integers(0, 2),
     behind=st.integers(0, 2),
     away=st.booleans(),
@@ -150,7 +169,7 @@ def _clipped(g):
     return optax.clip_by_global_norm(0.01).update(g, optax.EmptyState())[0]
 
 
-def stepping(change: Callable, extra: Callable = lambda state, g, m: ()):
+def stepping(change: Callable, extra: Callable = lambda state, g, m: (), devices: int = 1):
     """A step whose gradients go through ``change`` before momentum, and that returns ``extra`` of all."""
 
     def step(state, batch):
@@ -158,29 +177,53 @@ def stepping(change: Callable, extra: Callable = lambda state, g, m: ()):
         m = jax.tree.map(lambda m, g: 0.9 * m + g, state["m"], change(g))
         return {"p": jax.tree.map(lambda p, m: p - 0.1 * m, state["p"], m), "m": m}, (loss, extra(state, g, m))
 
-    traced = trace(step, {"p": MATRICES, "m": MATRICES}, (16, 16), ONE, state_argnums=0)
+    traced = trace(step, {"p": MATRICES, "m": MATRICES}, (16, 16), {"fsdp": devices}, state_argnums=0)
     return traced.sharded, traced.compilation.context.use.mesh
 
 
-REFUSED = {
+OF_ALL = {
     "a norm of all gradients": _clipped,
     "a norm of one stack": lambda g: jax.tree.map(lambda g: g / jnp.linalg.norm(g), g),
-    "other layers": lambda g: jax.tree.map(lambda g: g - g[::-1], g),
-    "a running sum": lambda g: jax.tree.map(lambda g: jnp.cumsum(g, 0), g),
+    "the largest": lambda g: jax.tree.map(lambda g: g / jnp.abs(g).max(), g),
     "a loss scale that is made of gradients": lambda g: jax.tree.map(
         lambda g: jnp.where(jnp.isfinite(g).all(), g, 0), g
     ),
+    "an element": lambda g: jax.tree.map(lambda g: g - g[1, 0, 0], g),
+}
+OF_OTHERS = {
+    "other layers": lambda g: jax.tree.map(lambda g: g - g[::-1], g),
+    "a running sum": lambda g: jax.tree.map(lambda g: jnp.cumsum(g, 0), g),
+    "a norm of each layer": lambda g: jax.tree.map(lambda g: g / jnp.linalg.norm(g, axis=(1, 2), keepdims=True), g),
 }
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("change", [*OF_ALL.values(), *OF_OTHERS.values()], ids=[*OF_ALL, *OF_OTHERS])
 def test_what_reads_other_layers_is_updated_after_them(change):
     program, mesh = stepping(change)
     assert not updates(program)
     (loop,) = [loop for loop in outer_loops(program) if loop.reverse]
     with pytest.raises(errors.PlanError, match="nothing of the state can be updated"):
         UpdatedInLoop.apply(program, mesh, [UpdatedInLoop(loop.name)])
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("change", OF_ALL.values(), ids=OF_ALL)
+def test_scalars_of_all_layers_are_there_in_a_second_run(change, devices):
+    program, mesh = stepping(change, devices=devices)
+    (update,) = updates(program, twice=True)
+    assert len(update.reductions) == (change is not OF_ALL["an element"])
+    assert_same_values(updated(program, mesh, 1, 1, moments), program, mesh)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("change", [lambda g: g, *OF_OTHERS.values()], ids=["nothing", *OF_OTHERS])
+def test_what_a_second_run_does_not_help_has_none(change):
+    program, mesh = stepping(change)
+    (loop,) = [loop for loop in outer_loops(program) if loop.reverse]
+    with pytest.raises(errors.PlanError, match="nothing of the state can be updated in 'p @backward' by a second run"):
+        UpdatedInLoop.apply(program, mesh, [UpdatedInLoop(loop.name, twice=True)])
 
 
 @pytest.mark.cpu_mesh
@@ -220,7 +263,7 @@ def test_of_two_loops_the_last_updates_what_both_make_gradients_of(devices):
         return matrices_loss(params, batch) + matrices_loss(params, 2 * batch)
 
     program, mesh = sharded(siamese, MATRICES, mesh={"fsdp": devices})
-    found = list(_updates(program, mesh))
+    found = updatable(program, mesh)
     assert len(found) == 1 < len(updates(program))
     assert_same_values(carry_out(program, mesh, found), program, mesh)
 

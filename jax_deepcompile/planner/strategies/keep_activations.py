@@ -106,7 +106,8 @@ class KeepActivations:
             plan = as_planned(start.plan, choice.places, start.regions)
             if choice.stacks:
                 plan = plan.having(SavedGathers, saving(choice.stacks))
-            for by_layer in (True, False) if choice.places.state else (False,):
+            is_updated_alone = not all(state[name].in_loop for name in choice.places.state)
+            for by_layer in (True, False) if is_updated_alone else (False,):
                 there = with_state_on_host(plan, base, choice.places.state, environment, by_layer)
                 said = start.said + _said(choice) + ", updated a layer at a time" * by_layer
                 alone = in_place(there.without(LoopSchedule, StackCollectives), base)

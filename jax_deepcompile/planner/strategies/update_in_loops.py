@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jax_deepcompile.analysis.loops import find_loops
-from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.layers import in_place
+from jax_deepcompile.planner.state_on_host import updatable
 from jax_deepcompile.planner.strategy import Proposal, Stage
 from jax_deepcompile.transforms.accumulate_in_loops import AccumulateInLoops
-from jax_deepcompile.transforms.decision import loop_named
-from jax_deepcompile.transforms.update_in_loops import LoopUpdate, UpdatedInLoop, in_turn
+from jax_deepcompile.transforms.update_in_loops import UpdatedInLoop
 
 
 @dataclass(frozen=True)
@@ -27,17 +25,7 @@ class UpdateInLoops:
         if environment.platform != "cuda" or best.plan.of(UpdatedInLoop):
             return
         program = best.plan.program(base, environment.mesh, until=AccumulateInLoops)
-        found = list(_updates(program, environment.mesh))
+        found = updatable(program, environment.mesh)
         if found:
             plan = in_place(best.plan.having(UpdatedInLoop, found), program)
             yield Proposal(plan, f"{len(found)} backward loops update the state of their layers")
-
-
-def _updates(program: Program, mesh: AnyMesh) -> Iterator[UpdatedInLoop]:
-    """In which loops state can be updated: each leaf in the last that makes gradients of it."""
-    names = [loop.name for loop in sorted(find_loops(program), key=lambda loop: loop.path, reverse=True)]
-    for name in names:
-        if LoopUpdate.of(program, loop_named(program, name, "updates state in")):
-            update = UpdatedInLoop(name)
-            ((_, program),) = in_turn(program, mesh, [update])
-            yield update
