@@ -186,7 +186,8 @@ BENCHMARKS: Mapping[str, Simulated] = {
             _WHAT_IS_OFFLOADED,
             "Parameters and two moments in float32 are 90 GiB, gradients 30 more: without the host's memory no row "
             "fits. All is copied over one GPU's PCIe. Unclipped, with no norm of all gradients before the update, a "
-            "layer is updated as soon as its own are there.",
+            "layer is updated as soon as its own are there; clipped, in a second run of the backward pass where that "
+            "takes less time than copies after the first.",
         ),
     ),
     "sensitivity": _planned_for_others(
