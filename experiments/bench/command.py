@@ -91,15 +91,20 @@ def run(
 
 
 def _measure(name: str, out: Path | None, rows: Sequence[int], done: Results | None, again: Sequence[str]) -> None:
-    benchmark, results = BENCHMARKS[name], None
+    benchmark, results = BENCHMARKS[name], done
     for latest, results in measure(name, benchmark, rows, done, again):
         step = f"{latest.figures.step_s:.3f} s" if latest.figures is not None else "does not fit"
         print(f"{latest.workload}, {latest.system}: {step}", file=sys.stderr, flush=True)
-        if out is not None:
-            write_whole(out, results.to_json())
-            write_whole(out.with_suffix(".md"), benchmark.page(results))
+        _keep(results, out, benchmark)
     if results is not None:
+        _keep(results, out, benchmark)
         print(benchmark.page(results), end="")
+
+
+def _keep(results: Results, out: Path | None, benchmark: Benchmark) -> None:
+    if out is not None:
+        write_whole(out, results.to_json())
+        write_whole(out.with_suffix(".md"), benchmark.page(results))
 
 
 def _mistake(line: str) -> int:

@@ -148,6 +148,11 @@ def test_the_command_writes_after_every_system(measured, monkeypatch, tmp_path, 
     assert file.with_suffix(".md").read_text() == capsys.readouterr().out
     assert run("two", out=file, resume=True) == 0
     assert len(measured) == 4
+    page, _ = file.with_suffix(".md"), capsys.readouterr()
+    page.unlink()
+    assert run("two", out=file, resume=True) == 0
+    assert len(measured) == 4, "nothing was left to measure"
+    assert page.read_text() == capsys.readouterr().out != ""
 
 
 @pytest.mark.parametrize(
