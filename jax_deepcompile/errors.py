@@ -418,8 +418,9 @@ class MemoryExceededError(DeepCompileError, MemoryError):
 
     ``largest`` are the temporaries at the peak: bytes, and the line of the step that they stem from. Where
     ``needed_bytes`` are ``argument_bytes`` nothing was compiled: state and batch alone are too much, even with
-    ``movable_bytes`` of them on the host. It may take ``host_limit_bytes`` of the host's memory for each device; with
-    ``host_bytes``, if not 0, it would fit, where the environment says what is ``pinned``.
+    ``movable_bytes`` of them on the host. Of ``unread_bytes`` of them it reads nothing. It may take
+    ``host_limit_bytes`` of the host's memory for each device; with ``host_bytes``, if not 0, it would fit, where the
+    environment says what is ``pinned``.
     """
 
     def __init__(
@@ -433,8 +434,11 @@ class MemoryExceededError(DeepCompileError, MemoryError):
         host_limit_bytes: int = 0,
         pinned: str = "",
         movable_bytes: int = 0,
+        unread_bytes: int = 0,
     ) -> None:
         self.needed_bytes, self.limit_bytes, self.host_bytes = needed_bytes, limit_bytes, host_bytes
+        matters = 0 < (needed_bytes - limit_bytes) / 10 < unread_bytes
+        unread = f" It reads nothing of {sized(unread_bytes)} of its state: call it without." * matters
         excess = f"{sized(needed_bytes - limit_bytes)} more than the limit of {sized(limit_bytes)}"
         lines: Counter[str] = Counter()
         for size_bytes, line in largest:
@@ -454,7 +458,7 @@ class MemoryExceededError(DeepCompileError, MemoryError):
             what = f"""{function} takes {sized(needed_bytes)} a device, {excess}: {sized(argument_bytes)} are state and
             batch, {sized(needed_bytes - argument_bytes)} temporaries{f" (most of all {worst})" * bool(worst)}. Use more
             devices, microbatches=k (a smaller batch at a time), jax.checkpoint around the layers"""
-        super().__init__(f"{what}, {raised}.")
+        super().__init__(f"{what}, {raised}.{unread}")
 
 
 def _pinning(pinned: str) -> str:

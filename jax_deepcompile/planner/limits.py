@@ -73,15 +73,21 @@ def refuse_unknown(limit: MemoryLimit, option: str = "memory_limit") -> None:
         raise errors.MemoryLimitError(limit, option) from None
 
 
-def require_room(function: str, argument_bytes: int, movable_bytes: int, limit_bytes: int | None) -> None:
+def require_room(
+    function: str, argument_bytes: int, movable_bytes: int, limit_bytes: int | None, unread_bytes: int = 0
+) -> None:
     """Makes sure, before anything is compiled, that what a step is given fits, but for what may be on the host.
+
+    Args:
+      unread_bytes: of the arguments, what it reads nothing of.
 
     Raises:
       MemoryExceededError: they take more by themselves.
     """
     held_bytes = argument_bytes - movable_bytes
     if limit_bytes is not None and held_bytes > limit_bytes:
-        raise errors.MemoryExceededError(function, held_bytes, limit_bytes, held_bytes, movable_bytes=movable_bytes)
+        known = function, held_bytes, limit_bytes, held_bytes
+        raise errors.MemoryExceededError(*known, movable_bytes=movable_bytes, unread_bytes=unread_bytes)
 
 
 def require_fit(function: str, compiled: jax.stages.Compiled, limit_bytes: int | None) -> None:

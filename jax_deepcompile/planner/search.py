@@ -19,6 +19,7 @@ from jax_deepcompile.planner.limits import largest_temporaries
 from jax_deepcompile.planner.other_networks import best_on_average, bounds_elsewhere, other_networks
 from jax_deepcompile.planner.plan import Plan, Record
 from jax_deepcompile.planner.schedule import Schedules
+from jax_deepcompile.planner.state_on_host import unread_bytes
 from jax_deepcompile.planner.strategy import Proposal, Stage, Strategy
 from jax_deepcompile.runtime.parallel import in_parallel
 from jax_deepcompile.runtime.progress import Progress
@@ -105,7 +106,10 @@ def _fitting(
         largest = largest_temporaries(candidate.evaluated.module, candidate.simulation.memory)
         arguments, host_bytes = candidate.evaluated.argument_bytes, other.prediction.host_bytes if other else 0
         host = host_bytes, environment.host_bytes, to_pin(environment.mesh, host_bytes)
-        raise errors.MemoryExceededError(candidate.program.name, peak, limit, arguments, largest, *host)
+        unread = unread_bytes(candidate.program)
+        raise errors.MemoryExceededError(
+            candidate.program.name, peak, limit, arguments, largest, *host, unread_bytes=unread
+        )
     if on_host > environment.host_bytes:
         pinned = to_pin(environment.mesh, on_host)
         raise errors.HostMemoryExceededError(candidate.program.name, on_host, environment.host_bytes, pinned)

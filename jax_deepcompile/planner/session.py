@@ -34,7 +34,7 @@ from jax_deepcompile.planner.plan import Plan, Record, Rows
 from jax_deepcompile.planner.recomputation import find_recomputation
 from jax_deepcompile.planner.search import by_first_proposals, carried_out, search
 from jax_deepcompile.planner.selection import Passes, Selection
-from jax_deepcompile.planner.state_on_host import argument_bytes, host_leaves
+from jax_deepcompile.planner.state_on_host import argument_bytes, host_leaves, unread_bytes
 from jax_deepcompile.planner.strategies import ON_A_HOST, ONE_DEVICE, STRATEGIES
 from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.planner.version import planner_digest
@@ -173,7 +173,8 @@ def _planned(program: Program, mesh: Mesh, platform: str, options: PlanOptions) 
     environment = environment_of(mesh, platform, options).replace(disabled=selection.disabled)
     leaves = host_leaves(program, environment.disabled).values()
     movable_bytes = min(sum(leaf.freed_bytes for leaf in leaves), environment.host_bytes)
-    require_room(program.name, argument_bytes(program), movable_bytes, environment.limit_bytes)
+    given_bytes = argument_bytes(program), movable_bytes
+    require_room(program.name, *given_bytes, environment.limit_bytes, unread_bytes(program))
     strategies = selection.among(_suitable(program, environment) if selection.strategies is None else ())
     cache = PlanCache(Path(options.cache_dir), selection.kinds) if options.cache_dir is not None else None
     if cache is not None:

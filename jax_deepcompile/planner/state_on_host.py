@@ -57,10 +57,14 @@ class HostLeaf:
 def argument_bytes(program: Program) -> int:
     """What one device holds of the arguments of ``program``; of those that nothing reads XLA is given state alone."""
     jaxpr = open_jaxpr(program.jaxpr)
-    held = {atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, jex.Var)}
-    unread = (place for place in program.unread_state if program.inputs[place].memory_kind != HOST_KIND)
-    held.update(jaxpr.invars[place] for place in unread)
-    return sum(size_bytes(var) for var in jaxpr.invars if var in held)
+    read = {atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, jex.Var)}
+    return sum(size_bytes(var) for var in jaxpr.invars if var in read) + unread_bytes(program)
+
+
+def unread_bytes(program: Program) -> int:
+    """What one device holds of the state of ``program`` that it reads nothing of."""
+    places = (place for place in program.unread_state if program.inputs[place].memory_kind != HOST_KIND)
+    return sum(size_bytes(open_jaxpr(program.jaxpr).invars[place]) for place in places)
 
 
 def host_leaves(

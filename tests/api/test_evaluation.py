@@ -185,6 +185,10 @@ def test_moments_that_nothing_reads_have_memory():
     moments = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state)) / 8
     read, unread = (each.memory_analysis().argument_size_in_bytes for each in (without, compiled))
     assert unread - read == pytest.approx(moments, rel=0.2)
+    with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"reads nothing of .* of its state: call it with"):
+        deepcompile.shard(evaluate, {"fsdp": 8}, memory_limit=1 << 10).plan(state, BATCH)
+    with pytest.raises(deepcompile.errors.MemoryExceededError, match=r"what temporaries take besides\.$"):
+        deepcompile.shard(evaluate, {"fsdp": 8}, memory_limit=1 << 10).plan(state.replace(opt_state=()), BATCH)
 
 
 def without_its_state(state, batch, key):
