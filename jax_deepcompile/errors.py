@@ -15,6 +15,12 @@ class DeepCompileError(Exception):
         super().__init__(re.sub(r"\n +", " ", text))
 
 
+_ELSEWHERE = (
+    "If it holds no examples, make it an argument of its own, which is replicated, or name the arguments that do: "
+    "shard(..., batch_argnums=...), () for none."
+)
+
+
 class BatchNotDivisibleError(DeepCompileError, ValueError):
     def __init__(self, path: str, shape: Sequence[int], parts: int, counted: str) -> None:
         size = shape[0] if shape else 0
@@ -22,9 +28,8 @@ class BatchNotDivisibleError(DeepCompileError, ValueError):
         choices = f"{below} or {above}" if below else f"{above}"
         super().__init__(f"""batch leaf {path} has shape {tuple(shape)}: its leading dimension {size} must be a multiple
         of {parts}, the number of {counted}. Use a batch of {choices} examples, or drop the last, shorter batch of an
-        epoch. Examples lead: where time or microbatches do, transpose or reshape it before the step. If it holds no
-        examples, make it an argument of its own, which is replicated, or name the arguments that do: shard(...,
-        batch_argnums=...), () for none. If it is state, name what is: shard(..., state_argnums=...).""")
+        epoch. Examples lead: where time or microbatches do, transpose or reshape it before the step. {_ELSEWHERE} If it
+        is state, name what is: shard(..., state_argnums=...).""")
 
 
 class ArgnumsError(DeepCompileError, ValueError):
@@ -69,14 +74,15 @@ class MicrobatchNotDivisibleError(DeepCompileError, ValueError):
         divisors = ", ".join(str(count) for count in range(1, held + 1) if held % count == 0)
         super().__init__(f"""batch leaf {path} has shape {tuple(shape)}: each of {devices} devices holds {held} of its
         {shape[0]} examples, and {held} do not divide into {microbatches} microbatches. Use microbatches={divisors}, or
-        a batch of {-(-shape[0] // together) * together} examples.""")
+        a batch of {-(-shape[0] // together) * together} examples. {_ELSEWHERE}""")
 
 
 class WholeBatchNeededError(DeepCompileError, NotImplementedError):
     def __init__(self, what: str, where: str, microbatches: int, reason: str, remedy: str) -> None:
         super().__init__(f"""{what} at {where} needs the whole batch in the middle of the step, and with
         microbatches={microbatches} only a part of it is there at a time: {reason}. {remedy}, or use microbatches=1. If
-        it comes of an argument without examples, name those that have some: shard(..., batch_argnums=...).""")
+        it comes of what holds no examples, as a table in the batch, make that an argument of its own, or name the
+        arguments that have some: shard(..., batch_argnums=...).""")
 
 
 class MeshAxisError(DeepCompileError, ValueError):

@@ -43,6 +43,39 @@ FindRule = Callable[[Equation], "OpRule | RegionRule"]
 Demands = tuple[tuple[Placement, ...], ...]
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """How random numbers are divided, such as noise that examples are made of, or points to train on.
+
+    Every device can draw its own rows, and none need go on with all of them. What turns out to be for all examples
+    alike, as the mask of a feature, is asked for otherwise by what reads it.
+
+    Attributes:
+      examples: how many rows the batch has.
+      like_batch: the placement of what has as many.
+      others: of what has another number of rows: each microbatch has those of all.
+      of_state: shapes of leaves of the state, and of their slices: what has one of them is noise for such a leaf.
+    """
+
+    examples: frozenset[int]
+    like_batch: Placement
+    others: Placement
+    of_state: frozenset[tuple[int, ...]]
+
+    def placement(self, eqn: Equation, mesh: MeshAxes) -> Placement | None:
+        """Of the result of ``eqn``; None if that is not random, or cannot be divided."""
+        if eqn.primitive.name not in _DRAWS:
+            return None
+        shape = eqn.outvars[0].aval.shape
+        if not shape or (shape[0] not in self.examples and shape in self.of_state):
+            return None
+        wanted = self.like_batch if shape[0] in self.examples else self.others
+        return wanted if wanted.fits(shape, mesh) else None
+
+
+_DRAWS = frozenset({"random_bits", "random_gamma"})
+
+
 @dataclass
 class Propagator:
     """Decides jaxprs over one mesh with one set of rules; remembers what it has decided, as loops ask repeatedly."""
@@ -51,6 +84,9 @@ class Propagator:
     find_rule: FindRule
     latency_bytes: float = 0.0
     """What a device could send in the time that a collective takes to begin."""
+
+    drawn: Drawn | None = None
+    """How random numbers are divided; None for as what is made of them asks."""
 
     _layouts: dict = field(default_factory=dict)
     _rules: dict = field(default_factory=dict)
@@ -90,7 +126,7 @@ class Propagator:
 
     def within(self, mesh: MeshAxes) -> Propagator:
         """A propagator with the same rules over fewer axes."""
-        return Propagator(mesh, self.find_rule, self.latency_bytes, {}, self._rules)
+        return Propagator(mesh, self.find_rule, self.latency_bytes, _rules=self._rules)
 
     def rule_of(self, eqn: Equation) -> OpRule | RegionRule:
         if id(eqn) not in self._rules:
@@ -138,6 +174,7 @@ class _Sweeps:
     def run(self) -> Layout:
         self._mark_batch()
         self._demand_outputs()
+        self._demand_draws()
         self._hint()
         self.lazy = True
         self._forward()
@@ -156,7 +193,12 @@ class _Sweeps:
         """Which operands depend on the batch, and which results do, wherever they are summed."""
         operands = [self._is_of_batch(atom) for atom in eqn.invars]
         rule = self.propagator.rule_of(eqn)
-        return operands, [any(operands)] * len(eqn.outvars) if isinstance(rule, OpRule) else rule.batch(eqn, operands)
+        if not isinstance(rule, OpRule):
+            return operands, rule.batch(eqn, operands)
+        return operands, [any(operands) or self._drawn(eqn) is not None] * len(eqn.outvars)
+
+    def _drawn(self, eqn: Equation) -> Placement | None:
+        return self.propagator.drawn and self.propagator.drawn.placement(eqn, self.mesh)
 
     def _is_of_batch(self, atom) -> bool:
         return not isinstance(atom, jex.Literal) and self.batch.get(atom, False)
@@ -166,6 +208,12 @@ class _Sweeps:
         for atom, wanted, is_late in zip(self.jaxpr.outvars, self.output_demands, late, strict=True):
             for placement in () if is_late else wanted:
                 self._demand(atom, placement)
+
+    def _demand_draws(self) -> None:
+        for eqn in self.jaxpr.eqns:
+            wanted = self._drawn(eqn)
+            if wanted is not None:
+                self._demand(eqn.outvars[0], wanted)
 
     def _hint(self) -> None:
         for eqn in reversed(self.jaxpr.eqns):

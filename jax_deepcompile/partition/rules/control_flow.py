@@ -1,7 +1,8 @@
 """``while`` and ``cond``: their jaxprs are decided like the program; what a loop carries reaches a fixed point."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from jax import lax
 from jax.extend import core as jex
@@ -12,6 +13,8 @@ from jax_deepcompile.ir.primitives import Cond, While
 from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.partition.layout import Decision, Nested, Propagate, RegionRule, Request, Run, Step
 from jax_deepcompile.partition.rules.registry import REGISTRY
+
+T = TypeVar("T", bound=tuple)
 
 _ROUNDS = 8
 """A carry changes placement a few times at most; one that still moves after this many rounds is carried whole."""
@@ -35,6 +38,30 @@ def settled_batch(jaxpr: jex.Jaxpr, fixed: Sequence[bool], carry: Sequence[bool]
         if merged == carry:
             return carry, outs[len(carry) :]
         carry = merged
+
+
+def settle_batch(
+    carry: Sequence[Placement], given: Sequence[bool], known: Sequence[bool], settle: Callable[[list[bool]], T]
+) -> T:
+    """What ``settle`` makes of it, given for each carried value whether it depends on the batch.
+
+    Parameters that a loop trains follow from the batch, yet do not depend on it more than others do: gradients are sums
+    over it. So what comes in split, and no activation, is taken for one only once a layout says that it leaves as one.
+
+    Args:
+      carry: where the values are as they come in.
+      given: whether they depend on the batch then.
+      known: and whether they may once it has gone round the loop.
+      settle: results in a layout, last.
+    """
+    pairs = zip(carry, given, known, strict=True)
+    flags = [before or (after and not placement.is_split) for placement, before, after in pairs]
+    while True:
+        settled = settle(flags)
+        after = [flag or left for flag, left in zip(flags, settled[-1].batch_outputs, strict=False)]
+        if after == flags:
+            return settled
+        flags = after
 
 
 def settle_carry(jaxpr, fixed, carry, rest, batch, rest_demands, final_demands, propagate: Propagate, keep_partial):
@@ -131,11 +158,15 @@ class WhileRule(RegionRule):
             _after_the_loop(placement, request.mesh) if read else placement
             for placement, read in zip(carry, tested, strict=True)
         ]
-        carry_batch, _ = settled_batch(loop.body, body_batch, carry_batch, [])
-        carry, body = settle_carry(
-            loop.body, body_consts, carry, [], [*body_batch, *carry_batch], [], request.demands, propagate,
-            [not any(demand.is_split for demand in wanted) for wanted in request.demands],
-        )  # fmt: skip
+        known, _ = settled_batch(loop.body, body_batch, carry_batch, [])
+        keep_partial = [not any(demand.is_split for demand in wanted) for wanted in request.demands]
+
+        def settle(flags: list[bool]) -> tuple:
+            batch = [*body_batch, *flags]
+            wanted = request.demands, propagate, keep_partial
+            return flags, *settle_carry(loop.body, body_consts, carry, [], batch, [], *wanted)
+
+        carry_batch, carry, body = settle_batch(carry, carry_batch, known, settle)
         whole = request.mesh.replicated()
         condition = propagate(loop.condition, [*cond_consts, *carry], [*cond_batch, *carry_batch], [(whole,)])
         operands = (*cond_consts, *body_consts, *carry)

@@ -33,7 +33,13 @@ from jax_deepcompile.partition.layout import (
     Step,
     sums_over_features,
 )
-from jax_deepcompile.partition.rules.control_flow import held_in_body, settle_carry, settled_batch, sums_later
+from jax_deepcompile.partition.rules.control_flow import (
+    held_in_body,
+    settle_batch,
+    settle_carry,
+    settled_batch,
+    sums_later,
+)
 from jax_deepcompile.partition.rules.registry import REGISTRY
 
 
@@ -97,14 +103,23 @@ class ScanRule(RegionRule):
 
 def _settle(eqn, request: Request, propagate: Propagate, xs: list[Placement]):
     """Decides the body for stacked inputs placed as ``xs``: ``(consts, carry, ys, layout)``."""
+    carry, (const_batch, carry_batch, xs_batch) = (
+        Scan(eqn).split(request.operands).carry,
+        Scan(eqn).split(request.batch),
+    )
+    known, _ = settled_batch(Scan(eqn).body, const_batch, carry_batch, xs_batch)
+    return settle_batch(carry, carry_batch, known, lambda flags: _settle_given(eqn, request, propagate, xs, flags))
+
+
+def _settle_given(eqn, request: Request, propagate: Propagate, xs: list[Placement], carry_batch: Sequence[bool]):
+    """Likewise, where it is known which carried values depend on the batch."""
     scan = Scan(eqn)
     consts, carry, _ = scan.split(request.operands)
     consts = [placement.without_partial() for placement in consts]
     jaxpr, num_carry = scan.body, len(carry)
     final_demands, ys_demands = scan.split_results(request.demands)
     ys_demands = [sums_later(_body_demands(wanted), request.mesh) for wanted in ys_demands]
-    const_batch, carry_batch, xs_batch = scan.split(request.batch)
-    carry_batch, _ = settled_batch(jaxpr, const_batch, carry_batch, xs_batch)
+    const_batch, _, xs_batch = scan.split(request.batch)
     batch = [*const_batch, *carry_batch, *xs_batch]
     inner_xs = [placement.shifted(-1) for placement in xs]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jax_deepcompile.analysis.gathers import by_value, hoistable_gathers
@@ -77,27 +77,24 @@ def _over_microbatches(base: Program, best: Candidate, environment: Environment,
     here = _most_and_enough(stacks, free_bytes, waiting_bytes)
     for chosen in here:
         yield from _or_less(keeping, stacks, chosen)
-    moments = _moments(base, best, environment)
+    moments = {} if best.plan.of(OffloadedState) else _moments(base, environment)
     room_bytes = budget.total_bytes(moments.values())
+    if room_bytes > environment.host_bytes:
+        return
     there = _most_and_enough(stacks, free_bytes + room_bytes, waiting_bytes)
     for chosen, by_layer in itertools.product((some for some in there if some not in here), (True, False)):
 
         def away(stacks: Sequence[Stack], by_layer: bool = by_layer) -> Plan:
             return with_state_on_host(keeping(stacks), base, tuple(moments), environment, by_layer)
 
-        yield from _or_less(away, stacks, chosen, _said(moments))
+        said = f"; moments are on the host between steps, {room_bytes / 2**30:.2f} GiB"
+        yield from _or_less(away, stacks, chosen, said)
 
 
-def _moments(base: Program, best: Candidate, environment: Environment) -> dict[str, HostLeaf]:
-    """All of the optimizer's state that is to go to the host, if there is room for it: read once a step, however many
-    microbatches it has."""
-    leaves = {} if best.plan.of(OffloadedState) else host_leaves(base, environment.disabled)
-    moments = {name: leaf for name, leaf in leaves.items() if not leaf.reads}
-    return moments if budget.total_bytes(moments.values()) <= environment.host_bytes else {}
-
-
-def _said(moments: Mapping[str, HostLeaf]) -> str:
-    return f"; moments are on the host between steps, {budget.total_bytes(moments.values()) / 2**30:.2f} GiB"
+def _moments(base: Program, environment: Environment) -> dict[str, HostLeaf]:
+    """All of the optimizer's state that may be on the host: read once a step, however many microbatches it has."""
+    leaves = host_leaves(base, environment.disabled)
+    return {name: leaf for name, leaf in leaves.items() if not leaf.reads}
 
 
 def _from_forward_to_backward(
@@ -143,9 +140,8 @@ def _whole_layers(
     environment: Environment,
     pairs: list[tuple[Loop, Loop]],
     free_bytes: int,
-) -> Iterator[Proposal]:
-    """More layers gathered once for forward and backward: as many as may fit, otherwise as surely do; or, of several
-    microbatches, as surely do where the moments that the update alone reads make room."""
+) -> tuple[Proposal, ...]:
+    """More layers gathered once for forward and backward: as many as may fit, otherwise as surely do."""
     per_layer = _gathered_again(base, best.plan, environment, pairs)
     surely = hoped = int(free_bytes // (budget.BUFFER_OVERHEAD * per_layer))
     already = kept_layers(best.plan, pairs)
@@ -157,21 +153,14 @@ def _whole_layers(
     if (hoped - surely) * per_layer < least_bytes:
         hoped = surely
     longest = max(forward.length for forward, _ in pairs)
-
-    def kept(layers: int) -> Proposal:
-        plan = keep_over_loops(base, keep_layers(best.plan, pairs, layers), environment)
-        return Proposal(plan, f"{layers} of {longest} layers stay gathered, {per_layer / 2**30:.2f} GiB each")
-
-    counts = sorted({min(already + more, longest - 1) for more in (surely, hoped)})
-    worthwhile = [each for each in counts if each > already and (each - already) * per_layer >= least_bytes]
-    yield from budget.ladder(map(kept, worthwhile))
-    moments = {} if once else _moments(base, best, environment)
-    room_bytes = budget.total_bytes(moments.values())
-    more = min(already + int((free_bytes + room_bytes) // (budget.BUFFER_OVERHEAD * per_layer)), longest - 1)
-    if moments and more > max(already, *counts):
-        for by_layer in (True, False):
-            plan = with_state_on_host(kept(more).plan, base, tuple(moments), environment, by_layer)
-            yield Proposal(plan, kept(more).decision + _said(moments))
+    return budget.ladder(
+        Proposal(
+            keep_over_loops(base, keep_layers(best.plan, pairs, layers), environment),
+            f"{layers} of {longest} layers stay gathered, {per_layer / 2**30:.2f} GiB each",
+        )
+        for layers in sorted({min(already + more, longest - 1) for more in (surely, hoped)})
+        if layers > already and (layers - already) * per_layer >= least_bytes
+    )
 
 
 def _layer_peak_bytes(best: Candidate) -> int:

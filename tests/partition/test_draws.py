@@ -1,0 +1,173 @@
+"""Random numbers are divided by rows, as examples are, where what is made of them goes on so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import jax_deepcompile as deepcompile
+from tests.partition.steps import BATCH, FLAT, HYBRID, MLP, SUM, D, descend, lines, mlp, moves, shapes, trace
+
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def traced(step, *args, mesh: Mapping[str, int] = FLAT, **options):
+    return deepcompile.shard(step, mesh, state_argnums=0, **options).trace(*args)
+
+
+def products(traced) -> list[str]:
+    return lines(traced.sharded, ("dot_general",))
+
+
+def generates(rows: int):
+    """The loss of images that are made of noise."""
+
+    def loss(p, key):
+        x = jax.random.normal(key, (rows, D))
+        for name in sorted(p):
+            x = jnp.tanh(x @ p[name])
+        return jnp.mean(x**2)
+
+    return loss
+
+
+def generator(p, key):
+    return descend(p, jax.grad(generates(64))(p, key)), 0.0
+
+
+@pytest.mark.pure
+class TestDivided:
+    def test_noise_of_a_step_without_a_batch(self):
+        found = traced(generator, shapes(MLP), KEY)
+        assert products(found)[0] == "dot_general f32[8,16] f32[16,16] -> f32[8,16]"
+        assert {line.split()[0] for line in moves(found)} == {"all_gather", "reduce_scatter"}
+
+    @pytest.mark.parametrize("rows", [32, 64])
+    def test_noise_and_points_beside_a_batch_of_as_many_or_fewer(self, rows):
+        def step(p, batch, key):
+            return descend(p, jax.grad(lambda p: generates(rows)(p, key) + mlp(p, batch))(p)), 0.0
+
+        found = traced(step, shapes(MLP), shapes(BATCH), KEY)
+        assert all(f"f32[{rows // 8},16]" in line or "f32[4,16]" in line for line in products(found))
+        assert not any("all_to_all" in line for line in moves(found))
+
+    def test_keys_that_examples_are_drawn_with(self):
+        def step(p, key):
+            def loss(p):
+                keys = jax.random.split(key, 64)
+                return jnp.mean(jnp.tanh(jax.vmap(lambda key: jax.random.normal(key, (D,)))(keys) @ p["w0"]) ** 2)
+
+            return descend(p, jax.grad(loss)(p)), 0.0
+
+        found = traced(step, shapes({"w0": (D, D)}), KEY)
+        assert products(found)[0] == "dot_general f32[8,16] f32[16,16] -> f32[8,16]"
+
+    def test_rows_of_a_table_that_are_drawn(self):
+        def step(p, table, key):
+            def loss(p):
+                return jnp.mean((table[jax.random.randint(key, (64,), 0, 100)] @ p["w0"]) ** 2)
+
+            return descend(p, jax.grad(loss)(p)), 0.0
+
+        found = traced(step, shapes({"w0": (D, D)}), shapes((100, D)), KEY, batch_argnums=())
+        assert products(found)[0] == "dot_general f32[8,16] f32[16,16] -> f32[8,16]"
+
+    def test_in_microbatches_each_has_its_own(self):
+        def step(p, batch, key):
+            noisy = {**batch, "x": batch["x"] + jax.random.normal(key, (32, D))}
+            return descend(p, jax.grad(mlp)(p, noisy)), 0.0
+
+        found = traced(step, shapes(MLP), shapes(BATCH), KEY, microbatches=2)
+        assert products(found)[:2] == ["scan 2", "  dot_general f32[2,16] f32[16,16] -> f32[2,16]"]
+
+
+@pytest.mark.pure
+class TestAsItWas:
+    def test_noise_for_weights_is_where_they_are(self):
+        def step(p, batch, key):
+            def noisy(p):
+                return mlp({name: w + jax.random.normal(key, w.shape) for name, w in p.items()}, batch)
+
+            return descend(p, jax.grad(noisy)(p)), 0.0
+
+        def plain(p, batch, key):
+            return descend(p, jax.grad(mlp)(p, batch)), 0.0
+
+        found = traced(step, shapes(MLP), shapes(BATCH), KEY)
+        assert moves(found) == moves(traced(plain, shapes(MLP), shapes(BATCH), KEY))
+        drawn = lines(found.sharded, ("erf_inv",))
+        assert set(drawn) == {"erf_inv f32[2,16] -> f32[2,16]"}
+
+    def test_what_is_drawn_for_all_examples_alike_is_drawn_whole(self):
+        def step(p, batch, key):
+            kept = jax.random.bernoulli(key, 0.5, (D,))
+            return descend(p, jax.grad(mlp)(p, {**batch, "x": batch["x"] * kept})), 0.0
+
+        found = traced(step, shapes(MLP), shapes(BATCH), KEY)
+        assert not any("bool" in line for line in moves(found))
+        assert "bool[16]" in "\n".join(lines(found.sharded, ("select_n", "convert_element_type", "lt")))
+
+    def test_an_order_is_of_all(self):
+        def step(p, batch, key):
+            order = jax.random.permutation(key, 32)
+            return descend(p, jax.grad(lambda p: jnp.sum(jnp.sin(p["w0"]) * order.mean()))(p)), batch["x"].mean()
+
+        found = traced(step, shapes({"w0": (D, D)}), shapes(BATCH), KEY)
+        assert not any("u32" in line or "s32" in line for line in moves(found))
+
+
+@pytest.mark.pure
+def test_what_a_loop_trains_comes_to_the_examples():
+    def step(p, batch):
+        def update(p, _):
+            return descend(p, jax.grad(mlp)(p, batch)), mlp(p, batch)
+
+        return lax.scan(update, p, None, length=3)
+
+    found = moves(trace(step, {"w0": (D, 4 * D), "w1": (4 * D, D)}, BATCH, state_argnums=0))
+    assert {line.split()[0] for line in found} <= {"scan", "all_gather", "reduce_scatter", "psum"}
+    assert SUM in [line.strip() for line in found] or "psum fsdp: f32[3] -> f32[3]" in found
+
+
+def values(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+@pytest.mark.cpu_mesh
+@settings(deadline=None, max_examples=10)
+@given(
+    rows=st.sampled_from([8, 12, 24, 32]),
+    width=st.sampled_from([3, 8, 16]),
+    mesh=st.sampled_from([FLAT, HYBRID, {"fsdp": 4}]),
+    microbatches=st.sampled_from([1, 2]),
+    of_keys=st.booleans(),
+)
+def test_numbers_are_those_of_one_device(rows, width, mesh, microbatches, of_keys):
+    def step(p, batch, key):
+        def loss(p):
+            keys = jax.random.split(key, rows)
+            drawn = jax.vmap(lambda key: jax.random.normal(key, (width,)))(keys) if of_keys else None
+            z = jax.random.normal(key, (rows, width)) if drawn is None else drawn
+            made = jnp.tanh(z @ p["a"]) @ p["b"]
+            score = jnp.mean(jax.nn.softplus(made @ p["c"])) + jnp.mean((batch @ p["c"]) ** 2)
+            return score + jnp.mean(jax.random.uniform(key, (width, 16)) * p["a"])
+
+        def update(p, _):
+            return descend(p, jax.grad(loss)(p)), loss(p)
+
+        return lax.scan(update, p, None, length=2) if microbatches == 1 else update(p, None)
+
+    keys = jax.random.split(jax.random.key(1), 4)
+    p = {"a": (width, 16), "b": (16, width), "c": (width, 8)}
+    p = {name: jax.random.normal(key, shape) / 4 for (name, shape), key in zip(p.items(), keys, strict=False)}
+    args = jax.random.normal(keys[3], (32, width)), jax.random.key(5)
+    expected = values(jax.jit(step)(p, *args))
+    got = deepcompile.shard(step, mesh, state_argnums=0, batch_argnums=1, microbatches=microbatches)(p, *args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), values(got), expected)
