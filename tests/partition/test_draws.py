@@ -7,13 +7,14 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
 import jax_deepcompile as deepcompile
-from tests.partition.steps import BATCH, FLAT, HYBRID, MLP, SUM, D, descend, lines, mlp, moves, shapes, trace
+from tests.partition.steps import ADAM, BATCH, FLAT, HYBRID, MLP, D, descend, lines, mlp, moves, shapes
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 
@@ -123,17 +124,32 @@ class TestAsItWas:
         assert not any("u32" in line or "s32" in line for line in moves(found))
 
 
+@pytest.mark.parametrize("of_while", [False, True])
 @pytest.mark.pure
-def test_what_a_loop_trains_comes_to_the_examples():
-    def step(p, batch):
-        def update(p, _):
-            return descend(p, jax.grad(mlp)(p, batch)), mlp(p, batch)
+def test_examples_stay_where_they_are_while_a_loop_trains(of_while):
+    """Parameters, moments and the number of updates follow from the batch in a loop over loops of updates."""
 
-        return lax.scan(update, p, None, length=3)
+    def update(state, _):
+        loss, g = jax.value_and_grad(mlp)(state["p"], state["batch"])
+        updates, opt_state = ADAM.update(g, state["o"], state["p"])
+        return {**state, "p": optax.apply_updates(state["p"], updates), "o": opt_state}, loss
 
-    found = moves(trace(step, {"w0": (D, 4 * D), "w1": (4 * D, D)}, BATCH, state_argnums=0))
-    assert {line.split()[0] for line in found} <= {"scan", "all_gather", "reduce_scatter", "psum"}
-    assert SUM in [line.strip() for line in found] or "psum fsdp: f32[3] -> f32[3]" in found
+    def epoch(state, _):
+        return lax.scan(update, state, None, length=3)
+
+    def step(p, o, batch):
+        state = {"p": p, "o": o, "batch": batch}
+        if of_while:
+            steps = batch["x"].astype(int)[0, 0]
+            state = lax.while_loop(lambda c: c[1] < steps, lambda c: (epoch(c[0], None)[0], c[1] + 1), (state, 0))[0]
+        else:
+            state, _ = lax.scan(epoch, state, None, length=2)
+        return state["p"], state["o"]
+
+    p = shapes({"w0": (D, 4 * D), "w1": (4 * D, D)})
+    found = moves(deepcompile.shard(step, FLAT).trace(p, jax.eval_shape(ADAM.init, p), shapes(BATCH)))
+    kinds = {line.split()[0] for line in found if "32,16" not in line}
+    assert kinds == {"scan", "all_gather", "reduce_scatter", *(["while"] if of_while else [])}
 
 
 def values(tree):

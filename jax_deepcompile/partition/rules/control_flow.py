@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jax import lax
 from jax.extend import core as jex
@@ -41,21 +41,27 @@ def settled_batch(jaxpr: jex.Jaxpr, fixed: Sequence[bool], carry: Sequence[bool]
 
 
 def settle_batch(
-    carry: Sequence[Placement], given: Sequence[bool], known: Sequence[bool], settle: Callable[[list[bool]], T]
+    carry: Sequence[tuple[Any, Placement]],
+    given: Sequence[bool],
+    known: Sequence[bool],
+    settle: Callable[[list[bool]], T],
 ) -> T:
     """What ``settle`` makes of it, given for each carried value whether it depends on the batch.
 
-    Parameters that a loop trains follow from the batch, yet do not depend on it more than others do: gradients are sums
-    over it. So what comes in split, and no activation, is taken for one only once a layout says that it leaves as one.
+    Parameters that a loop trains, and the number of their updates, follow from the batch, yet depend on it no more than
+    others do: gradients are sums over it. So a scalar, or what comes in split and is no activation, is taken for one
+    only once a layout says that it leaves as one.
 
     Args:
-      carry: where the values are as they come in.
+      carry: the variables, and where they are as they come in.
       given: whether they depend on the batch then.
       known: and whether they may once it has gone round the loop.
       settle: results in a layout, last.
     """
-    pairs = zip(carry, given, known, strict=True)
-    flags = [before or (after and not placement.is_split) for placement, before, after in pairs]
+    flags = [
+        before or (after and bool(var.aval.shape) and not placement.is_split)
+        for (var, placement), before, after in zip(carry, given, known, strict=True)
+    ]
     while True:
         settled = settle(flags)
         after = [flag or left for flag, left in zip(flags, settled[-1].batch_outputs, strict=False)]
@@ -166,7 +172,8 @@ class WhileRule(RegionRule):
             wanted = request.demands, propagate, keep_partial
             return flags, *settle_carry(loop.body, body_consts, carry, [], batch, [], *wanted)
 
-        carry_batch, carry, body = settle_batch(carry, carry_batch, known, settle)
+        pairs = list(zip(loop.operands.carry, carry, strict=True))
+        carry_batch, carry, body = settle_batch(pairs, carry_batch, known, settle)
         whole = request.mesh.replicated()
         condition = propagate(loop.condition, [*cond_consts, *carry], [*cond_batch, *carry_batch], [(whole,)])
         operands = (*cond_consts, *body_consts, *carry)

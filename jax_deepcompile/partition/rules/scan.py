@@ -103,12 +103,11 @@ class ScanRule(RegionRule):
 
 def _settle(eqn, request: Request, propagate: Propagate, xs: list[Placement]):
     """Decides the body for stacked inputs placed as ``xs``: ``(consts, carry, ys, layout)``."""
-    carry, (const_batch, carry_batch, xs_batch) = (
-        Scan(eqn).split(request.operands).carry,
-        Scan(eqn).split(request.batch),
-    )
-    known, _ = settled_batch(Scan(eqn).body, const_batch, carry_batch, xs_batch)
-    return settle_batch(carry, carry_batch, known, lambda flags: _settle_given(eqn, request, propagate, xs, flags))
+    scan = Scan(eqn)
+    carry = list(zip(scan.operands.carry, scan.split(request.operands).carry, strict=True))
+    batch = scan.split(request.batch)
+    known, _ = settled_batch(scan.body, *batch)
+    return settle_batch(carry, batch.carry, known, lambda flags: _settle_given(eqn, request, propagate, xs, flags))
 
 
 def _settle_given(eqn, request: Request, propagate: Propagate, xs: list[Placement], carry_batch: Sequence[bool]):
