@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,17 @@ from jax import lax
 
 import jax_deepcompile as deepcompile
 from tests.partition.steps import ADAM, BATCH, FLAT, HYBRID, MLP, D, descend, lines, mlp, moves, shapes
+
+
+class Generator(nn.Module):
+    @nn.compact
+    def __call__(self, z):
+        x = nn.Dense(4 * 4 * 128)(z).reshape(-1, 4, 4, 128)
+        x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.ConvTranspose(64, (4, 4), (2, 2))(x)))
+        return jnp.tanh(nn.ConvTranspose(1, (4, 4), (2, 2))(x))
+
+
+GENERATOR = Generator()
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 
@@ -49,6 +61,21 @@ class TestDivided:
         found = traced(generator, shapes(MLP), KEY)
         assert products(found)[0] == "dot_general f32[8,16] f32[16,16] -> f32[8,16]"
         assert {line.split()[0] for line in moves(found)} == {"all_gather", "reduce_scatter"}
+
+    def test_images_that_a_generator_makes_of_noise(self):
+        def step(variables, key):
+            def loss(p):
+                z = jax.random.normal(key, (64, 64))
+                images, more = GENERATOR.apply({**variables, "params": p}, z, mutable=["batch_stats"])
+                return jnp.mean(images**2), more
+
+            (_, more), g = jax.value_and_grad(loss, has_aux=True)(variables["params"])
+            return {"params": descend(variables["params"], g), **more}, 0.0
+
+        variables = jax.eval_shape(GENERATOR.init, jax.random.key(0), jnp.zeros((64, 64)))
+        found = traced(step, variables, KEY)
+        assert "f32[8,8,8,64]" in lines(found.sharded, ("conv_general_dilated",))[0].split("->")[1]
+        assert "computed whole on every device: nothing that could be split" in str(found.explain())
 
     @pytest.mark.parametrize("rows", [32, 64])
     def test_noise_and_points_beside_a_batch_of_as_many_or_fewer(self, rows):
