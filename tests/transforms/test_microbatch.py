@@ -238,8 +238,8 @@ def test_examples_must_divide():
     assert str(caught.value) == (
         "batch leaf batch['mask'] has shape (32,): each of 8 devices holds 4 of its 32 examples, and 4 do not divide "
         "into 3 microbatches. Use microbatches=1, 2, 4, or a batch of 48 examples. If it holds no examples, make it an "
-        "argument of its own, which is replicated, or name the arguments that do: shard(..., batch_argnums=...), () for "
-        "none."
+        "argument of its own, which is replicated, or name the arguments that do: shard(..., batch_argnums=...), "
+        "() for none."
     )
 
 
