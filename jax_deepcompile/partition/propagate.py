@@ -3,7 +3,8 @@
 Four sweeps. A backward one carries the outputs' placements up through elementwise equations, so that a gradient knows
 what its optimizer state looks like; a forward one lets placements flow from the inputs; a backward one collects, for
 every value, the placements its consumers would like; and a forward one decides with both in hand. What no sweep can
-know, the price of another choice, is weighed equation by equation in ``choice.py``.
+know, the price of another choice, is weighed equation by equation in ``choice.py``. What a step draws itself is asked
+for as examples are divided (``Drawn``), and flows on as they do.
 
 A sharded parameter is gathered where it is used. The gathered copy serves the uses that follow closely and is then
 released: a *use region* ends once more bytes of other parameters have been gathered than the parameter's own, so a copy
