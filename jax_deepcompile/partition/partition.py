@@ -84,7 +84,7 @@ def _drawn(inputs: Sequence[Port], axes: Sequence[str], mesh: MeshAxes) -> Drawn
     examples = frozenset(port.shape[0] for port in inputs if port.role is Role.BATCH)
     leaves = [port.shape for port in inputs if port.role.is_state and port.shape]
     of_state = frozenset((*leaves, *(shape[1:] for shape in leaves)))
-    return Drawn(examples, mesh.place({0: (*axes, *mesh.virtual)}), mesh.place({0: tuple(axes)}), of_state)
+    return Drawn(examples, mesh.place({0: (*axes, *mesh.virtual)}), of_state)
 
 
 def _partition(

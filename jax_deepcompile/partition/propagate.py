@@ -48,19 +48,17 @@ Demands = tuple[tuple[Placement, ...], ...]
 class Drawn:
     """How random numbers are divided, such as noise that examples are made of, or points to train on.
 
-    Every device can draw its own rows, and none need go on with all of them. What turns out to be for all examples
-    alike, as the mask of a feature, is asked for otherwise by what reads it.
+    Every device can draw its own rows, and none need go on with all of them. What has other rows than the batch may be
+    for all examples alike, as random features are, and is whole where what reads it asks for it so.
 
     Attributes:
-      examples: how many rows the batch has.
-      like_batch: the placement of what has as many.
-      others: of what has another number of rows: each microbatch has those of all.
+      examples: how many rows the batch has; without a batch, any number of rows may be examples.
+      rows: the placement of examples.
       of_state: shapes of leaves of the state, and of their slices: what has one of them is noise for such a leaf.
     """
 
     examples: frozenset[int]
-    like_batch: Placement
-    others: Placement
+    rows: Placement
     of_state: frozenset[tuple[int, ...]]
 
     def placement(self, eqn: Equation, mesh: MeshAxes) -> Placement | None:
@@ -68,10 +66,8 @@ class Drawn:
         if eqn.primitive.name not in _DRAWS:
             return None
         shape = eqn.outvars[0].aval.shape
-        if not shape or (shape[0] not in self.examples and shape in self.of_state):
-            return None
-        wanted = self.like_batch if shape[0] in self.examples else self.others
-        return wanted if wanted.fits(shape, mesh) else None
+        are_examples = shape[0] in self.examples if shape and self.examples else shape not in self.of_state
+        return self.rows if shape and are_examples and self.rows.fits(shape, mesh) else None
 
 
 _DRAWS = frozenset({"random_bits", "random_gamma"})
