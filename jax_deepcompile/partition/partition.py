@@ -14,7 +14,8 @@ from jax_deepcompile.ir.program import Port, Program, Role, View
 from jax_deepcompile.ir.retrace import trace_blocks
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.partition.layout import Layout
-from jax_deepcompile.partition.propagate import Drawn, Propagator
+from jax_deepcompile.partition.own_examples import OwnExamples, own_examples
+from jax_deepcompile.partition.propagate import Propagator
 from jax_deepcompile.partition.reshard import Move, MoveKind, apply_move
 from jax_deepcompile.partition.rewrite import run_layout
 from jax_deepcompile.partition.rules.families import REGISTRY
@@ -57,8 +58,9 @@ def partition_step(
     whole = program.mesh.replicated()
     outputs = tuple(port.placed(state.get(port.path, whole)) for port in program.outputs)
     state_leaves = tuple(leaf for port, leaf in zip(program.inputs, leaves, strict=True) if port.role.is_state)
-    drawn = _drawn(inputs, batch_axes, program.mesh)
-    return _partition(program.replace(inputs=inputs, outputs=outputs), mesh, state_leaves, latency_bytes, drawn)
+    rows = program.mesh.place({0: (*batch_axes, *program.mesh.virtual)})
+    own = own_examples(program.jaxpr, inputs, rows, program.mesh)
+    return _partition(program.replace(inputs=inputs, outputs=outputs), mesh, state_leaves, latency_bytes, own)
 
 
 def partition_init(program: Program, mesh: AnyMesh, state_axes) -> Partitioned:
@@ -80,23 +82,16 @@ def _batch_placement(port: Port, axes: Sequence[str], mesh: MeshAxes) -> Placeme
     return mesh.place({0: (*axes, *mesh.virtual)})
 
 
-def _drawn(inputs: Sequence[Port], axes: Sequence[str], mesh: MeshAxes) -> Drawn:
-    examples = frozenset(port.shape[0] for port in inputs if port.role is Role.BATCH)
-    leaves = [port.shape for port in inputs if port.role.is_state and port.shape]
-    of_state = frozenset((*leaves, *(shape[1:] for shape in leaves)))
-    return Drawn(examples, mesh.place({0: (*axes, *mesh.virtual)}), of_state)
-
-
 def _partition(
     program: Program,
     mesh: AnyMesh,
     leaves: tuple[LeafChoice, ...],
     latency_bytes: float = 0.0,
-    drawn: Drawn | None = None,
+    own: OwnExamples | None = None,
 ) -> Partitioned:
     verify(program)
     jaxpr = open_jaxpr(program.jaxpr)
-    layout = Propagator(program.mesh, REGISTRY.find, latency_bytes, drawn)(
+    layout = Propagator(program.mesh, REGISTRY.find, latency_bytes, own)(
         jaxpr,
         [port.where for port in program.inputs],
         [port.role is Role.BATCH for port in program.inputs],

@@ -3,8 +3,8 @@
 Four sweeps. A backward one carries the outputs' placements up through elementwise equations, so that a gradient knows
 what its optimizer state looks like; a forward one lets placements flow from the inputs; a backward one collects, for
 every value, the placements its consumers would like; and a forward one decides with both in hand. What no sweep can
-know, the price of another choice, is weighed equation by equation in ``choice.py``. What a step draws itself is asked
-for as examples are divided (``Drawn``), and flows on as they do.
+know, the price of another choice, is weighed equation by equation in ``choice.py``. Examples that a step makes itself
+are asked for as those of a batch are divided (``OwnExamples``), and flow on as they do.
 
 A sharded parameter is gathered where it is used. The gathered copy serves the uses that follow closely and is then
 released: a *use region* ends once more bytes of other parameters have been gathered than the parameter's own, so a copy
@@ -37,40 +37,12 @@ from jax_deepcompile.partition.layout import (
     finds_extrema_over,
     sums_over_features,
 )
+from jax_deepcompile.partition.own_examples import OwnExamples
 from jax_deepcompile.partition.reshard import Size, axis_cost, collectives, full_bytes, size_of
 from jax_deepcompile.partition.rules.base import OpRule
 
 FindRule = Callable[[Equation], "OpRule | RegionRule"]
 Demands = tuple[tuple[Placement, ...], ...]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """How random numbers are divided, such as noise that examples are made of, or points to train on.
-
-    Every device can draw its own rows, and none need go on with all of them. What has other rows than the batch may be
-    for all examples alike, as random features are, and is whole where what reads it asks for it so.
-
-    Attributes:
-      examples: how many rows the batch has; without a batch, any number of rows may be examples.
-      rows: the placement of examples.
-      of_state: shapes of leaves of the state, and of their slices: what has one of them is noise for such a leaf.
-    """
-
-    examples: frozenset[int]
-    rows: Placement
-    of_state: frozenset[tuple[int, ...]]
-
-    def placement(self, eqn: Equation, mesh: MeshAxes) -> Placement | None:
-        """Of the result of ``eqn``; None if that is not random, or cannot be divided."""
-        if eqn.primitive.name not in _DRAWS:
-            return None
-        shape = eqn.outvars[0].aval.shape
-        are_examples = shape[0] in self.examples if shape and self.examples else shape not in self.of_state
-        return self.rows if shape and are_examples and self.rows.fits(shape, mesh) else None
-
-
-_DRAWS = frozenset({"random_bits", "random_gamma"})
 
 
 @dataclass
@@ -82,8 +54,8 @@ class Propagator:
     latency_bytes: float = 0.0
     """What a device could send in the time that a collective takes to begin."""
 
-    drawn: Drawn | None = None
-    """How random numbers are divided; None for as what is made of them asks."""
+    own: OwnExamples | None = None
+    """The examples that the step makes itself; None for none."""
 
     _layouts: dict = field(default_factory=dict)
     _rules: dict = field(default_factory=dict)
@@ -171,7 +143,7 @@ class _Sweeps:
     def run(self) -> Layout:
         self._mark_batch()
         self._demand_outputs()
-        self._demand_draws()
+        self._demand_own()
         self._hint()
         self.lazy = True
         self._forward()
@@ -183,6 +155,7 @@ class _Sweeps:
 
     def _mark_batch(self) -> None:
         self.batch = dict(zip(self.jaxpr.invars, self.input_batch, strict=True))
+        self.batch.update((var, True) for var in self.jaxpr.constvars if self._own(var) is not None)
         for eqn in self.jaxpr.eqns:
             self.batch.update(zip(eqn.outvars, self._batch_through(eqn)[1], strict=True))
 
@@ -192,10 +165,14 @@ class _Sweeps:
         rule = self.propagator.rule_of(eqn)
         if not isinstance(rule, OpRule):
             return operands, rule.batch(eqn, operands)
-        return operands, [any(operands) or self._drawn(eqn) is not None] * len(eqn.outvars)
+        return operands, [any(operands) or self._own(var, eqn) is not None for var in eqn.outvars]
 
-    def _drawn(self, eqn: Equation) -> Placement | None:
-        return self.propagator.drawn and self.propagator.drawn.placement(eqn, self.mesh)
+    def _own(self, var: jex.Var, eqn: Equation | None = None) -> Placement | None:
+        """Where ``var``, made by ``eqn``, goes as an example of the step's own; None if it is none."""
+        own = self.propagator.own
+        if own is None or var in own.at_hand:
+            return own and own.rows
+        return own.drawn(eqn, self.mesh) if eqn is not None else None
 
     def _is_of_batch(self, atom) -> bool:
         return not isinstance(atom, jex.Literal) and self.batch.get(atom, False)
@@ -206,11 +183,11 @@ class _Sweeps:
             for placement in () if is_late else wanted:
                 self._demand(atom, placement)
 
-    def _demand_draws(self) -> None:
-        for eqn in self.jaxpr.eqns:
-            wanted = self._drawn(eqn)
+    def _demand_own(self) -> None:
+        made = ((var, self._own(var, eqn)) for eqn in self.jaxpr.eqns for var in eqn.outvars)
+        for var, wanted in (*((var, self._own(var)) for var in self.jaxpr.constvars), *made):
             if wanted is not None:
-                self._demand(eqn.outvars[0], wanted)
+                self._demand(var, wanted)
 
     def _hint(self) -> None:
         for eqn in reversed(self.jaxpr.eqns):

@@ -1,4 +1,4 @@
-"""Random numbers are divided by rows, as examples are, where what is made of them goes on so."""
+"""What a step draws, closes over or counts is divided by rows, as examples are, where what is made of it goes on so."""
 
 from __future__ import annotations
 
@@ -114,9 +114,65 @@ class TestDivided:
         found = traced(step, shapes(MLP), shapes(BATCH), KEY, microbatches=2)
         assert products(found)[:2] == ["scan 2", "  dot_general f32[2,16] f32[16,16] -> f32[2,16]"]
 
+    @pytest.mark.parametrize("given", ["closed over", "counted"])
+    def test_points_whose_residuals_have_second_derivatives(self, given):
+        points = np.linspace(0, 1, 64, dtype=np.float32)
+
+        def u(p, x):
+            return jnp.sum(jnp.tanh(jnp.tanh(x * p["w0"]) @ p["w1"]))
+
+        def step(p):
+            def loss(p):
+                xs = jnp.asarray(points) if given == "closed over" else jnp.linspace(0, 1, 64)
+                return jnp.mean((jax.vmap(lambda x: jax.grad(jax.grad(u, 1), 1)(p, x))(xs) - xs) ** 2)
+
+            return descend(p, jax.grad(loss)(p))
+
+        found = traced(step, shapes({"w0": (D,), "w1": (D, D)}))
+        assert not any("64," in line for line in products(found))
+
+    def test_all_examples_that_it_closes_over(self):
+        """Positions are counted too, and are for all examples alike."""
+        tokens = np.zeros((64, 32), np.int32)
+
+        def step(p):
+            def loss(p):
+                x = p["tokens"][tokens] + p["positions"][jnp.arange(32)]
+                return jnp.mean(jnp.tanh(jnp.tanh(x @ p["w0"]) @ p["w1"]) ** 2)
+
+            return descend(p, jax.grad(loss)(p))
+
+        found = traced(step, shapes({"tokens": (80, D), "positions": (40, D), "w0": (D, D), "w1": (D, D)}))
+        assert products(found)[0] == "dot_general f32[8,32,16] f32[16,16] -> f32[8,32,16]"
+        assert not any(line.endswith("f32[64,32,16]") for line in moves(found))
+
 
 @pytest.mark.pure
 class TestAsItWas:
+    def test_a_constant_for_weights_is_where_they_are(self):
+        kept = np.tri(D, dtype=np.float32)
+
+        def step(p, masked):
+            return descend(p, jax.grad(lambda p: jnp.mean(jnp.tanh(p["w0"] * (kept if masked else 2.0)) ** 2))(p))
+
+        found, plain = (
+            moves(traced(lambda p, masked=masked: step(p, masked), shapes({"w0": (D, D)}))) for masked in (True, False)
+        )
+        assert found == plain
+
+    def test_data_that_examples_are_drawn_from(self):
+        data = np.zeros((96, D), np.float32)
+
+        def step(p, key):
+            def loss(p):
+                return jnp.mean(jnp.tanh(jnp.asarray(data)[jax.random.randint(key, (64,), 0, 96)] @ p["w0"]) ** 2)
+
+            return descend(p, jax.grad(loss)(p))
+
+        found = traced(step, shapes({"w0": (D, D)}), KEY)
+        assert products(found)[0] == "dot_general f32[8,16] f32[16,16] -> f32[8,16]"
+        assert moves(found) == [GATHER, SCATTER]
+
     def test_noise_for_weights_is_where_they_are(self):
         def step(p, batch, key):
             def noisy(p):
@@ -203,7 +259,7 @@ def values(tree):
     microbatches=st.sampled_from([1, 2]),
     of_keys=st.booleans(),
 )
-def test_numbers_are_those_of_one_device(rows, width, mesh, microbatches, of_keys):
+def test_drawn_numbers_are_those_of_one_device(rows, width, mesh, microbatches, of_keys):
     def step(p, batch, key):
         def loss(p):
             keys = jax.random.split(key, rows)
@@ -224,4 +280,36 @@ def test_numbers_are_those_of_one_device(rows, width, mesh, microbatches, of_key
     args = jax.random.normal(keys[3], (32, width)), jax.random.key(5)
     expected = values(jax.jit(step)(p, *args))
     got = deepcompile.shard(step, mesh, state_argnums=0, batch_argnums=1, microbatches=microbatches)(p, *args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), values(got), expected)
+
+
+@pytest.mark.cpu_mesh
+@settings(deadline=None, max_examples=10)
+@given(
+    rows=st.sampled_from([8, 12, 24]),
+    width=st.sampled_from([3, 8, 16]),
+    mesh=st.sampled_from([FLAT, HYBRID, {"fsdp": 4}]),
+    counted=st.booleans(),
+    edges=st.sampled_from([None, 16, 40]),
+)
+def test_numbers_of_a_full_batch_are_those_of_one_device(rows, width, mesh, counted, edges):
+    """As a graph's are: sums over edges, of which there are more than points."""
+    random = np.random.default_rng(0)
+    points = random.normal(size=(rows, width)).astype(np.float32)
+    ends = random.integers(0, rows, (2, edges or 1))
+
+    def step(p):
+        def loss(p):
+            x = jnp.sin(jnp.arange(rows)[:, None] * jnp.arange(width)) if counted else points
+            made = jnp.tanh(x @ p["a"]) @ p["b"]
+            if edges:
+                made = jax.ops.segment_sum(made[ends[0]], ends[1], num_segments=rows)
+            return jnp.mean((made @ p["c"] - jnp.arange(rows)[:, None]) ** 2)
+
+        return descend(p, jax.grad(loss)(p)), loss(p)
+
+    shapes = {"a": (width, 16), "b": (16, width), "c": (width, 8)}
+    p = {name: random.normal(size=shape).astype(np.float32) / 4 for name, shape in shapes.items()}
+    expected = values(jax.jit(step)(p))
+    got = deepcompile.shard(step, mesh, state_argnums=0)(p)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), values(got), expected)
