@@ -37,14 +37,14 @@ def with_loop_names(program: Program) -> Program:
     return program.replace(loop_names=dict(zip((path for path, _ in loops), names, strict=True)))
 
 
-def keeping_loop_names(program: Program, before: Program) -> Program:
+def keeping_loop_names(program: Program, before: Program, the_last: bool = False) -> Program:
     """``program``, rewritten from ``before``, with the names that its loops had there, wherever they are now.
 
-    Where iterations run apart, copies of the loops inside stand beside their loop: those have no names.
+    Where iterations run apart, copies of the loops inside stand beside their loop: those have no names. The loop is the
+    first of them, or ``the_last``.
     """
-    names = {
-        new: before.loop_names[old] for old, new in _same_loops(before.jaxpr, program.jaxpr) if old in before.loop_names
-    }
+    same = _same_loops(before.jaxpr, program.jaxpr, the_last)
+    names = {new: before.loop_names[old] for old, new in same if old in before.loop_names}
     return program if names == program.loop_names else program.replace(loop_names=names)
 
 
@@ -60,6 +60,21 @@ def with_second_run(program: Program, name: str) -> Program:
     return program.replace(loop_names={**program.loop_names, **copies})
 
 
+def with_recomputed_loops(program: Program, before: Program) -> Program:
+    """``program``, rewritten from ``before``, with the names of its loops there, and others for their copies.
+
+    Copies are what a backward loop computes again, at its beginning, of loops inside of a forward one.
+    """
+    program = keeping_loop_names(program, before, the_last=True)
+    known = {_origin(eqn, False): before.loop_names[path] for path, eqn in reversed(list(loops_in(before.jaxpr)))}
+    loops = [(path, eqn) for path, eqn in loops_in(program.jaxpr) if path not in program.loop_names]
+    made = [(path, known[_origin(eqn, False)]) for path, eqn in loops if _origin(eqn, False) in known]
+    names = numbered([f"{name.partition(' @')[0]} @recomputed" for _, name in made])
+    taken = set(program.loop_names.values())
+    copies = {path: name for (path, _), name in zip(made, names, strict=True) if name not in taken}
+    return program.replace(loop_names={**program.loop_names, **copies})
+
+
 def second_run(name: str) -> str:
     """What the loop ``name`` is called where it runs a second time, to update.
 
@@ -69,12 +84,14 @@ def second_run(name: str) -> str:
     return f"{name.partition(' @')[0]} @update"
 
 
-def _same_loops(before: Any, after: Any) -> Iterator[tuple[Path, Path]]:
-    """Where loops of ``before`` were and are: those that one call made, in order.
+def _same_loops(before: Any, after: Any, the_last: bool = False) -> Iterator[tuple[Path, Path]]:
+    """Where loops of ``before`` were and are: those that one call made, in order, of more of them the first or last.
 
     Where there are more of them now, or fewer, those of the same scopes come first, if there are any.
     """
     old, new = dict(enumerate(computing_scans(before))), dict(enumerate(computing_scans(after)))
+    if the_last:
+        old, new = (dict(reversed(each.items())) for each in (old, new))
     made, left = (Counter(_origin(eqn, False) for eqn in each.values()) for each in (old, new))
     for scoped in (True, False):
         waiting: dict[Any, list[int]] = {}
@@ -86,7 +103,7 @@ def _same_loops(before: Any, after: Any) -> Iterator[tuple[Path, Path]]:
             if found:
                 same = found.pop(0)
                 yield (position,), (same,)
-                inside = _same_loops(Scan(old.pop(position)).body, Scan(new.pop(same)).body)
+                inside = _same_loops(Scan(old.pop(position)).body, Scan(new.pop(same)).body, the_last)
                 yield from (((position, *was), (same, *now)) for was, now in inside)
 
 

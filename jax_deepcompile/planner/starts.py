@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jax_deepcompile.analysis.loops import find_loops
-from jax_deepcompile.analysis.names import keeping_loop_names
 from jax_deepcompile.costs.program_memory import memory_of_program
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.program import Program
@@ -62,7 +61,8 @@ class Start:
 def starts(base: Program, best: Candidate, environment: Environment) -> Iterator[Start]:
     """All there are: the best plan; one with pipelined loops, if those did not fit; one that computes again what loops
     and segments keep, each loop's iterations by themselves; one with smaller segments, if those leave too much; one
-    that computes loops inside of layers again as a whole; one that copies nothing of itself."""
+    that computes loops inside of layers again as a whole; one that computes again what those that it runs again keep;
+    one that copies nothing of itself."""
     gathers = best.plan.program(base, environment.mesh, until=SavedGathers)
     regions = _regions(gathers, environment)
     stacks = saved_stacks(base, environment, best.plan, layer_stacks(gathers, best.plan)) if regions else []
@@ -82,8 +82,10 @@ def starts(base: Program, best: Candidate, environment: Environment) -> Iterator
     smaller = {}
     if segments and environment.host_bytes and not (again and _suffices(again, best, environment)):
         smaller = dict(_segments_again(base, regions, environment, on_host=True))
-    others = [each for each in (smaller, whole) if each != segments]
-    yield from filter(None, [again, *(_computing_again(base, best, environment, regions, {}, each) for each in others)])
+    others = [({}, each) for each in (smaller, whole) if each != segments]
+    inside = _inside_again(base, loops, environment) if loops else loops
+    others += [(inside, segments)] if inside != loops else []
+    yield from filter(None, [again, *(_computing_again(base, best, environment, regions, *each) for each in others)])
     yield from _without_own_copies(base, best, environment)
 
 
@@ -201,6 +203,15 @@ def _loops_again(
             yield Rematerialized(ahead, behind), again.names
 
 
+def _inside_again(
+    base: Program, loops: Mapping[Rematerialized, Collection[str]], environment: Environment
+) -> Mapping[Rematerialized, Collection[str]]:
+    """``loops``, and those inside of them which those run again."""
+    program = Rematerialized.apply(base, environment.mesh, tuple(loops))
+    inner = dict(_loops_again(program, _regions(program, environment), environment))
+    return {**loops, **inner} if inner.keys() != loops.keys() else loops
+
+
 def _segments_again(
     base: Program, regions: Sequence[RecomputeRegion], environment: Environment, on_host: bool = False
 ) -> Iterator[tuple[RematerializedSegments, Collection[str]]]:
@@ -235,7 +246,6 @@ def as_checkpointed(
         Rematerialized, SavedGathers, StackCollectives, OffloadedActivations, OffloadedValues
     )
     program = Rematerialized.apply(base, environment.mesh, rematerialized)
-    program = keeping_loop_names(program, base)
     if environment.platform == "cuda" and choose_schedules(program):
         start = all_pipelined(start, program, environment)
     return start.having(Rematerialized, rematerialized)

@@ -11,7 +11,8 @@ After::
     scan(g, t): x = s[t]; h = dot(x, w[t]); ...
 
 What both loops read of a stack, and what the backward loop computes of it anyway, such as gathered parameters, is there
-once. What of it is better kept, on the device or on the host, other decisions say.
+once. What of it is better kept, on the device or on the host, other decisions say. Loops inside of the forward loop run
+again too, as ``layers @recomputed``, and what those keep may be computed again likewise.
 
 Guarantees: what is computed again is the value that was kept; a layer's input is kept instead, where it was not.
 """
@@ -29,7 +30,7 @@ from jax_deepcompile._jax_compat import bind, dce, new_jaxpr
 from jax_deepcompile.analysis.dataflow import literal_bits, needed_for, without_barriers
 from jax_deepcompile.analysis.equal_work import is_repeatable, work_key
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
-from jax_deepcompile.analysis.names import value_names
+from jax_deepcompile.analysis.names import value_names, with_recomputed_loops
 from jax_deepcompile.analysis.residuals import residuals
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
@@ -55,8 +56,13 @@ class Rematerialized(Decision, kind="rematerialize", about=("forward", "backward
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[Rematerialized]) -> Program:
-        what = "computes again what is made by", "computes again what is read by"
-        return replace_pairs(program, mesh, decisions, what, _bridge)
+        what, left = ("computes again what is made by", "computes again what is read by"), list(decisions)
+        while left:
+            known = {loop.name for loop in find_loops(program)}
+            now = [each for each in left if {each.forward, each.backward} <= known] or left
+            program = with_recomputed_loops(replace_pairs(program, mesh, now, what, _bridge), program)
+            left = [each for each in left if each not in now]
+        return program
 
 
 def _bridge(program: Program, forward: Loop, backward: Loop, choice: Rematerialized) -> tuple[Compute, Compute]:

@@ -282,6 +282,21 @@ def test_loops_that_compute_again_what_they_kept_still_do_where_they_gather_a_la
         verify(proposal.plan.program(program, MESH))
 
 
+def test_layers_of_blocks_without_checkpoint_are_computed_again_within_blocks_that_are():
+    def block(x, layers):
+        return lax.scan(lambda x, w: (layer(x, w), None), x, layers)[0], None
+
+    def loss(params, batch):
+        return jnp.mean(lax.scan(block, batch, params["stack"])[0] ** 2)
+
+    blocks = {"stack": {name: (3, *shape) for name, shape in wide_stack().items()}}
+    program, _ = sharded(loss, blocks, batch=(8 * ROWS, WIDTH))
+    found = [rung.plan for ladder in proposals(program, peak_bytes=2 * GIB) for rung in rungs(ladder)]
+    assert {len(each.of(Rematerialized)) for each in found} >= {1, 2}
+    for plan in found:
+        verify(plan.program(program, MESH))
+
+
 def test_parameters_that_are_copied_by_layer_are_not_gathered_for_all_layers_at_once():
     width = 1024
     shapes = {"up": (LAYERS, width, width), "down": (LAYERS, width, width), "bias": (LAYERS, width)}

@@ -179,6 +179,47 @@ def test_inside_of_another_loop_values_stay_the_same():
     assert_same_values(carry_out(program, mesh, [inner]), program, mesh)
 
 
+def blocks_loss(params, batch):
+    """Two blocks of layers."""
+
+    def block(x, layers):
+        return lax.scan(lambda x, w: (layer(x, w), None), x, layers)[0], None
+
+    return jnp.mean(lax.scan(block, batch, params["stack"])[0] ** 2)
+
+
+BLOCKS = {"stack": {name: (2, *shape) for name, shape in stack_shapes().items()}}
+
+
+def in_blocks(program: Program, mesh) -> list[Rematerialized]:
+    """Layers are computed again within blocks that are."""
+    (block,) = pairs(program)
+    return [block, *(each for each in pairs(carry_out(program, mesh, [block])) if each != block)]
+
+
+@pytest.mark.pure
+def test_what_a_block_runs_again_can_be_computed_again_inside():
+    program, mesh = sharded(blocks_loss, BLOCKS)
+    block, inner = in_blocks(program, mesh)
+    assert [inner.forward, inner.backward] == ["stack @recomputed", "stack @backward"]
+    first, second = (carry_out(program, mesh, made) for made in ([block], [block, inner]))
+    held = [sum(each.shared_bytes for each in regions(made)) for made in (program, first, second)]
+    assert held == sorted(held, reverse=True)
+    assert carry_out(program, mesh, [inner, block]).loop_names == second.loop_names
+    with pytest.raises(errors.PlanError, match="'stack @recomputed', a loop that .* does not have"):
+        carry_out(program, mesh, [inner])
+
+
+@pytest.mark.cpu_mesh
+def test_in_blocks_of_layers_values_stay_the_same():
+    program, mesh = sharded(blocks_loss, BLOCKS)
+    decisions = in_blocks(program, mesh)
+    assert_same_values(carry_out(program, mesh, decisions), program, mesh)
+    kept = [each for each in everything(carry_out(program, mesh, decisions)) if each.forward == decisions[1].forward]
+    assert len(kept) == 1
+    assert_same_values(carry_out(program, mesh, [*decisions, *kept]), program, mesh)
+
+
 @pytest.mark.cpu_mesh
 def test_in_every_microbatch_values_stay_the_same():
     program, mesh = sharded(plain_loss, STACK, (32, WIDTH), microbatches=2)
