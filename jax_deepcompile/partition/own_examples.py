@@ -12,6 +12,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.equation import Equation
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.ir.program import Port, Role
 from jax_deepcompile.ir.traversal import equations, variables
@@ -57,19 +58,20 @@ def own_examples(jaxpr: jex.ClosedJaxpr, inputs: Sequence[Port], rows: Placement
         return OwnExamples(rows, of_batch, of_state)
     at_hand: dict[int, list[jex.Var]] = {}
     for var in _made_of_no_argument(open_jaxpr(jaxpr)):
-        shape = var.aval.shape
+        shape = getattr(var.aval, "shape", ())
         if shape and shape not in of_state and rows.fits(shape, mesh):
             at_hand.setdefault(shape[0], []).append(var)
-    most = max(at_hand.values(), key=lambda found: sum(var.aval.size for var in found), default=[])
+    most = max(at_hand.values(), key=lambda found: sum(map(size_bytes, found)), default=[])
     return OwnExamples(rows, of_batch, of_state, frozenset(most))
 
 
-def _made_of_no_argument(jaxpr: jex.Jaxpr) -> set[jex.Var]:
+def _made_of_no_argument(jaxpr: jex.Jaxpr) -> list[jex.Var]:
     """What depends on no argument, where it meets what does."""
-    made, met = set(jaxpr.constvars), set()
+    made, met = set(jaxpr.constvars), dict[jex.Var, None]()
     for eqn in jaxpr.eqns:
-        operands = set(variables(eqn.invars))
-        if operands <= made:
+        operands = variables(eqn.invars)
+        if made.issuperset(operands):
             made.update(eqn.outvars)
-        met |= operands & made if not operands <= made else set()
-    return met
+        else:
+            met |= dict.fromkeys(filter(made.__contains__, operands))
+    return list(met)

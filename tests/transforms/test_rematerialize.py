@@ -206,7 +206,7 @@ def test_what_a_block_runs_again_can_be_computed_again_inside():
     held = [sum(each.shared_bytes for each in regions(made)) for made in (program, first, second)]
     assert held == sorted(held, reverse=True)
     assert carry_out(program, mesh, [inner, block]).loop_names == second.loop_names
-    with pytest.raises(errors.PlanError, match="'stack @recomputed', a loop that .* does not have"):
+    with pytest.raises(errors.PlanError, match=r"'stack @recomputed', a loop that .* does not have"):
         carry_out(program, mesh, [inner])
 
 
