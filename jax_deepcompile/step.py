@@ -110,6 +110,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         self._signatures: dict[Hashable, Signature] = {}
         self._last: Compilation | None = None
         self._fast: Callable | None = None
+        self._returned: tuple[int, ...] = ()
 
     def __get__(self, instance: Any, owner: type | None = None) -> ShardedStep | BoundStep:
         """As a method it takes its object, an NNX module or a pytree, as the argument at position 0."""
@@ -142,7 +143,7 @@ class ShardedStep(Summarized, Generic[P, R]):
             wrong with the step.
           ProcessStoppedError, ProcessMismatchError: another process cannot run it, or would run another.
         """
-        if self._fast is not None and not kwargs and not bound_axes() and are_plain(args):
+        if self._fast is not None and not kwargs and not bound_axes() and are_plain(args, self._returned):
             try:
                 return self._fast(*args, {})
             except (TypeError, ValueError, OtherTypes):
@@ -389,7 +390,7 @@ class ShardedStep(Summarized, Generic[P, R]):
             return call.finish(there[0] if state is None else state, result)
         as_given = jax.tree.structure(there) == jax.tree.structure(call.inputs)
         if not is_moved and not kwargs and not call.step.static and jax.process_count() == 1 and as_given:
-            self._fast = run
+            self._fast, self._returned = run, (min(returned), max(returned)) if returned else ()
         return out
 
     def _bind(self, args: tuple, kwargs: dict) -> PureCall:

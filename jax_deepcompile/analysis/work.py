@@ -40,6 +40,7 @@ class Product:
 
     Attributes:
       dtype: type of the factors' elements, as XLA calls it; ``f32-highest`` for full float32.
+      groups: of a ragged product, of which every row is written to meet one, and XLA:GPU has it meet all.
     """
 
     batch: float
@@ -47,11 +48,17 @@ class Product:
     n: float
     k: float
     dtype: str
+    groups: int = 1
 
     @property
     def flops(self) -> float:
         """Multiplications and additions."""
         return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def written_flops(self) -> float:
+        """Those that the user wrote."""
+        return self.flops / self.groups
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,11 @@ class Attention:
         products = 5 if self.is_gradient else 2
         return 2.0 * products * self.heads * self.queries * self.keys * self.head_size * self.seen
 
+    @property
+    def written_flops(self) -> float:
+        """Those that the user wrote: of a gradient's five products one is the scores', again."""
+        return self.flops * (0.8 if self.is_gradient else 1.0)
+
 
 def work_of(eqn: Any) -> Product | Attention:
     """What one of ``PRODUCTS`` computes."""
@@ -122,8 +134,18 @@ def work_of(eqn: Any) -> Product | Attention:
     if name == "conv_general_dilated":
         channels = max(right[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
         return Product(1, outputs / channels, channels, math.prod(right) / channels, dtype)
-    # XLA:GPU multiplies every row of a ragged product with every group's matrix
-    return Product(right[0], outputs / right[-1], right[-1], left[-1], dtype)
+    return _ragged(eqn, dtype)
+
+
+def _ragged(eqn: Any, dtype: str) -> Product:
+    """Of ``ragged_dot_general``, whose ragged dimension is one of the rows, contracted, or of a batch."""
+    numbers, (left, right, sizes) = eqn.params["ragged_dot_dimension_numbers"], (each.aval.shape for each in eqn.invars)
+    (contracted, _), (batched, _) = numbers.dot_dimension_numbers
+    batch, k = math.prod(left[dim] for dim in batched), math.prod(left[dim] for dim in contracted)
+    groups = 1 if set(numbers.lhs_ragged_dimensions) <= set(batched) else sizes[-1]
+    m = math.prod(left) / max(batch * k, 1)
+    n = math.prod(right) / max(batch * k, 1) / math.prod(right[dim] for dim in numbers.rhs_group_dimensions)
+    return Product(batch * groups, m, n, k, dtype, groups)
 
 
 def vector_flops(eqn: Any) -> float:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
-from jax_deepcompile.analysis.work import Attention, work_of
+from jax_deepcompile.analysis.work import work_of
 from jax_deepcompile.costs.devices import hardware_of
 from jax_deepcompile.costs.streams import AGAIN
 from jax_deepcompile.ir.placement import AnyMesh
@@ -58,9 +58,7 @@ def model_flops(jaxpr: Any) -> float:
         if AGAIN in str(eqn.source_info.name_stack):
             continue
         if name in PRODUCTS:
-            work = work_of(eqn)
-            again = isinstance(work, Attention) and work.is_gradient  # one of its five products is the scores', again
-            total += work.flops * (0.8 if again else 1.0)
+            total += work_of(eqn).written_flops
             continue
         inner = [model_flops(body) for body in bodies(eqn)]
         match name:

@@ -102,19 +102,29 @@ def _changes_memory(leaf: Any, target: NamedSharding | None) -> bool:
     return kind is not None and _is_there(leaf, target) and leaf.sharding.memory_kind != kind
 
 
-def are_plain(args: tuple) -> bool:
+def are_plain(args: tuple, returned: Sequence[int]) -> bool:
     """Whether every array in ``args`` is in memory, and there once: XLA crashes on buffers that are gone or used twice.
 
-    All leaves are looked at before every step: in loops that Python's interpreter takes no part in.
+    Nor are those that are ``returned`` new, and on no certain device: for such a state the step would be compiled once
+    more. All leaves are looked at before every step, in loops that Python's interpreter takes no part in.
+
+    Args:
+      returned: of the leaves that the step returns anew, the first and the last.
     """
     leaves = [jax.tree.leaves(arg) for arg in args]
     if any(map(_any_deleted, leaves)):
         return False
     together = list(itertools.chain.from_iterable(leaves))
+    if not all(_is_on_certain_devices(together[at]) for at in returned if at < len(together)):
+        return False
     if len(set(map(id, together))) == len(together):
         return True
     arrays = [id(leaf) for leaf in together if isinstance(leaf, jax.Array)]
     return len(set(arrays)) == len(arrays)
+
+
+def _is_on_certain_devices(leaf: Any) -> bool:
+    return isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and leaf.committed)
 
 
 def _any_deleted(leaves: list) -> bool:
@@ -168,8 +178,12 @@ def _moved(leaf: Any, target: NamedSharding | None, mesh: Mesh | AbstractMesh, r
     if target is None:
         on_mesh = len(leaf.sharding.device_set) == mesh.size and not explicit_axes(leaf)
         return leaf if on_mesh else jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
-    fits = (not leaf.committed and not returns) or leaf.sharding.is_equivalent_to(target, leaf.ndim)
+    fits = leaf.sharding == target if returns else _may_stay(leaf, target)
     return leaf if fits and not explicit_axes(leaf) else jax.device_put(leaf, target)
+
+
+def _may_stay(leaf: jax.Array, target: NamedSharding) -> bool:
+    return not leaf.committed or leaf.sharding.is_equivalent_to(target, leaf.ndim)
 
 
 def explicit_axes(leaf: Any) -> frozenset[str]:

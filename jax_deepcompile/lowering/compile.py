@@ -20,6 +20,7 @@ from jax_deepcompile.lowering.xla_options import (
     KERNEL_CACHE,
     MEMORY_SLOP,
     OVERLAP_LIMIT,
+    RADIX_SORT,
     REDUCE_COMBINER,
     SHARD_AUTOTUNING,
     SLICE_FUSION,
@@ -35,10 +36,11 @@ def compile_options(platform: str) -> Options:
     """Options for compiling for ``platform``.
 
     Without a GPU nothing can be autotuned, and every dot would become a Triton fusion with a degenerate tile; cuBLAS
-    calls are what a tuned compilation chooses for the large ones.
+    calls are what a tuned compilation chooses for the large ones. CUB, which sorts long arrays, is asked on a GPU how
+    much memory it takes.
     """
     if platform == "cuda" and not _gpu_attached():
-        return known({TRITON_GEMM: False, AUTOTUNE_LEVEL: 0})
+        return known({TRITON_GEMM: False, AUTOTUNE_LEVEL: 0, RADIX_SORT: False})
     return {}
 
 

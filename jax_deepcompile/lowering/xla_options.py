@@ -28,6 +28,7 @@ SHARD_AUTOTUNING = "xla_gpu_shard_autotuning"
 DISABLED_PASSES = "xla_disable_hlo_passes"
 KERNEL_CACHE = "xla_gpu_kernel_cache_file"
 CUDA_GRAPHS = "xla_gpu_enable_command_buffer"
+RADIX_SORT = "xla_gpu_enable_cub_radix_sort"
 
 COPY_FUSION = "copy_fusion"
 """A pass of XLA."""
@@ -116,6 +117,7 @@ _OPTIONS = (
     Option(SHARD_AUTOTUNING, bool, is_planned=False),
     Option(KERNEL_CACHE, str, is_planned=False),
     Option(CUDA_GRAPHS, str, is_planned=False),
+    Option(RADIX_SORT, bool, is_planned=False),
 )
 
 OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option in _OPTIONS})

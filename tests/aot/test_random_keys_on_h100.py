@@ -63,3 +63,12 @@ def test_nnx_objects_with_their_own_keys():
 
     model = Model(nnx.Rngs(0))
     assert explained(step, model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), BATCH)
+
+
+def test_a_shuffle_of_more_examples_than_are_sorted_by_one_kernel():
+    def step(matrix, batch, key):
+        shuffled = batch[jax.random.permutation(key, len(batch))].reshape(64, -1, WIDTH)
+        return matrix - jax.grad(lambda matrix: jnp.mean(jnp.tanh(shuffled @ matrix).max(1) ** 2))(matrix)
+
+    shapes = jnp.zeros((WIDTH, WIDTH)), jax.ShapeDtypeStruct((1 << 16, WIDTH), jnp.float32)
+    assert explained(step, *shapes, jax.eval_shape(lambda: jax.random.key(0)))

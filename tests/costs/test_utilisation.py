@@ -11,8 +11,10 @@ from jax import lax
 
 import jax_deepcompile as deepcompile
 from jax_deepcompile._jax_compat import described_gpu
+from jax_deepcompile.analysis.work import work_of
 from jax_deepcompile.costs.hardware import H100_SXM
 from jax_deepcompile.costs.utilisation import Utilisation, model_flops
+from jax_deepcompile.ir.traversal import equations
 from models import llama
 
 PRODUCT = 2.0 * 8 * 16 * 16
@@ -56,6 +58,18 @@ def test_attention_by_a_kernel_counts_what_its_mask_shows_and_no_scores_twice():
     with described_gpu(91000, "9.0"):
         found = flops(jax.grad(loss), (2, 128, 4, 64))
     assert found == pytest.approx(6 * (2.0 * 2 * 4 * 128 * 128 * 64) / 2)
+
+
+@pytest.mark.pure
+def test_of_ragged_products_each_row_meets_one_group_whatever_is_contracted():
+    def loss(x, w):
+        return lax.ragged_dot(x, w, jnp.array([3, 5, 0, 0], jnp.int32)).sum()
+
+    assert flops(loss, (8, 16), (4, 16, 16)) == PRODUCT
+    assert flops(jax.grad(loss, (0, 1)), (8, 16), (4, 16, 16)) == 3 * PRODUCT
+    traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.zeros((8, 16)), jnp.zeros((4, 16, 16)))
+    products = [work_of(eqn) for eqn in equations(traced) if eqn.primitive.name == "ragged_dot_general"]
+    assert [each.flops for each in products] == 3 * [4 * PRODUCT]  # XLA:GPU multiplies every row with all of them
 
 
 @pytest.mark.pure

@@ -83,3 +83,24 @@ def test_one_that_knows_the_shape_of_its_operand_is_divided():
     for found, expected in zip(sharded(w, x), jax.jit(step)(w, x), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert "no rule" not in str(sharded.explain())
+
+
+@pytest.mark.pure
+def test_what_jax_defines_so_is_divided_among_microbatches_too():
+    """From 0.12 on ``searchsorted``, ``interp`` and others are such."""
+    edges = jnp.linspace(-1, 1, 8)
+
+    def step(w, x):
+        def loss(w):
+            h = jnp.tanh(x @ w)
+            return jnp.mean(h * w[0, jnp.searchsorted(edges, x) % 8].sum(-1, keepdims=True)), jnp.digitize(
+                h, edges
+            ).sum()
+
+        (value, bins), g = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - 0.1 * g, (value, bins)
+
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 8), (32, 4)))
+    traced = deepcompile.shard(step, {"fsdp": 8}, state_argnums=0, microbatches=2).trace(*shapes)
+    assert "no rule" not in str(traced.explain())
+    assert (32, 8) not in {eqn.outvars[0].aval.shape for eqn in equations(traced.sharded.jaxpr)}

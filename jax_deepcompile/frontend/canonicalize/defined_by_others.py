@@ -1,6 +1,7 @@
 """Primitives that partitioning has no rule for, but whose authors wrote them in terms of others, for eager calls.
 
-Such are those of sparse arrays, and many of libraries: what they are made of has rules, and is divided.
+Such are those of sparse arrays, JAX's ``HiPrimitive``s (``jnp.searchsorted`` from 0.12 on) and many of libraries: what
+they are made of has rules, and is divided.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,11 +42,11 @@ def _written_out(eqn: jex.JaxprEqn, has_rule: Callable[[str], bool]) -> jex.Jaxp
     """A call of what defines ``eqn``; itself if that is compiled code, or calls anything but JAX with its operands."""
     if eqn.effects:
         return eqn
-    params = eqn.primitive.get_bind_params(eqn.params)
-    shapes = map(abstract, eqn.invars)
+    params, shapes = eqn.primitive.get_bind_params(eqn.params), map(abstract, eqn.invars)
+    definition = vars(eqn.primitive).get("to_lojax", eqn.primitive.impl)
     try:
         with provenance(eqn):
-            body = inline_calls(jax.make_jaxpr(lambda *operands: eqn.primitive.impl(*operands, **params))(*shapes), eqn)
+            body = inline_calls(jax.make_jaxpr(lambda *operands: definition(*operands, **params))(*shapes), eqn)
     except Exception:  # of code that was not written to be traced
         return eqn
     is_itself = any(each.primitive is eqn.primitive for each in equations(body))
