@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from jax_deepcompile.analysis.dataflow import renamed, unguarded
@@ -17,24 +18,30 @@ from jax_deepcompile.transforms.save_gathered import SavedGathers, shared_gather
 from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names, stacked_names
 
 SMALL_STACK_BYTES = 64 << 20
-"""What all layers of a small parameter may take unsharded."""
+"""What all layers of small parameters may take unsharded, together."""
 
 
 def small_stacks(program: Program, environment: Environment) -> tuple[StackCollectives, ...]:
-    """The collectives of layer loops that spend most of their time on latency, where all layers' together are small."""
+    """The collectives of layer loops that spend most of their time on latency, where all layers' together are small:
+    of each loop and kind the smallest ones."""
+    costs, names = environment.costs, list(program.mesh.names)
+    ranks = ranks_per_node(names, program.mesh, costs)
 
-    def small(kind: str, length: int, size: int) -> bool:
-        names = list(program.mesh.names)
-        ranks = ranks_per_node(names, program.mesh, environment.costs)
-        one, nothing = (environment.costs.collective_s(kind, each, program.mesh.size, ranks) for each in (size, 1))
-        return length * size <= SMALL_STACK_BYTES and nothing > one / 2
+    def small(kind: str, layers: int, sizes: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+        all_bytes = (1, *(size for _, size in sizes))
+        begins_s, *taken_s = (costs.collective_s(kind, each, program.mesh.size, ranks) for each in all_bytes)
+        waiting = [pair for pair, each_s in zip(sizes, taken_s, strict=True) if begins_s > each_s / 2]
+        waiting.sort(key=lambda pair: pair[1])
+        sums = accumulate(layers * size for _, size in waiting)
+        found = {name for (name, _), together in zip(waiting, sums, strict=True) if together <= SMALL_STACK_BYTES}
+        return tuple(name for name, _ in sizes if name in found)
 
     chosen = []
     for loop in find_loops(program):
         sliced = zip(slice_names(program, loop), sliced_gathers(loop.eqn), strict=True)
-        gathers = tuple(name for name, (gather, *_) in sliced if small("all-gather", loop.length, gather.size_bytes))
+        gathers = small("all-gather", loop.length, [(name, gather.size_bytes) for name, (gather, *_) in sliced])
         stacked = zip(stacked_names(program, loop), stacked_reductions(loop.eqn), strict=True)
-        reductions = tuple(name for name, each in stacked if small("reduce-scatter", loop.length, each.size_bytes))
+        reductions = small("reduce-scatter", loop.length, [(name, each.size_bytes) for name, each in stacked])
         if gathers or reductions:
             chosen.append(StackCollectives(loop.name, gathers, reductions))
     return tuple(chosen)

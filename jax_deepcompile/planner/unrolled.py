@@ -51,6 +51,10 @@ def bandwidth_bound_bytes(program: Program, environment: Environment, latency_sh
     return size
 
 
+MOSTLY_LATENCY = 0.5
+"""Of a gather's time: what takes no longer is small enough to be whole on every device, whatever else is in memory."""
+
+
 def without_starts(base: Program, plan: Plan, environment: Environment) -> Program:
     """``base`` as all makes it that ``plan`` says but for the order of collectives outside of loops."""
     return plan.without(Prefetch, OrderedReductions).program(base, environment.mesh)

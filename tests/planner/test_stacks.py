@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.planner.candidate import Environment
@@ -48,6 +51,22 @@ def test_what_is_small_leaves_the_loops():
     program, mesh = sharded(stack_loss, STACK)
     small = small_stacks(program, Environment(mesh, "cuda", CostModel(), None))
     assert count(StackCollectives.apply(program, mesh, small), "all_gather") == 2 * 3
+
+
+def test_of_what_is_small_only_as_much_leaves_the_loops_as_is_small_together():
+    """Three stacks of 30 MiB, of layers that a gather begins as long as it sends."""
+
+    def loss(params, x):
+        def layer(x, w):
+            return jnp.tanh(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) @ w["c"]) + w["d"], None
+
+        return jnp.mean(lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    width = 704
+    program, mesh = sharded(loss, dict.fromkeys("abc", (16, width, width)) | {"d": (16, width)}, batch=(64, width))
+    ahead, back = small_stacks(program, Environment(mesh, "cuda", CostModel(), None))
+    assert (ahead.gathers, back.gathers) == (("a", "b", "d"), ("a", "b"))  # nobody reads the bias for backward
+    assert back.reductions == ("a", "b", "d")
 
 
 def test_what_is_large_stays_in_the_loops():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jax_deepcompile.planner.strategies.bucket_collectives import BucketCollectives
+from jax_deepcompile.planner.strategies.compute_whole import ComputeWhole
 from jax_deepcompile.planner.strategies.deepen_loops import DeepenLoops
 from jax_deepcompile.planner.strategies.delay_reductions import DelayReductions
 from jax_deepcompile.planner.strategies.gradients_in_turn import WaitForGradients
@@ -24,7 +25,9 @@ STRATEGIES: tuple[Strategy, ...] = (
     PipelineLoops(),
     StacksInTurn(),
     WaitForGradients(),
+    ComputeWhole(),
     KeepActivations(),
+    ComputeWhole(),
     BucketCollectives(),
     Unshard(),
     KeepActivations(),

@@ -9,7 +9,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.lowering.compile import combiner_options
 from jax_deepcompile.planner.candidate import Candidate, Environment
 from jax_deepcompile.planner.strategy import Proposal, Stage
-from jax_deepcompile.planner.unrolled import bandwidth_bound_bytes, without_starts
+from jax_deepcompile.planner.unrolled import MOSTLY_LATENCY, bandwidth_bound_bytes, without_starts
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.unshard import ReusedGathers, repeated_gathers
 
@@ -32,7 +32,7 @@ class BucketCollectives:
         plan, decision = best.plan.replace(options=options), f"buckets of {size / 2**20:.0f} MiB"
         again = repeated_gathers(without_starts(base, best.plan.without(ReusedGathers), environment))
         again_bytes = sum(gather.size_bytes for _, gather in again.values())
-        if again and again_bytes <= bandwidth_bound_bytes(base, environment, _MOSTLY_LATENCY):
+        if again and again_bytes <= bandwidth_bound_bytes(base, environment, MOSTLY_LATENCY):
             plan = plan.having(ReusedGathers, [ReusedGathers(tuple(again))])
             decision += f"; all {len(again)} repeated gathers stay, {again_bytes / 2**20:.2f} MiB"
         yield Proposal(plan, decision)
@@ -40,6 +40,3 @@ class BucketCollectives:
 
 _LATENCY_SHARE = 0.05
 """Of a bucket's time: beyond that, joining more saves less than it delays."""
-
-_MOSTLY_LATENCY = 0.5
-"""Of a gather's time: what takes no longer is small enough to be gathered once, whatever else is in memory."""
