@@ -18,7 +18,11 @@ from jax_deepcompile.transforms.save_gathered import SavedGathers, shared_gather
 from jax_deepcompile.transforms.stack_collectives import StackCollectives, slice_names, stacked_names
 
 SMALL_STACK_BYTES = 64 << 20
-"""What all layers of small parameters may take unsharded, together."""
+"""What all layers of a small parameter may take unsharded."""
+
+_TOGETHER_BYTES = 16 << 20
+"""What all small parameters of a loop may: they are there before its first layer, which waits for them. Of 8, 16 and 64
+MiB, diffusion Transformers and experts of 16 H100s were fastest with 8 and 16, by 1 % and 0.3 %."""
 
 
 def small_stacks(program: Program, environment: Environment) -> tuple[StackCollectives, ...]:
@@ -33,7 +37,7 @@ def small_stacks(program: Program, environment: Environment) -> tuple[StackColle
         waiting = [pair for pair, each_s in zip(sizes, taken_s, strict=True) if begins_s > each_s / 2]
         waiting.sort(key=lambda pair: pair[1])
         sums = accumulate(layers * size for _, size in waiting)
-        found = {name for (name, _), together in zip(waiting, sums, strict=True) if together <= SMALL_STACK_BYTES}
+        found = {name for (name, _), together in zip(waiting, sums, strict=True) if together <= _TOGETHER_BYTES}
         return tuple(name for name, _ in sizes if name in found)
 
     chosen = []
