@@ -36,6 +36,7 @@ from jax_deepcompile.planner.search import by_first_proposals, carried_out, sear
 from jax_deepcompile.planner.selection import Passes, Selection
 from jax_deepcompile.planner.state_on_host import argument_bytes, host_leaves, unread_bytes
 from jax_deepcompile.planner.strategies import ON_A_HOST, ONE_DEVICE, STRATEGIES
+from jax_deepcompile.planner.strategies.products_after_loops import small_products
 from jax_deepcompile.planner.strategy import Strategy
 from jax_deepcompile.planner.version import planner_digest
 from jax_deepcompile.runtime.processes import processes_of
@@ -234,7 +235,8 @@ def _suitable(program: Program, environment: Environment) -> tuple[Strategy, ...
     if environment.platform != "cuda":
         return ()
     copied_by_layer = any(leaf.reads for leaf in host_leaves(program).values())
-    return ONE_DEVICE if copied_by_layer or find_recomputation(program, environment.costs) else ()
+    is_worth_it = copied_by_layer or find_recomputation(program, environment.costs) or small_products(program)
+    return ONE_DEVICE if is_worth_it else ()
 
 
 def _keep_executables(cache: PlanCache, mesh: Mesh) -> None:

@@ -26,6 +26,7 @@ from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.offload_values import OffloadedValues
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
+from jax_deepcompile.transforms.products_after_loops import ProductsAfterLoop
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
 from jax_deepcompile.transforms.rematerialize import Rematerialized
 from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments
@@ -37,6 +38,7 @@ from jax_deepcompile.transforms.wait_at_loops import GatherAfterLoops, ReduceBef
 
 TRANSFORMS: tuple[type[Decision], ...] = (
     KeptOnDevice,
+    ProductsAfterLoop,
     Rematerialized,
     RematerializedSegments,
     StackCollectives,

@@ -13,6 +13,7 @@ from jax_deepcompile.planner.strategies.keep_gathered import KeepGathered
 from jax_deepcompile.planner.strategies.overlap_microbatches import OverlapMicrobatches
 from jax_deepcompile.planner.strategies.pipeline_loops import PipelineLoops
 from jax_deepcompile.planner.strategies.prefetch import PrefetchGathers
+from jax_deepcompile.planner.strategies.products_after_loops import ProductsAfterLoops
 from jax_deepcompile.planner.strategies.reduce_in_order import ReduceInOrder
 from jax_deepcompile.planner.strategies.stacks_in_turn import StacksInTurn
 from jax_deepcompile.planner.strategies.unshard import Unshard
@@ -22,6 +23,7 @@ from jax_deepcompile.planner.strategies.update_in_loops import UpdateInLoops
 from jax_deepcompile.planner.strategy import Stage, Strategy
 
 STRATEGIES: tuple[Strategy, ...] = (
+    ProductsAfterLoops(),
     PipelineLoops(),
     StacksInTurn(),
     WaitForGradients(),
@@ -43,8 +45,14 @@ STRATEGIES: tuple[Strategy, ...] = (
 """The list: hide communication in loops, join what is small, spend the memory that is left on computing and
 communicating less."""
 
-ONE_DEVICE: tuple[Strategy, ...] = (StacksInTurn(), WaitForGradients(), UpdateInLoops(), KeepActivations())
+ONE_DEVICE: tuple[Strategy, ...] = (
+    ProductsAfterLoops(),
+    StacksInTurn(),
+    WaitForGradients(),
+    UpdateInLoops(),
+    KeepActivations(),
+)
 """Where there is nothing to communicate."""
 
-ON_A_HOST: tuple[Strategy, ...] = (KeepGathered(), KeepActivations(), JoinCollectives())
+ON_A_HOST: tuple[Strategy, ...] = (ProductsAfterLoops(), KeepGathered(), KeepActivations(), JoinCollectives())
 """Where devices share their host, and no collective runs beside compute."""

@@ -1,0 +1,32 @@
+"""What loops over time steps add up of small products, made at once after them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jax_deepcompile.analysis.loops import Loop, find_loops
+from jax_deepcompile.ir.program import Program
+from jax_deepcompile.planner.candidate import Candidate, Environment
+from jax_deepcompile.planner.strategy import Proposal, Stage
+from jax_deepcompile.transforms.products_after_loops import ProductsAfterLoop, written_bytes
+
+
+@dataclass(frozen=True)
+class ProductsAfterLoops:
+    """Products are made after a loop where what it stacks for that is smaller than the sums that it rewrites."""
+
+    name: str = "products_after_loops"
+    stage: Stage = Stage.MAIN
+
+    def propose(self, base: Program, best: Candidate, environment: Environment) -> Iterator[Proposal]:
+        loops = [ProductsAfterLoop(loop.name) for loop in small_products(base)]
+        if loops and not best.plan.of(ProductsAfterLoop):
+            decision = f"sums of products of {len(loops)} loops are made after them"
+            yield Proposal(best.plan.having(ProductsAfterLoop, loops), decision)
+
+
+def small_products(program: Program) -> list[Loop]:
+    """The loops that write more of sums of products than they would stack to have them made after."""
+    written = {loop: written_bytes(loop.eqn) for loop in find_loops(program)}
+    return [loop for loop, (sums, stacked) in written.items() if stacked < sums]
