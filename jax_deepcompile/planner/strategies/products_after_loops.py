@@ -28,5 +28,5 @@ class ProductsAfterLoops:
 
 def small_products(program: Program) -> list[Loop]:
     """The loops that write more of sums of products than they would stack to have them made after."""
-    written = {loop: written_bytes(loop.eqn) for loop in find_loops(program)}
-    return [loop for loop, (sums, stacked) in written.items() if stacked < sums]
+    written = [(loop, written_bytes(loop.eqn)) for loop in find_loops(program)]
+    return [loop for loop, (sums_bytes, stacked_bytes) in written if stacked_bytes < sums_bytes]
