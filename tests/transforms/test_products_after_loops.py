@@ -150,13 +150,28 @@ def test_nothing_is_taken_out_of_a_loop_with(name):
 
 @pytest.mark.pure
 def test_it_is_proposed_where_less_is_stacked_than_summed():
-    environment = Environment(None, "cuda", CostModel(), None)
-    few, _ = sharded(recurrent(elman), SQUARE, BATCH)
+    few, mesh = sharded(recurrent(elman), SQUARE, BATCH)
+    environment = Environment(mesh, "cuda", CostModel(), None)
     (proposal,) = ProductsAfterLoops().propose(few, candidate(few), environment)
     assert proposal.plan.of(ProductsAfterLoop) == (ProductsAfterLoop(backward(few).name),)
     assert not list(ProductsAfterLoops().propose(few, candidate(few, proposal.plan), environment))
     many, _ = sharded(recurrent(elman), SQUARE, (8 * 64 * WIDTH, 6, WIDTH))
     assert not list(ProductsAfterLoops().propose(many, candidate(many), environment))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("limit_bytes", [None, 1 << 30])
+def test_what_stacks_more_than_it_reads_is_proposed_under_a_limit(limit_bytes):
+    def loss(params, batch):
+        def step(total, x):
+            return total + jnp.sin(x).T @ jnp.cos(x), None
+
+        return jnp.mean(params["w"] * lax.scan(step, jnp.zeros((WIDTH, WIDTH)), batch.swapaxes(0, 1))[0])
+
+    program, mesh = sharded(loss, {"w": (WIDTH, WIDTH)}, BATCH)
+    environment = Environment(mesh, "cuda", CostModel(), limit_bytes)
+    found = list(ProductsAfterLoops().propose(program, candidate(program), environment))
+    assert len(found) == (limit_bytes is not None)
 
 
 @pytest.mark.cpu_mesh
