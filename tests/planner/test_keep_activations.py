@@ -298,7 +298,7 @@ def test_layers_of_blocks_without_checkpoint_are_computed_again_within_blocks_th
 
 
 def test_parameters_that_are_copied_by_layer_are_not_gathered_for_all_layers_at_once():
-    width = 1024
+    width = 896
     shapes = {"up": (LAYERS, width, width), "down": (LAYERS, width, width), "bias": (LAYERS, width)}
     program, _ = sharded(stack_loss, {"stack": shapes}, batch=(8 * ROWS, width))
     environment = Environment(MESH, "cuda", CostModel(), GIB, PLENTY)

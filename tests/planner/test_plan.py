@@ -45,6 +45,7 @@ from jax_deepcompile.transforms.offload_state import OffloadedState
 from jax_deepcompile.transforms.offload_values import OffloadedValues
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch
+from jax_deepcompile.transforms.products_after_loops import ProductsAfterLoop
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
 from jax_deepcompile.transforms.rematerialize import Rematerialized
 from jax_deepcompile.transforms.rematerialize_segments import RematerializedSegments
@@ -61,6 +62,7 @@ EXPECTED = Prediction(1.25, 1.0, 0.5, 0.25, 10**9)
 AHEAD, BACK = "layers @forward", "layers @backward"
 DECISIONS = (
     KeptOnDevice(),
+    ProductsAfterLoop("time"),
     Rematerialized(AHEAD, BACK),
     RematerializedSegments("", ("head add @forward",)),
     StackCollectives(AHEAD, ("norm", "bias"), ("bias",)),
@@ -156,7 +158,7 @@ def stacking(**fields: Any) -> Callable[[Any], None]:
     """Changes fields of the second decision, ``stack_collectives``; None takes them away."""
 
     def change(document: Any) -> None:
-        decision = document["decisions"][3]
+        decision = document["decisions"][4]
         decision.update(fields)
         for name in [name for name, value in fields.items() if value is None]:
             del decision[name]
@@ -174,7 +176,7 @@ def without_after(document: Any) -> None:
     [
         (
             stacking(kind="stack_collective"),
-            r"decisions\[3\].kind: 'stack_collective' is none; .*: 'stack_coll",
+            r"decisions\[4\].kind: 'stack_collective' is none; .*: 'stack_coll",
         ),
         (stacking(kind="__class__"), "'__class__' is none"),
         (stacking(kind="\x1b[31m" + "k" * 10**6), r"'\\x1b\[31mk+ is none"),
@@ -182,8 +184,8 @@ def without_after(document: Any) -> None:
         (stacking(kind=7), "7 is none"),
         (stacking(kind=["stack_collectives"]), r"\['stack_collectives'\] is none"),
         (stacking(kind={"kind": 1}), "{'kind': 1} is none"),
-        (stacking(loop=None), r"decisions\[3\] \(stack_collectives\): loop: missing"),
-        (stacking(loop=7), r"decisions\[3\] \(stack_collectives\): loop: .*str.* 7"),
+        (stacking(loop=None), r"decisions\[4\] \(stack_collectives\): loop: missing"),
+        (stacking(loop=7), r"decisions\[4\] \(stack_collectives\): loop: .*str.* 7"),
         (stacking(loop=True), "loop: .*str.* True"),
         (stacking(gathers="up"), "gathers: .*'up'"),
         (stacking(gathers=[["up"]]), r"gathers\[0\]: .*str"),
@@ -298,6 +300,7 @@ def test_a_plan_reads_in_words():
     assert str(START) == "fully sharded, nothing more"
     assert str(PLAN.replace(options=(), latencies=(Latency("fusion", 1.5),))).splitlines() == [
         "what the step copies to the host by itself stays on the device",
+        "time: products that it adds up are one product after it",
         "layers @backward: computes again what it reads of layers @forward, of each layer's input",
         "outside of loops: backward computes again what it reads, from head add @forward",
         "layers @forward: gathers norm, bias and reduces bias for all layers at once, outside of the loop",

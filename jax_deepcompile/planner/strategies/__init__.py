@@ -23,8 +23,8 @@ from jax_deepcompile.planner.strategies.update_in_loops import UpdateInLoops
 from jax_deepcompile.planner.strategy import Stage, Strategy
 
 STRATEGIES: tuple[Strategy, ...] = (
-    ProductsAfterLoops(),
     PipelineLoops(),
+    ProductsAfterLoops(),
     StacksInTurn(),
     WaitForGradients(),
     ComputeWhole(),
