@@ -20,6 +20,7 @@ from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.first_run import prepare, title
 from jax_deepcompile.frontend.arguments import (
     are_plain,
+    arrays_among,
     free_moved,
     join_rows,
     move,
@@ -376,9 +377,10 @@ class ShardedStep(Summarized, Generic[P, R]):
             if is_first:
                 processes.agree(f"call {self._context.name} with {replicated_text(call.inputs, made.program.inputs)}")
         returned, donated = made.traced.returned_leaves, made.traced.donated_leaves
+        alike = arrays_among(made.traced.alike, call.inputs)
         self._last = made
         unread = made.planned.program.unread_state
-        there, is_moved = move(call.inputs, made.placed.inputs, returned, donated, unread, self.mesh)
+        there, is_moved = move(call.inputs, made.placed.inputs, returned | alike, donated, unread, self.mesh)
         if is_first:
             prepare(made, there, processes)
             tell_what_is_moved(there if call.objects else call.inputs, made.placed.inputs, made.program)
@@ -390,7 +392,8 @@ class ShardedStep(Summarized, Generic[P, R]):
             return call.finish(there[0] if state is None else state, result)
         as_given = jax.tree.structure(there) == jax.tree.structure(call.inputs)
         if not is_moved and not kwargs and not call.step.static and jax.process_count() == 1 and as_given:
-            self._fast, self._returned = run, (min(returned), max(returned)) if returned else ()
+            first_and_last = (min(returned), max(returned)) if returned else ()
+            self._fast, self._returned = run, (*first_and_last, *made.traced.handed_on, *alike)
         return out
 
     def _bind(self, args: tuple, kwargs: dict) -> PureCall:

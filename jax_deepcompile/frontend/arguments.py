@@ -56,6 +56,12 @@ def move(
     return contained(tree.children(), there), is_moved
 
 
+def arrays_among(positions: Collection[int], args: tuple) -> frozenset[int]:
+    """Those of ``positions`` where ``args`` have arrays in memory."""
+    leaves = jax.tree.leaves(args) if positions else ()
+    return frozenset(at for at in positions if is_concrete(leaves[at]))
+
+
 def tell_what_is_moved(args: tuple, targets: Sequence[NamedSharding | None], program: Program) -> None:
     """Logs it if an evaluation finds much of its state elsewhere, as that is moved in every call."""
     if program.state_outputs:
@@ -109,7 +115,7 @@ def are_plain(args: tuple, returned: Sequence[int]) -> bool:
     more. All leaves are looked at before every step, in loops that Python's interpreter takes no part in.
 
     Args:
-      returned: of the leaves that the step returns anew, the first and the last.
+      returned: of the state that the step returns anew, the first leaf and the last; and all else that it returns.
     """
     leaves = [jax.tree.leaves(arg) for arg in args]
     if any(map(_any_deleted, leaves)):

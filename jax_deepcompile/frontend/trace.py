@@ -63,6 +63,7 @@ class Traced:
       donated: positions of the arguments whose memory the step may have.
       handed_on: positions of leaves such as random keys, whose next values the step returns beside the state; and of
         those in NNX objects that it does not change, which have them from then on where the step wants them.
+      alike: positions of other leaves that the step returns one like, such as hidden states, which may be handed back.
       reasons: by the name of every argument why it is what it is, and donated or not.
       alone: axes that the step names and nothing maps it over.
     """
@@ -71,6 +72,7 @@ class Traced:
     in_tree: Any
     donated: tuple[int, ...] = ()
     handed_on: frozenset[int] = frozenset()
+    alike: frozenset[int] = frozenset()
     reasons: Mapping[str, str] = field(default_factory=dict)
     alone: tuple[str, ...] = ()
 
@@ -123,7 +125,8 @@ def trace_step(function: Function, call: PureCall, signature: Signature, mesh: M
         text = "%s names the axis %r, which nothing maps it over: it is alone along it, and sees the whole batch"
         logging.getLogger("jax_deepcompile").warning(text, signature.function, axis)
     kept = range(len(jax.tree.leaves(call.args[0]))) if signature.objects and returned.shape[0] is None else ()
-    return Traced(program, in_tree, tuple(donated), _handed_on(program).union(kept), reasons, function.alone)
+    handed_on = _handed_on(program).union(kept)
+    return Traced(program, in_tree, tuple(donated), handed_on, _alike(program, handed_on), reasons, function.alone)
 
 
 def _with_unread_state(program: Program, leaves: Sequence) -> Program:
@@ -140,6 +143,15 @@ def _handed_on(program: Program) -> frozenset[int]:
     others = ((index, port) for index, port in enumerate(program.inputs) if port.role is Role.OTHER)
     whole = ("key<", "uint", "int")
     return frozenset(index for index, port in others if port.dtype.startswith(whole) and _kind(port) in returned)
+
+
+def _alike(program: Program, handed_on: frozenset[int]) -> frozenset[int]:
+    """Positions of arrays that the step returns one like, but for those that it is known to return anew."""
+    known = dict(program.state_outputs)
+    others = [port for at, port in enumerate(program.outputs) if port.shape and at not in known.values()]
+    made = {(port.shape, port.dtype) for port in others}
+    inputs = enumerate(program.inputs)
+    return frozenset(at for at, port in inputs if (port.shape, port.dtype) in made) - known.keys() - handed_on
 
 
 def _kind(port: Port) -> tuple:

@@ -618,6 +618,26 @@ def test_numbers_numpy_and_keys_that_come_back_are_compiled_for_once(caplog, key
     assert len([record for record in caplog.messages if "Finished XLA compilation of jit(counted)" in record]) == 1
 
 
+def test_what_comes_back_in_place_of_an_argument_is_compiled_for_once(caplog):
+    """A hidden state, and a vector that is replaced rather than carried on, which look like no state."""
+
+    def recurrent(weights, hidden, vector, x):
+        hidden = jnp.tanh(hidden @ weights + x)
+        product = x.T @ (x @ vector)
+        return weights - 0.1 * jax.grad(lambda w: jnp.sum((hidden @ w) ** 2))(weights), hidden, product / product.max()
+
+    sharded, plain = deepcompile.shard(recurrent, state_argnums=0), jax.jit(recurrent)
+    x, args = 0.1 * jnp.ones((16, 24)), (0.1 * jnp.eye(24), jnp.zeros((16, 24)), jnp.ones((24, 8)))
+    expected = args
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        for _ in range(3):
+            args = sharded(*args, x)
+    for _ in range(3):
+        expected = plain(*expected, x)
+    assert_equal(args, expected)
+    assert len([each for each in caplog.messages if "Finished XLA compilation of jit(recurrent)" in each]) == 1
+
+
 def test_a_primitive_without_a_rule_is_computed_whole_and_named():
     from jax.extend.core import Primitive
     from jax.interpreters import mlir
