@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,17 +127,21 @@ def compare(request: StepRequest, cluster: Cluster = HERE, files: Files = NO_FIL
         }
         achieves, costs = bare.trace(*args).utilisation, request.sharding.of_shard().get("profile")
         rows: list[_Compared] = []
-        runs, left, written = {}, [], {}
+        runs: dict[str, Simulation] = {}
+        left, written = list[str](), dict[str, str]()
         for name, compiled in systems.items():
             progress.say(f"compiling and simulating {name}")
             try:
                 made = compiled()
             except errors.MemoryExceededError as error:
                 left.append(f"{name}: {error}")
+            except Exception as error:  # of whatever type JAX has for what its partitioner cannot divide
+                if name != "jit":
+                    raise
+                left.append(f"jit: does not compile: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
             else:
-                played, peak = simulate(made, mesh, costs), peak_bytes(made.memory_analysis())
-                rows.append(_Compared.of(name, played, peak, rows[0].step_s if rows else played.step_s, achieves))
-                runs[name] = played
+                runs[name] = simulate(made, mesh, costs)
+                rows.append(_Compared.of(name, runs, peak_bytes(made.memory_analysis()), achieves))
         traced = ours.trace(*args)
         if files and "planned" in runs:
             page = traced.page({name: run for name, run in runs.items() if name == "jit"}) if files.html else None
@@ -164,13 +168,13 @@ class _Compared:
     """What one system takes, simulated.
 
     Attributes:
-      times_jit: how many times as fast it is as the first.
+      times_jit: how many times as fast as ``jax.jit``; None if that does not compile.
       examples_per_s: of each device; this and ``mfu`` are None where nothing is multiplied.
     """
 
     name: str
     step_s: float
-    times_jit: float
+    times_jit: float | None
     compute_s: float
     communication_s: float
     exposed_s: float
@@ -180,12 +184,14 @@ class _Compared:
     mfu: float | None
 
     @classmethod
-    def of(cls, name: str, run: Simulation, peak: int, jit_s: float, achieves: Utilisation | None) -> "_Compared":
-        of_devices = (None, None)
+    def of(cls, name: str, runs: Mapping[str, Simulation], peak: int, achieves: Utilisation | None) -> "_Compared":
+        """Of the one called ``name`` of ``runs``."""
+        run, of_devices = runs[name], (None, None)
+        times_jit = runs["jit"].step_s / run.step_s if "jit" in runs else None
         if achieves is not None:
             of_devices = achieves.examples / run.step_s, achieves.mfu(run.step_s)
         seconds = (run.compute_s, run.communication_s, run.exposed_communication_s)
-        return cls(name, run.step_s, jit_s / run.step_s, *seconds, run.sent_bytes, peak, *of_devices)
+        return cls(name, run.step_s, times_jit, *seconds, run.sent_bytes, peak, *of_devices)
 
 
 def install_compiler() -> str:
@@ -206,6 +212,6 @@ def _table(rows: Sequence[_Compared]) -> str:
         rest = [f"{value:.4g}" for value in (row.compute_s, row.communication_s, row.exposed_s, *sizes)]
         if row.examples_per_s is not None and row.mfu is not None:
             rest += [f"{row.examples_per_s:.4g}", percent_text(row.mfu)]
-        lines.append((row.name, f"{row.step_s:.4g}", f"{row.times_jit:.2f}", *rest))
+        lines.append((row.name, f"{row.step_s:.4g}", "-" if row.times_jit is None else f"{row.times_jit:.2f}", *rest))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)

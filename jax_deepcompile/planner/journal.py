@@ -168,7 +168,8 @@ class Journal:
             return ""
         slower = by.seconds(candidate) > (1 - _LEAST_GAIN) * by.seconds(best)
         grounds = "no faster" if slower else f"for {errors.sized(peak)} hardly faster"
-        against = f"{by.seconds(candidate):.4g} s against {by.seconds(best):.4g} s"
+        now, before = (f"{by.seconds(each):.4g} s" for each in (candidate, best))
+        against = f"{now} as before" if now == before else f"{now} against {before}"
         is_compiled = by.seconds(candidate) == step_s(candidate) and by.seconds(best) == step_s(best)
         return f"{grounds}: {against}" if is_compiled else f"{grounds}: {against} {by.said}"
 

@@ -29,6 +29,7 @@ from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.lowering.xla_options import DOUBLE_BUFFERING
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.runtime.interrupts import Watch
+from jax_deepcompile.step import ShardedStep
 from jax_deepcompile.training.config import ConfigError
 from jax_deepcompile.transforms.keep_gathered import KeptGathers
 from tests.report.pages import data_of
@@ -436,6 +437,18 @@ def test_compare_says_what_does_not_fit_and_goes_on(file, capsys, tmp_path):
     assert all("more than the limit" in line for line in left)
     assert unwritten == "no files are written, as there is no planned step"
     assert not html.exists()
+
+
+@pytest.mark.h100_aot
+def test_compare_goes_on_without_what_jit_cannot_divide(file, capsys, monkeypatch):
+    def refuse(*_):
+        raise NotImplementedError("sequences cannot be divided\nas they are")
+
+    monkeypatch.setattr(ShardedStep, "lower_gspmd", refuse)
+    assert cli.main(["compare", f"{file}:make", "--gpu", "h100"]) == 0
+    _, _, bare, planned, left = capsys.readouterr().out.splitlines()
+    assert (bare.split()[3], planned.split()[2]) == ("-", "-")
+    assert left == "jit: does not compile: NotImplementedError: sequences cannot be divided"
 
 
 @pytest.mark.pure
