@@ -316,6 +316,12 @@ def fuses_copies() -> bool:
     return _numbers(importlib.metadata.version("jaxlib")) < (0, 12)
 
 
+def hangs_on_eigenvalues() -> bool:
+    """Whether XLA:CPU may wait for ever where threads share matrices whose eigenvalues are computed."""
+    # 2026-11: jaxlib 0.10.2 does, 0.12.0 does not.
+    return _numbers(importlib.metadata.version("jaxlib")) < (0, 12)
+
+
 def compiles_on_gpus_only(eqn) -> bool:
     """Whether ``eqn`` is a Pallas kernel that Mosaic GPU compiles, and what it loads for that is not installed."""
     return _is_mosaic_gpu(eqn) and not _has_gpu_plugin()

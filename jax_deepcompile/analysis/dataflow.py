@@ -48,15 +48,6 @@ def unguarded(jaxpr: jex.Jaxpr) -> dict:
     return known
 
 
-def reached_from(eqns: Sequence, sources: Collection) -> set:
-    """Every variable that depends on one of ``sources``, they included."""
-    reached = set(sources)
-    for eqn in eqns:
-        if any(atom in reached for atom in variables(eqn.invars)):
-            reached.update(eqn.outvars)
-    return reached
-
-
 def needs(eqns: Sequence, counts: Callable[[Any], bool] = lambda eqn: True) -> list[int]:
     """For each equation those it depends on, as the bits of a number; only those that ``counts`` is true of."""
     before: dict = {}
@@ -79,13 +70,6 @@ def needed_for(eqns: Sequence, targets: Iterable, effects: bool = True) -> list:
             needed.append(eqn)
             wanted.update(variables(eqn.invars))
     return needed[::-1]
-
-
-def free_variables(eqns: Sequence, targets: Iterable) -> list:
-    """What ``eqns`` and ``targets`` read and no equation makes, in order of first use."""
-    made = {var for eqn in eqns for var in eqn.outvars}
-    read = [atom for eqn in eqns for atom in variables(eqn.invars)] + variables(targets)
-    return [var for var in dict.fromkeys(read) if var not in made]
 
 
 def slim_barriers(eqns: Sequence, targets: Iterable) -> list:

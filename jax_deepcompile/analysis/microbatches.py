@@ -15,7 +15,6 @@ from jax_deepcompile._jax_compat import has_side_effects, new_var, user_line
 from jax_deepcompile.analysis.dataflow import (
     needed_for,
     needs,
-    reached_from,
     slim_barriers,
     stays_whole,
     unguarded,
@@ -25,7 +24,7 @@ from jax_deepcompile.analysis.dataflow import (
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import COLLECTIVES, EXPENSIVE, PRODUCTS, RUNNING, axis_names
 from jax_deepcompile.ir.rewrite import renamed, with_renamed_operands
-from jax_deepcompile.ir.traversal import contains, equations, inside
+from jax_deepcompile.ir.traversal import contains, equations, inside, reached_from
 
 _MEANING = {
     "psum": "a sum over examples",

@@ -14,13 +14,13 @@ from typing import Any
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.dataflow import reached_from
 from jax_deepcompile.analysis.equal_work import Numbers
 from jax_deepcompile.analysis.gathers import derived
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.work import fused_away
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import VIEWS, Scan
+from jax_deepcompile.ir.traversal import reached_from
 
 
 @dataclass(frozen=True)

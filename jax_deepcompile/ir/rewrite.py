@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,15 @@ def with_renamed_operands(eqn: Any, names: Mapping) -> Any:
     invars = [renamed(atom, names) for atom in eqn.invars]
     same = all(new is old for new, old in zip(invars, eqn.invars, strict=True))
     return eqn if same else eqn.replace(invars=invars)
+
+
+def inlined(made: jex.ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[jex.Var]) -> list:
+    """The equations of ``made``, which has no constants, reading ``inputs`` and making ``outputs``."""
+    jaxpr = open_jaxpr(made)
+    results = dict(zip(jaxpr.outvars, outputs, strict=True))
+    read = dict(zip(jaxpr.invars, inputs, strict=True)) | results
+    eqns = [with_renamed_operands(eqn, read) for eqn in jaxpr.eqns]
+    return [eqn.replace(outvars=[results.get(var, var) for var in eqn.outvars]) for eqn in eqns]
 
 
 def abstract(atom: Any) -> jax.ShapeDtypeStruct:

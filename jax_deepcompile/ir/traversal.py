@@ -33,6 +33,22 @@ def variables(atoms: Iterable) -> list[jex.Var]:
     return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
 
 
+def reached_from(eqns: Sequence, sources: Collection) -> set:
+    """Every variable that depends on one of ``sources``, they included."""
+    reached = set(sources)
+    for eqn in eqns:
+        if any(atom in reached for atom in variables(eqn.invars)):
+            reached.update(eqn.outvars)
+    return reached
+
+
+def free_variables(eqns: Sequence, targets: Iterable) -> list:
+    """What ``eqns`` and ``targets`` read and no equation makes, in order of first use."""
+    made = {var for eqn in eqns for var in eqn.outvars}
+    read = [atom for eqn in eqns for atom in variables(eqn.invars)] + variables(targets)
+    return [var for var in dict.fromkeys(read) if var not in made]
+
+
 def equations(jaxpr) -> Iterator[jex.JaxprEqn]:
     """Every equation, those of nested jaxprs included."""
     for eqn in open_jaxpr(jaxpr).eqns:

@@ -12,12 +12,13 @@ from jax_deepcompile._jax_compat import eval_local, open_jaxpr
 from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.placement import AnyMesh, around
 from jax_deepcompile.ir.program import Port, Program
+from jax_deepcompile.lowering.eigenvalues import with_eigenvalues_in_turn
 from jax_deepcompile.lowering.transposed_products import without_transposes
 
 
 def emit(program: Program, mesh: AnyMesh) -> Callable[..., list[jax.Array]]:
     """``f(*inputs) -> outputs`` on global arrays, each device running ``program`` on its blocks."""
-    jaxpr = without_transposes(program.jaxpr)
+    jaxpr = with_eigenvalues_in_turn(without_transposes(program.jaxpr), mesh)
     mapped = jax.shard_map(
         lambda *blocks: eval_local(jaxpr, blocks),
         mesh=mesh,

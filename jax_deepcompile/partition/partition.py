@@ -13,6 +13,7 @@ from jax_deepcompile.ir.placement import AnyMesh, MeshAxes, Placement
 from jax_deepcompile.ir.program import Port, Program, Role, View
 from jax_deepcompile.ir.retrace import trace_blocks
 from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.partition.dealt_out import dealt_out
 from jax_deepcompile.partition.layout import Layout
 from jax_deepcompile.partition.own_examples import OwnExamples, own_examples
 from jax_deepcompile.partition.propagate import Propagator
@@ -46,6 +47,7 @@ def partition_step(
     comes out says what is done with one microbatch, and sums over that axis are sums over all of them. A device could
     send ``latency_bytes`` in the time that a collective takes to begin.
     """
+    program = dealt_out(program, program.mesh.size_of(state_axes))
     if microbatches > 1:
         name = "microbatch" if "microbatch" not in mesh.axis_names else "deepcompile_microbatch"
         program = program.replace(mesh=program.mesh.with_loop(name, microbatches))

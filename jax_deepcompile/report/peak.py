@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.dataflow import reached_from, variables
+from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.analysis.first_use import lines_of_first_use
 from jax_deepcompile.analysis.gathers import derived
 from jax_deepcompile.costs.held import Content, Holds, held_at_peak
 from jax_deepcompile.costs.simulation import Simulation
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.program import Program, Role
+from jax_deepcompile.ir.traversal import reached_from
 from jax_deepcompile.planner.plan import Prediction
 from jax_deepcompile.planner.session import Planned
 from jax_deepcompile.report.origins import Origins

@@ -32,13 +32,14 @@ from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr
-from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, variables
+from jax_deepcompile.analysis.dataflow import needed_for, slim_barriers, variables
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.names import reduction_names
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import ADDITIONS, KEEPS_ZERO, Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, rescan
+from jax_deepcompile.ir.traversal import free_variables, reached_from
 from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused, replace_loops
 
 IN_LOOPS = ("stack_collectives", "save_gathered", "keep_activations", "pipeline_loops", "keep_gathered")

@@ -21,7 +21,7 @@ from typing import Any
 from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.dataflow import needed_for, reached_from, variables
+from jax_deepcompile.analysis.dataflow import needed_for, variables
 from jax_deepcompile.analysis.loops import Loop
 from jax_deepcompile.analysis.parts import Part, SplitBody
 from jax_deepcompile.analysis.work import is_anchor, work_of
@@ -29,6 +29,7 @@ from jax_deepcompile.ir.memory import is_fetch, is_on_host, size_bytes
 from jax_deepcompile.ir.primitives import PRODUCTS
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import compute, read
+from jax_deepcompile.ir.traversal import reached_from
 
 
 def succeeded(program: Program, loop: Loop) -> dict[int, int]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr
-from jax_deepcompile.analysis.dataflow import free_variables, given
+from jax_deepcompile.analysis.dataflow import given
 from jax_deepcompile.analysis.gathers import by_value, hoistable_gathers, slicer
 from jax_deepcompile.analysis.loops import Loop, constants_of
 from jax_deepcompile.analysis.names import gather_names
@@ -26,6 +26,7 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import replace_equations, rescan
+from jax_deepcompile.ir.traversal import free_variables
 from jax_deepcompile.transforms.decision import Decision, loop_named, positions
 
 

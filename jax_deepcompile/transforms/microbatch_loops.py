@@ -42,14 +42,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_deepcompile._jax_compat import eval_local, has_side_effects, provenance
-from jax_deepcompile.analysis.dataflow import free_variables, needed_for, reached_from, slim_barriers, variables
+from jax_deepcompile.analysis.dataflow import needed_for, slim_barriers, variables
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops, reduces_gradients
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import COLLECTIVES, Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, compute, read
-from jax_deepcompile.ir.traversal import contains
+from jax_deepcompile.ir.traversal import contains, free_variables, reached_from
 from jax_deepcompile.transforms.decision import Decision, loop_named, refused, replace_loops
 
 _MOST_PEELED = 2

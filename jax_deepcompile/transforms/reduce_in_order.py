@@ -28,12 +28,13 @@ from typing import Any
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import new_barrier, open_jaxpr
-from jax_deepcompile.analysis.dataflow import needs, reached_from, variables
+from jax_deepcompile.analysis.dataflow import needs, variables
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.rewrite import Walk
+from jax_deepcompile.ir.traversal import reached_from
 from jax_deepcompile.transforms.decision import Decision, refused
 
 

@@ -31,10 +31,11 @@ from typing import Any
 import jax
 from jax import lax
 
-from jax_deepcompile.analysis.dataflow import free_variables, needed_for, variables
+from jax_deepcompile.analysis.dataflow import needed_for, variables
 from jax_deepcompile.ir.memory import DEVICE, HOST, is_on_host, size_bytes
 from jax_deepcompile.ir.primitives import ELEMENTWISE
 from jax_deepcompile.ir.retrace import compute
+from jax_deepcompile.ir.traversal import free_variables
 
 
 @dataclass(frozen=True)

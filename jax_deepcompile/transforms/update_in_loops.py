@@ -37,13 +37,14 @@ import jax
 from jax import lax
 
 from jax_deepcompile._jax_compat import bind, eval_local, has_side_effects, open_jaxpr, provenance
-from jax_deepcompile.analysis.dataflow import alike, free_variables, needed_for, reached_from, variables
+from jax_deepcompile.analysis.dataflow import alike, needed_for, variables
 from jax_deepcompile.analysis.loops import Loop
 from jax_deepcompile.analysis.names import keeping_loop_names, parameter_names, second_run, with_second_run
 from jax_deepcompile.ir.memory import DEVICE, HOST
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import compute, read, rescan, trace_blocks
+from jax_deepcompile.ir.traversal import free_variables, reached_from
 from jax_deepcompile.transforms.decision import Decision, loop_named, positions, refused
 from jax_deepcompile.transforms.offload_state import on_host
 from jax_deepcompile.transforms.stack_updates import is_elementwise

@@ -9,19 +9,13 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import (
-    free_variables,
-    needed_for,
-    reached_from,
-    slim_barriers,
-    with_names,
-    without_barriers,
-)
+from jax_deepcompile.analysis.dataflow import needed_for, slim_barriers, with_names, without_barriers
 from jax_deepcompile.analysis.gathers import find_gathers, first_uses, outermost
 from jax_deepcompile.analysis.leading import collectives_along_leading_dimension
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.analysis.stacks import stacked_reductions
+from jax_deepcompile.ir.traversal import free_variables, reached_from
 from tests.transforms.programs import sharded, stack_loss, stack_shapes
 
 pytestmark = pytest.mark.pure

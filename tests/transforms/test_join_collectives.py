@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.dataflow import reached_from
+from jax_deepcompile.ir.traversal import reached_from
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.join_collectives import JoinedCollectives
