@@ -209,7 +209,18 @@ def _inputs_at(program: Program, path: Path) -> dict[Any, str]:
     """For variables in the body of the loop at ``path`` the input of the program that each is cheaply made of."""
     known = dict(zip(open_jaxpr(program.jaxpr).invars, parameter_names(program), strict=True))
     for eqn, jaxpr in _way_to(program, path):
-        known = derived(jaxpr, known if eqn is None else dict(paired(jaxpr.invars, eqn.invars, known)))
+        known = _derived(jaxpr, known if eqn is None else dict(paired(jaxpr.invars, eqn.invars, known)))
+    return known
+
+
+def _derived(jaxpr: jex.Jaxpr, known: dict[Any, str]) -> dict[Any, str]:
+    """``known``, and what is cheaply made of that alone, stacks that loops make of its slices among it."""
+    known = derived(jaxpr, known)
+    for eqn in computing_scans(jaxpr):
+        scan = Scan(eqn)
+        inside = derived(scan.body, dict(paired(scan.inputs.xs, scan.operands.xs, known)))
+        stacks = dict(paired(scan.results.ys, scan.outputs.ys, inside))
+        known = derived(jaxpr, known | stacks) if stacks else known
     return known
 
 

@@ -249,6 +249,20 @@ def test_gathers_are_called_by_parameter_paths(microbatches):
         assert sorted(slice_names(program, loop)) == sorted(parameters)
 
 
+def test_a_backward_loop_that_reads_what_the_forward_one_cast():
+    """Without ``jax.checkpoint`` the layers' matrices come to it as the forward loop kept them."""
+
+    def loss(p, batch):
+        def layer(x, w):
+            return jnp.tanh(x @ w.astype(jnp.bfloat16)), None
+
+        x, _ = jax.lax.scan(layer, batch["x"].astype(jnp.bfloat16), p["layers"]["w"])
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    program = trace(lambda p, b: (jax.grad(loss)(p, b), 0.0), {"layers": {"w": (4, 64, 64)}}, {"x": (16, 64)}).sharded
+    assert loop_names(program) == [FORWARD, BACKWARD]
+
+
 def test_outside_of_layers_gathers_have_their_phase():
     once = ["embed/embedding @forward", "final_norm/scale @forward", "lm_head/kernel @forward"]
     again = ["final_norm/scale @backward"]
