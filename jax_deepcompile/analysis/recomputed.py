@@ -16,7 +16,7 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.analysis.equal_work import Numbers
 from jax_deepcompile.analysis.gathers import derived
-from jax_deepcompile.analysis.leading import scan_along_leading_dimension
+from jax_deepcompile.analysis.leading import collectives_along_leading_dimension, scan_along_leading_dimension
 from jax_deepcompile.analysis.work import fused_away
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import VIEWS, Scan
@@ -53,7 +53,7 @@ class Place:
     def __init__(self, jaxpr: Any) -> None:
         self._flat = open_jaxpr(jaxpr)
         self._numbers = Numbers()
-        self._values = self._numbers.of_place(self._flat)
+        self._values = self._numbers.of_place(collectives_along_leading_dimension(self._flat))
         self._loops: dict[int, tuple[Scan, dict[Any, int]]] = {}
         for eqn in self._flat.eqns:
             if eqn.primitive.name == "scan":

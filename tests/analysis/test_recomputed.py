@@ -281,3 +281,25 @@ def test_the_context_tells_work_apart():
 
     assert bits(True) == bits(True)
     assert bits(True) != bits(False)
+
+
+def test_what_is_gathered_along_any_dimension_is_the_same_inside_and_outside_of_loops():
+    """Of what all layers share, gathered before the first of them, and again in every one."""
+
+    def step(x, w, scale):
+        gathered = lax.all_gather(scale, "x", axis=1, tiled=True)
+        y, starts = lax.scan(lambda x, w: (product(x * gathered, w), x), x, w)
+
+        def again(g, layer):
+            start, w = layer
+            return g * product(start * lax.all_gather(scale, "x", axis=1, tiled=True), w), None
+
+        return lax.scan(again, y, (starts, w))[0]
+
+    mesh, spec = jax.sharding.AbstractMesh((2,), ("x",)), jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    (eqn,) = open_jaxpr(jax.make_jaxpr(mapped)(X, W, X[:, : WIDTH // 2])).eqns
+    inner = open_jaxpr(eqn.params["jaxpr"])
+    forward, backward = (eqn for eqn in inner.eqns if eqn.primitive.name == "scan")
+    made = {var: eqn.primitive.name for eqn in forward.params["jaxpr"].eqns for var in eqn.outvars}
+    assert len(made) == len(Place(inner).shared(forward, backward).activations) == 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -60,7 +62,8 @@ class TestLayerLoops:
         assert not any("all_gather" in line or "[16,16]" in line for line in found[loop:])
 
 
-def recurrent(p, batch):
+def recurrent(p, batch, rerun=lambda cell: cell):
+    @rerun
     def cell(h, x):
         h = jnp.tanh(x @ p["wx"] + h @ p["wh"])
         return h, h
@@ -74,10 +77,34 @@ class TestRecurrentLoops:
         assert found[:2] == [GATHER, GATHER]
         assert not any("all_gather" in line for line in found[2:])
 
-    def test_gradients_are_summed_once_after_the_loop(self):
-        found = moves(trace_training(recurrent, RECURRENT, SERIES, optimizer=ADAM))
-        assert not any(line.startswith("  ") for line in found)
+    @pytest.mark.parametrize("rerun", [lambda cell: cell, jax.checkpoint], ids=["once", "checkpoint"])
+    def test_gradients_are_summed_once_after_the_loop(self, rerun):
+        found = moves(trace_training(partial(recurrent, rerun=rerun), RECURRENT, SERIES, optimizer=ADAM))
+        assert not any(line.startswith("  reduce_scatter") for line in found)
         assert sum(line.startswith("reduce_scatter") for line in found) == 2
+
+    def test_layers_that_share_their_parameters_are_recurrent_too(self):
+        def loss(p, batch):
+            layer = jax.checkpoint(lambda x, _: (jnp.tanh(x @ p["wx"]) @ p["wh"], None))
+            return jnp.mean(lax.scan(layer, batch["x"], None, length=4)[0] ** 2)
+
+        found = moves(trace_training(loss, RECURRENT, BATCH, optimizer=ADAM))
+        assert not any(line.startswith("  reduce_scatter") for line in found)
+
+    def test_steps_of_training_share_what_is_not_trained(self):
+        """Which may be large, and is gathered in every step where that reads it twice."""
+
+        def steps(p, batch):
+            def loss(w, x):
+                return jnp.mean((jax.checkpoint(lambda w, x: jnp.tanh(x @ p["wx"]) @ w)(w, x)) ** 2)
+
+            def train(w, x):
+                return w - 0.1 * jax.grad(loss)(w, x), None
+
+            return {"wx": p["wx"], "wh": lax.scan(train, p["wh"], jnp.swapaxes(batch["x"], 0, 1))[0]}
+
+        found = moves(trace(steps, RECURRENT, SERIES))
+        assert f"  {GATHER}" in found
 
 
 class TestExampleLoops:

@@ -126,7 +126,7 @@ def _settle_given(eqn, request: Request, propagate: Propagate, xs: list[Placemen
         return settle_carry(jaxpr, consts, carry, inner_xs, batch, ys_demands, final_demands, propagate, keep_partial)
 
     settled, layout = settle(consts, carry, [not any(demand.is_split for demand in wanted) for wanted in final_demands])
-    if _is_recurrent(layout, len(consts)):
+    if _is_recurrent(layout, len(consts)) or _carries_examples(eqn, settled, inner_xs, carry_batch, xs_batch):
         whole = request.mesh.replicated()
         consts = [
             placement if depends or whole not in wanted else whole
@@ -188,6 +188,33 @@ def _is_recurrent(layout: Layout, num_consts: int) -> bool:
     """
     shared = list(zip(layout.inputs, layout.regathered, strict=True))[:num_consts]
     return not any(held.is_split and regathered for held, regathered in shared)
+
+
+def _carries_examples(
+    eqn,
+    carry: Sequence[Placement],
+    xs: Sequence[Placement],
+    carry_batch: Sequence[bool],
+    xs_batch: Sequence[bool],
+) -> bool:
+    """Whether examples go from one iteration to the next, and do not only come with it, as microbatches do.
+
+    A cell may read its parameters several times, where ``jax.checkpoint`` computes it again.
+    """
+    scan = Scan(eqn)
+    came = _split_sizes(scan.inputs.xs, xs, xs_batch)
+    stays = [depends and not sums for depends, sums in zip(carry_batch, _sums(eqn), strict=True)]
+    return not came.isdisjoint(_split_sizes(scan.inputs.carry, carry, stays))
+
+
+def _split_sizes(values: Sequence[Any], placements: Sequence[Placement], counted: Sequence[bool]) -> set[int]:
+    """Of the dimensions that those ``counted`` are split along."""
+    return {
+        var.aval.shape[dim]
+        for var, placement, is_counted in zip(values, placements, counted, strict=True)
+        for dim in placement.axes
+        if is_counted and dim >= 0
+    }
 
 
 def _sliced_outside(placement: Placement, wanted) -> Placement:

@@ -38,6 +38,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     DelayReductions(),
     PrefetchGathers(),
     UnshardUnrolled(),
+    PrefetchGathers(),
     ReduceInOrder(),
     DeepenLoops(),
     ReduceInOrder(latency_shares=(0.3, 0.1), stage=Stage.CLOSING),
