@@ -166,8 +166,9 @@ class Journal:
         least = max(_LEAST_GAIN, spent * WORTH_TRYING)
         if not fits(best) or by.seconds(candidate) <= (1 - least) * by.seconds(best):
             return ""
-        slower = by.seconds(candidate) > (1 - _LEAST_GAIN) * by.seconds(best)
-        grounds = "no faster" if slower else f"for {errors.sized(peak)} hardly faster"
+        gains = by.seconds(candidate) <= (1 - _LEAST_GAIN) * by.seconds(best)
+        grounds = f"for {errors.sized(peak)} hardly faster" if gains else "hardly faster"
+        grounds = grounds if by.seconds(candidate) < by.seconds(best) else "no faster"
         now, before = (f"{by.seconds(each):.4g} s" for each in (candidate, best))
         against = f"{now} as before" if now == before else f"{now} against {before}"
         is_compiled = by.seconds(candidate) == step_s(candidate) and by.seconds(best) == step_s(best)

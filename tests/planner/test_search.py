@@ -24,8 +24,8 @@ from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
 from tests.planner.situations import START, Proposes, accepted, candidate, evaluate_as
 from tests.transforms.programs import h100s, sharded, stack_loss, stack_shapes
 
-BETTER, WORSE, LARGER, DEAR, LITTLE, FAILS = (
-    START.having(OrderedReductions, [OrderedReductions(size)]) for size in range(1, 7)
+BETTER, WORSE, LARGER, DEAR, LITTLE, FAILS, SAME, NEARLY = (
+    START.having(OrderedReductions, [OrderedReductions(size)]) for size in range(1, 9)
 )
 TAKES = {
     START: (2.0, 100),
@@ -34,6 +34,8 @@ TAKES = {
     LARGER: (0.5, 200),
     DEAR: (1.986, 190),
     LITTLE: (1.992, 190),
+    SAME: (2.0, 100),
+    NEARLY: (1.999, 100),
 }
 SMALL = START.replace(options=combiner_options(1, 1))
 PROMISES = START.having(LoopSchedule, [LoopSchedule("layers @forward")])
@@ -106,6 +108,15 @@ def test_what_gains_is_kept(try_strategies):
     assert best.plan.prediction == best.prediction == Prediction(1.0, 1.0, 0.0, 0.0, 100, 1.0)
     (record,) = best.plan.records
     assert (record.accepted, record.reason) == (True, "2 s to 1 s")
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("plan", "reason"), [(SAME, "no faster: 2 s as before"), (NEARLY, "hardly faster: 1.999 s against 2 s")]
+)
+def test_what_gains_nothing_is_left(try_strategies, plan, reason):
+    best = try_strategies(Proposes((plan,)))
+    assert (decided(best), best.plan.records[0].reason) == (START, reason)
 
 
 @pytest.mark.pure
