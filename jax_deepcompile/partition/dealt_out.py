@@ -41,7 +41,8 @@ def dealt_out(program: Program, parts: int) -> Program:
     groups: dict[tuple, list[MatrixFunction]] = {}
     for function in matrix_functions(jaxpr, program.inputs):
         groups.setdefault(function.kind, []).append(function)
-    stacks = [_Stack(tuple(group), parts) for group in groups.values() if _are_worth_it(group, parts)]
+    pieces = [piece for group in groups.values() for piece in _pieces(group, parts)]
+    stacks = [_Stack(piece, parts) for piece in pieces if _are_worth_it(piece, parts)]
     if not stacks:
         return program
     for stack in stacks:
@@ -49,9 +50,31 @@ def dealt_out(program: Program, parts: int) -> Program:
     return program.replace(jaxpr=jex.ClosedJaxpr(jaxpr, closed_consts(program.jaxpr)))
 
 
+def _pieces(group: Sequence[MatrixFunction], parts: int) -> list[tuple[MatrixFunction, ...]]:
+    """``group`` in stacks no larger than they must be: each waits for all its matrices, and is in memory at once."""
+    pieces: list[tuple[MatrixFunction, ...]] = [()]
+    for function in group:
+        pieces[-1] += (function,)
+        matrices = _count(pieces[-1])
+        if matrices >= parts and matrices * function.matrix_bytes >= parts * _LEAST_BYTES:
+            pieces.append(())
+    *pieces, last = pieces
+    if pieces and 2 * _count(last) < parts:
+        return [*pieces[:-1], pieces[-1] + last]
+    return [*pieces, last]
+
+
+_LEAST_BYTES = 1 << 26
+"""Of matrices that a device has of a stack: it moves so many in a millisecond or two, and waits for few collectives."""
+
+
+def _count(functions: Sequence[MatrixFunction]) -> int:
+    return sum(function.matrices for function in functions)
+
+
 def _are_worth_it(group: Sequence[MatrixFunction], parts: int) -> bool:
     """Whether a stack of ``group`` is divided better than what is there; one that divides already is left alone."""
-    matrices = sum(function.matrices for function in group)
+    matrices = _count(group)
     return matrices > 1 and 2 * matrices >= parts and bool(group[0].matrices % parts)
 
 

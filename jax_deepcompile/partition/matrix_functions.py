@@ -11,6 +11,7 @@ import jax
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import eval_local, has_side_effects, new_jaxpr
+from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import ELEMENTWISE, EXPENSIVE, PRODUCTS, UNREPEATABLE
 from jax_deepcompile.ir.program import Port, Role
 from jax_deepcompile.ir.traversal import contains, free_variables, reached_from, variables
@@ -38,6 +39,10 @@ class MatrixFunction:
     @property
     def matrices(self) -> int:
         return self.entries[0].aval.shape[0] if self.rows else 1
+
+    @property
+    def matrix_bytes(self) -> int:
+        return size_bytes(self.entries[0]) // self.matrices
 
     @property
     def kind(self) -> tuple:

@@ -135,6 +135,13 @@ class TestDealtOut:
         iterations = lines(found.sharded, ("dot_general",))[-3:]
         assert all("f32[1,16," in line for line in iterations)
 
+    @pytest.mark.parametrize(("count", "heights"), [(12, [4, 4, 4]), (9, [4, 5]), (10, [4, 4, 2]), (4, [4])])
+    def test_stacks_are_no_larger_than_they_must_be(self, monkeypatch, count, heights):
+        monkeypatch.setattr("jax_deepcompile.partition.dealt_out._LEAST_BYTES", 1)
+        joined = lines(dealt_out(program_of(squares, state_of(matrices(count))), 4), ("concatenate",))
+        first = [line for line in joined if "f32[1,16,16]" in line.split(" -> ")[0] and "f32[1,16,16] -> " in line]
+        assert [line.split(" -> ")[0].count("f32[1,16,16]") for line in first] == heights
+
     def test_written_by_hand(self):
         assert len(products(traced_by_hand(5))) == 6
 
