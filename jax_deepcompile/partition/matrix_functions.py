@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import eval_local, has_side_effects, new_jaxpr
+from jax_deepcompile._jax_compat import closed_consts, eval_local, has_side_effects, new_jaxpr, open_jaxpr
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import ELEMENTWISE, EXPENSIVE, PRODUCTS, UNREPEATABLE
 from jax_deepcompile.ir.program import Port, Role
-from jax_deepcompile.ir.traversal import contains, free_variables, reached_from, variables
+from jax_deepcompile.ir.traversal import contains, free_variables, nested_jaxprs, reached_from, variables
 from jax_deepcompile.partition.rows import Rows, rows_of, with_rows
 
 
@@ -48,7 +49,7 @@ class MatrixFunction:
     def kind(self) -> tuple:
         """What functions have in common that are one function of several stacks."""
         jaxpr = new_jaxpr([*self.entries, *self.shared], self.exits, self.eqns)
-        return str(jaxpr), bool(self.rows), self.shared
+        return str(jaxpr), _unprinted(jaxpr), bool(self.rows), self.shared
 
     def of_other_rows(self, entries: Sequence[jax.Array], shared: Sequence[jax.Array]) -> list[jax.Array]:
         """Its exits for stacks of any height."""
@@ -60,6 +61,15 @@ class MatrixFunction:
         """Its exits for each matrix in ``entries``, which are stacked."""
         jaxpr = new_jaxpr([*self.entries, *self.shared], self.exits, self.eqns)
         return jax.vmap(lambda *matrices: eval_local(jaxpr, [*matrices, *shared]))(*entries)
+
+
+def _unprinted(jaxpr: Any) -> tuple:
+    """The constants of ``jaxpr``, of which what it prints shows no more than the shape."""
+    flat = open_jaxpr(jaxpr)
+    atoms = [atom for eqn in flat.eqns for atom in eqn.invars] + list(flat.outvars)
+    values = [*(atom.val for atom in atoms if isinstance(atom, jex.Literal)), *closed_consts(jaxpr)]
+    inner = [_unprinted(each) for eqn in flat.eqns for each in nested_jaxprs(eqn)]
+    return tuple(np.asarray(value).tobytes() for value in values), tuple(inner)
 
 
 def matrix_functions(jaxpr: jex.Jaxpr, inputs: Sequence[Port]) -> Iterator[MatrixFunction]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from hypothesis import given
@@ -200,6 +201,25 @@ class TestLeftAlone:
             return (descend(params, jax.tree.map(lambda m, g: m @ g, moments, gradients)), moments), 0.0
 
         self.is_left(program_of(step, state_of(matrices(8)), shapes(BATCH)))
+
+    @pytest.mark.parametrize("are_literals", [False, True])
+    @pytest.mark.parametrize("turns", [0, 3], ids=["outside of loops", "in loops"])
+    def test_functions_with_constants_of_their_own(self, turns, are_literals):
+        """JAX may have them as literals, of which a jaxpr prints the shape alone."""
+        scales = {f"w{at}": np.linspace(0, 1 + at, D, dtype=np.float32) for at in range(8)}
+
+        def scaled(name, m):
+            return lax.fori_loop(0, turns, lambda _, m: m @ m * scales[name], m) if turns else m @ m * scales[name]
+
+        def step(state):
+            params, moments = state
+            return (params, {name: scaled(name, 0.9 * m + params[name]) for name, m in moments.items()}), 0.0
+
+        jax.config.update("jax_use_simplified_jaxpr_constants", are_literals)
+        try:
+            self.is_left(program_of(step, state_of(matrices(8))))
+        finally:
+            jax.config.update("jax_use_simplified_jaxpr_constants", False)
 
     def test_decompositions(self):
         def step(state):
