@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import has_side_effects, is_drop_var, new_jaxpr, new_var
-from jax_deepcompile.ir.rewrite import Walk, renamed
+from jax_deepcompile.ir.rewrite import Walk
 from jax_deepcompile.ir.traversal import variables
 
 T = TypeVar("T")
@@ -30,22 +30,6 @@ def paired(these: Iterable, those: Iterable, known: Mapping[Any, T]) -> Iterator
     for this, that in zip(these, those, strict=True):
         if isinstance(this, jex.Var) and isinstance(that, jex.Var) and that in known:
             yield this, known[that]
-
-
-def without_barriers(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
-    """``jaxpr`` with every result of an ``optimization_barrier`` read as its operand."""
-    walk = Walk(jaxpr, names=unguarded(jaxpr))
-    walk.eqns += (eqn for eqn in walk if eqn.primitive.name != "optimization_barrier")
-    return walk.result()
-
-
-def unguarded(jaxpr: jex.Jaxpr) -> dict:
-    """For every result of an ``optimization_barrier`` what went into it."""
-    known: dict = {}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "optimization_barrier":
-            known.update(zip(eqn.outvars, [renamed(atom, known) for atom in eqn.invars], strict=True))
-    return known
 
 
 def needs(eqns: Sequence, counts: Callable[[Any], bool] = lambda eqn: True) -> list[int]:

@@ -7,25 +7,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr
-from jax_deepcompile.analysis.dataflow import literal_bits, variables, without_barriers
+from jax_deepcompile.analysis.dataflow import literal_bits
 from jax_deepcompile.analysis.equal_work import work_key
 from jax_deepcompile.ir.memory import size_bytes
-from jax_deepcompile.ir.primitives import CHEAP, Scan
+from jax_deepcompile.ir.primitives import CHEAP, ELEMENTWISE, Scan
+from jax_deepcompile.ir.rewrite import without_barriers
+from jax_deepcompile.ir.traversal import variables
 
 
 @dataclass(frozen=True)
 class Gather:
-    """One all-gather of something that was only sliced, cast or reshaped since it came in.
+    """One all-gather of something that was only sliced, cast, reshaped or scaled since it came in.
 
     Attributes:
-      source: the input it is made of.
+      sources: the inputs it is made of: one, or several that elementwise work joins, such as
+        integers and their scales; the largest first.
       key: equal for gathers of the same value.
       size_bytes: of the whole value.
       position: of its equation in the jaxpr.
       result: the variable it defines.
     """
 
-    source: Any
+    sources: tuple
     key: tuple
     size_bytes: int
     position: int
@@ -33,24 +36,29 @@ class Gather:
 
 
 def find_gathers(jaxpr: Any, sources: Sequence) -> tuple[Gather, ...]:
-    """The all-gathers of values that derive cheaply from one of ``sources`` alone, loops aside, in program order."""
+    """The all-gathers of values that derive cheaply from ``sources`` alone, loops aside, in program order."""
     flat = open_jaxpr(jaxpr)
-    plain = without_barriers(flat)
-    origin = {var: var for var in sources}
+    origins = {var: (var,) for var in sources}
     keys: dict = {var: (index,) for index, var in enumerate(sources)}
     positions = {eqn.outvars[0]: index for index, eqn in enumerate(flat.eqns) if eqn.outvars}
     found = []
-    for eqn in plain.eqns:
-        operands = variables(eqn.invars)
+    for eqn in without_barriers(flat).eqns:
+        operands = sorted(dict.fromkeys(variables(eqn.invars)), key=size_bytes, reverse=True)
         gathers = is_gather_loop(eqn)
-        if not (gathers or eqn.primitive.name in CHEAP) or len(operands) != 1 or operands[0] not in origin:
+        cheap = CHEAP if len(operands) == 1 else ELEMENTWISE
+        if (
+            not operands
+            or not (gathers or eqn.primitive.name in cheap)
+            or any(atom not in origins for atom in operands)
+        ):
             continue
         var = eqn.outvars[0]
-        origin[var] = origin[operands[0]]
+        origins[var] = tuple(dict.fromkeys(source for atom in operands for source in origins[atom]))
         literals = tuple(map(literal_bits, eqn.invars))
-        keys[var] = (*keys[operands[0]], work_key(eqn), literals)
+        others = tuple(keys.get(atom) for atom in variables(eqn.invars)) if len(operands) > 1 else ()
+        keys[var] = (*keys[operands[0]], *others, work_key(eqn), literals)
         if gathers or eqn.primitive.name == "all_gather":
-            found.append(Gather(origin[var], keys[var], size_bytes(var), positions[var], var))
+            found.append(Gather(origins[var], keys[var], size_bytes(var), positions[var], var))
     return tuple(found)
 
 

@@ -12,18 +12,10 @@ from jax.extend import core as jex
 
 from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import has_side_effects, new_var, user_line
-from jax_deepcompile.analysis.dataflow import (
-    needed_for,
-    needs,
-    slim_barriers,
-    stays_whole,
-    unguarded,
-    variables,
-    without_barriers,
-)
+from jax_deepcompile.analysis.dataflow import needed_for, needs, slim_barriers, stays_whole, variables
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import COLLECTIVES, EXPENSIVE, PRODUCTS, RUNNING, axis_names
-from jax_deepcompile.ir.rewrite import renamed, with_renamed_operands
+from jax_deepcompile.ir.rewrite import renamed, unguarded, with_renamed_operands, without_barriers
 from jax_deepcompile.ir.traversal import contains, equations, inside, reached_from
 
 _MEANING = {

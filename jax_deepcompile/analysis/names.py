@@ -128,7 +128,7 @@ def gather_names(program: Program, path: Path, gathers: Sequence[Gather]) -> lis
     """What each of ``gathers`` in the loop at ``path`` is called; with its phase where the loop has none."""
     *_, (_, body) = _way_to(program, path)
     known = _inputs_at(program, path)
-    names = [known.get(gather.source, "value") for gather in gathers]
+    names = [known.get(gather.sources[0], "value") for gather in gathers]
     if " @" not in program.loop_names.get(path, ""):
         names = [f"{name}{phase(body.eqns[each.position])}" for name, each in zip(names, gathers, strict=True)]
     return numbered(names)

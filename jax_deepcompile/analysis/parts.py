@@ -9,14 +9,14 @@ from typing import Any
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import has_side_effects, is_drop_var, new_jaxpr
-from jax_deepcompile.analysis.dataflow import alike, needed_for, renamed, slim_barriers, variables, without_barriers
+from jax_deepcompile.analysis.dataflow import alike, needed_for, slim_barriers
 from jax_deepcompile.analysis.equal_work import Numbers
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.work import is_anchor
 from jax_deepcompile.ir.memory import is_fetch, is_offload
 from jax_deepcompile.ir.primitives import CONTROL_FLOW, DEVICE_SUMS, PRODUCTS, Scan
-from jax_deepcompile.ir.rewrite import with_renamed_operands
-from jax_deepcompile.ir.traversal import free_variables, reached_from
+from jax_deepcompile.ir.rewrite import renamed, with_renamed_operands, without_barriers
+from jax_deepcompile.ir.traversal import free_variables, reached_from, variables
 
 _HEAVY = PRODUCTS | CONTROL_FLOW
 """Work that is never done early with a gather."""

@@ -19,7 +19,7 @@ from jax_deepcompile.analysis.gathers import derived
 from jax_deepcompile.analysis.leading import collectives_along_leading_dimension, scan_along_leading_dimension
 from jax_deepcompile.analysis.work import fused_away
 from jax_deepcompile.ir.memory import size_bytes
-from jax_deepcompile.ir.primitives import VIEWS, Scan
+from jax_deepcompile.ir.primitives import PRODUCTS, VIEWS, Scan
 from jax_deepcompile.ir.traversal import reached_from
 
 
@@ -69,8 +69,8 @@ class Place:
         body, rest = ahead.body, again.body
         if ahead.length != again.length:
             return SharedLayers(body, rest, ())
-        carried = reached_from(body.eqns, ahead.inputs.carry)
-        first = {number: var for var, number in reversed(made.items()) if var in carried}
+        activations = _activations_of(ahead)
+        first = {number: var for var, number in reversed(made.items()) if var in activations}
         return SharedLayers(body, rest, _activations(rest, later, first))
 
     def repeated(self) -> tuple[Activation, ...]:
@@ -90,6 +90,15 @@ class Place:
         merged = Numbers(sees_through_barriers=False).of_place(self._flat)
         again = {var: number for var, number in again.items() if merged[var] != merged[first[number]]}
         return _activations(self._flat, again, first)
+
+
+def _activations_of(loop: Scan) -> set:
+    """What the loop's body makes of activations: of the carry or, where no product reads that, of chunks in stacks."""
+    carried = reached_from(loop.body.eqns, loop.inputs.carry)
+    if any(eqn.primitive.name in PRODUCTS and not carried.isdisjoint(eqn.outvars) for eqn in loop.body.eqns):
+        return carried
+    stacks = loop.inputs.xs
+    return carried | (reached_from(loop.body.eqns, stacks) - derived(loop.body, dict.fromkeys(stacks)).keys())
 
 
 def _activations(jaxpr: jex.Jaxpr, again: Mapping[Any, int], first: Mapping[int, Any]) -> tuple[Activation, ...]:

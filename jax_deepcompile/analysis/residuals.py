@@ -10,11 +10,12 @@ import numpy as np
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.dataflow import renamed, unguarded, variables
 from jax_deepcompile.analysis.loops import Loop
 from jax_deepcompile.analysis.names import numbered, value_names
 from jax_deepcompile.ir.memory import is_on_host, size_bytes
 from jax_deepcompile.ir.primitives import Scan
+from jax_deepcompile.ir.rewrite import renamed, unguarded
+from jax_deepcompile.ir.traversal import variables
 
 
 @dataclass(frozen=True)

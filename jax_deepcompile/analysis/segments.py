@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from jax_deepcompile.analysis.dataflow import renamed, unguarded, variables
 from jax_deepcompile.analysis.equal_work import is_repeatable
 from jax_deepcompile.analysis.gathers import derived
 from jax_deepcompile.analysis.names import phase
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import COLLECTIVES
-from jax_deepcompile.ir.traversal import contains
+from jax_deepcompile.ir.rewrite import renamed, unguarded
+from jax_deepcompile.ir.traversal import contains, variables
 
 _LOOPS = frozenset({"scan", "while"})
 

@@ -32,7 +32,8 @@ class Reduction:
 
 def sliced_gathers(eqn) -> tuple[tuple[Gather, ...], ...]:
     """The gathers in a scan's body that are made of one slice of one stack, those of the same value together."""
-    return by_value(outermost(find_gathers(Scan(eqn).body, Scan(eqn).inputs.xs)))
+    found = outermost(find_gathers(Scan(eqn).body, Scan(eqn).inputs.xs))
+    return by_value(gather for gather in found if len(gather.sources) == 1)
 
 
 def stacked_reductions(eqn) -> tuple[Reduction, ...]:

@@ -106,3 +106,19 @@ class Walk:
         if len(self.eqns) == len(old.eqns) and all(new is before for new, before in pairs):
             return self.given
         return closed_like(self.given, old.replace(eqns=self.eqns, outvars=outvars))
+
+
+def without_barriers(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
+    """``jaxpr`` with every result of an ``optimization_barrier`` read as its operand."""
+    walk = Walk(jaxpr, names=unguarded(jaxpr))
+    walk.eqns += (eqn for eqn in walk if eqn.primitive.name != "optimization_barrier")
+    return walk.result()
+
+
+def unguarded(jaxpr: jex.Jaxpr) -> dict:
+    """For every result of an ``optimization_barrier`` what went into it."""
+    known: dict = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            known.update(zip(eqn.outvars, [renamed(atom, known) for atom in eqn.invars], strict=True))
+    return known

@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import Any
 
 from jax_deepcompile._jax_compat import has_side_effects, open_jaxpr
-from jax_deepcompile.analysis.dataflow import renamed, unguarded, variables
 from jax_deepcompile.analysis.kernels import between_products
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.names import value_names
@@ -23,6 +22,8 @@ from jax_deepcompile.costs.program_time import equation_times
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.rewrite import renamed, unguarded
+from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.planner.state_on_host import LAYERS_IN_FLIGHT
 from jax_deepcompile.transforms.keep_activations import activation_names
 from jax_deepcompile.transforms.offload_values import offloadable

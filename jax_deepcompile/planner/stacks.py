@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from jax_deepcompile.analysis.dataflow import renamed, unguarded
 from jax_deepcompile.analysis.loops import Loop, find_loops
 from jax_deepcompile.analysis.stacks import sliced_gathers, stacked_reductions
 from jax_deepcompile.costs.program_time import ranks_per_node
 from jax_deepcompile.ir.program import Program
+from jax_deepcompile.ir.rewrite import renamed, unguarded
 from jax_deepcompile.planner.candidate import Environment
 from jax_deepcompile.planner.plan import Plan
 from jax_deepcompile.transforms.save_gathered import SavedGathers, shared_gathers, shared_names
@@ -78,7 +78,7 @@ def repeated_stacks(program: Program, taken: Iterable[StackCollectives]) -> list
         for name, (gather, *_) in zip(slice_names(program, loop), sliced_gathers(loop.eqn), strict=True):
             if (loop.name, name) in already:
                 continue
-            stack = renamed(stacks[gather.source], sources[loop.path[:-1]])
+            stack = renamed(stacks[gather.sources[0]], sources[loop.path[:-1]])
             where = (loop.path[:-1], stack, gather.key[1:])
             found.setdefault(where, []).append((loop.name, name))
             sizes[where] = loop.length * gather.size_bytes

@@ -22,12 +22,13 @@ from typing import Any
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import is_drop_var
-from jax_deepcompile.analysis.dataflow import alike, literal_bits, renamed, unguarded, variables
+from jax_deepcompile.analysis.dataflow import alike, literal_bits
 from jax_deepcompile.analysis.equal_work import is_repeatable, work_key
 from jax_deepcompile.ir.memory import is_fetch, is_offload
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.rewrite import Walk
+from jax_deepcompile.ir.rewrite import Walk, renamed, unguarded
+from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.transforms.decision import Decision
 
 

@@ -29,14 +29,13 @@ import numpy as np
 from jax import lax
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.dataflow import renamed, variables
 from jax_deepcompile.analysis.names import parameter_names
 from jax_deepcompile.ir.memory import DEVICE, HOST, HOST_KIND, is_fetch, is_offload, is_on_host, size_bytes
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.ir.retrace import compute, read, trace_blocks
-from jax_deepcompile.ir.rewrite import with_renamed_operands
-from jax_deepcompile.ir.traversal import free_variables
+from jax_deepcompile.ir.rewrite import renamed, with_renamed_operands
+from jax_deepcompile.ir.traversal import free_variables, variables
 from jax_deepcompile.transforms.decision import Decision, positions
 from jax_deepcompile.transforms.stack_updates import StackUpdate, is_elementwise, run, together
 

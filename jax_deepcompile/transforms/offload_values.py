@@ -28,7 +28,6 @@ import jax
 from jax import lax
 
 from jax_deepcompile._jax_compat import bind, open_jaxpr
-from jax_deepcompile.analysis.dataflow import renamed, variables
 from jax_deepcompile.analysis.names import value_names
 from jax_deepcompile.analysis.segments import Tape
 from jax_deepcompile.analysis.work import is_anchor
@@ -36,6 +35,8 @@ from jax_deepcompile.ir.memory import DEVICE, HOST
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, replace_equations
+from jax_deepcompile.ir.rewrite import renamed
+from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.transforms.decision import Decision, listed, loop_named, positions
 
 

@@ -37,7 +37,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jax_deepcompile._jax_compat import eval_local
-from jax_deepcompile.analysis.dataflow import needed_for, without_barriers
+from jax_deepcompile.analysis.dataflow import needed_for
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
 from jax_deepcompile.analysis.parts import Part, SplitBody, split_body
 from jax_deepcompile.ir.memory import HOST, is_on_host
@@ -45,6 +45,7 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, compute
+from jax_deepcompile.ir.rewrite import without_barriers
 from jax_deepcompile.ir.traversal import free_variables, reached_from
 from jax_deepcompile.transforms.decision import Decision, loop_named, refused, replace_loops
 from jax_deepcompile.transforms.in_place import InPlace, once, succeeded

@@ -27,7 +27,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import bind, dce, new_jaxpr
-from jax_deepcompile.analysis.dataflow import literal_bits, needed_for, without_barriers
+from jax_deepcompile.analysis.dataflow import literal_bits, needed_for
 from jax_deepcompile.analysis.equal_work import is_repeatable, work_key
 from jax_deepcompile.analysis.loops import Loop, constants_of, find_loops
 from jax_deepcompile.analysis.names import value_names, with_recomputed_loops
@@ -36,6 +36,7 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, read, rerun, rescan
+from jax_deepcompile.ir.rewrite import without_barriers
 from jax_deepcompile.transforms.decision import Decision, refused, replace_pairs
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from scipy.cluster.hierarchy import DisjointSet
 
 from jax_deepcompile._jax_compat import is_drop_var, new_barrier, new_var, open_jaxpr, rematted
-from jax_deepcompile.analysis.dataflow import renamed, slim_barriers, variables
+from jax_deepcompile.analysis.dataflow import slim_barriers
 from jax_deepcompile.analysis.equal_work import Numbers
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.names import value_names
@@ -36,7 +36,8 @@ from jax_deepcompile.analysis.segments import Tape, has_numbers, segment_inputs
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import PRODUCTS
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.rewrite import with_renamed_operands
+from jax_deepcompile.ir.rewrite import renamed, with_renamed_operands
+from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.transforms.decision import Decision, listed, positions, replace_bodies
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax_deepcompile._jax_compat import new_jaxpr, open_jaxpr
-from jax_deepcompile.analysis.dataflow import given, renamed, unguarded
+from jax_deepcompile.analysis.dataflow import given
 from jax_deepcompile.analysis.gathers import Gather
 from jax_deepcompile.analysis.leading import scan_along_leading_dimension
 from jax_deepcompile.analysis.loops import Loop, find_loops
@@ -34,6 +34,7 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.retrace import Compute, rerun
+from jax_deepcompile.ir.rewrite import renamed, unguarded
 from jax_deepcompile.transforms.decision import Decision, listed, positions, replace_pairs
 
 
@@ -82,7 +83,9 @@ def shared_gathers(program: Program, forward: Loop, backward: Loop) -> Shared:
         eqn = scan_along_leading_dimension(loop.eqn)
         operands = Scan(eqn).operands.xs
         read = dict(zip(loop.slices, operands, strict=True))
-        found = {(renamed(read[group[0].source], sources), group[0].key[1:]): group for group in sliced_gathers(eqn)}
+        found = {
+            (renamed(read[group[0].sources[0]], sources), group[0].key[1:]): group for group in sliced_gathers(eqn)
+        }
         return Scan(eqn).body, found
 
     (ahead, first), (again, second) = groups(forward), groups(backward)

@@ -96,9 +96,9 @@ def _outside(eqn, operands: list, wanted: Sequence[int], reduced: Sequence[int],
     groups = [group for index, group in enumerate(sliced_gathers(eqn)) if index in wanted]
     slice_for, gathered = slicer(body), []
     for gather, *_ in groups:
-        part = new_jaxpr([gather.source], [gather.result], slice_for([gather.result]))
+        part = new_jaxpr(gather.sources, [gather.result], slice_for([gather.result]))
         at_once = length * gather.size_bytes <= at_once_bytes
-        gathered.append(_each_layer(part, stacks[gather.source], at_once))
+        gathered.append(_each_layer(part, stacks[gather.sources[0]], at_once))
 
     reductions = [each for index, each in enumerate(stacked_reductions(eqn)) if index in reduced]
     outvars = list(body.outvars)

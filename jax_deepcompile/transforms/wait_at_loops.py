@@ -25,13 +25,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_deepcompile._jax_compat import is_drop_var, new_barrier
-from jax_deepcompile.analysis.dataflow import needed_for, renamed, variables
+from jax_deepcompile.analysis.dataflow import needed_for
 from jax_deepcompile.analysis.gathers import find_gathers, is_gather_loop
 from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.program import Program
-from jax_deepcompile.ir.rewrite import Walk, with_renamed_operands
-from jax_deepcompile.ir.traversal import contains, reached_from
+from jax_deepcompile.ir.rewrite import Walk, renamed, with_renamed_operands
+from jax_deepcompile.ir.traversal import contains, reached_from, variables
 from jax_deepcompile.transforms.decision import Decision
 
 

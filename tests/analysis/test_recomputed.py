@@ -132,6 +132,16 @@ def test_what_is_made_of_parameters_alone_is_no_activation():
     assert names(step, X, W) == []
 
 
+def test_chunks_of_activations_are_activations():
+    """Where no product reads what is carried; what is made of them by cheap work alone is no more than gathered."""
+
+    def step(x, w):
+        total, _ = lax.scan(lambda total, x: (total + jnp.sum(x.T @ w), None), 0.0, x)
+        return lax.scan(lambda g, x: (g + (x.T @ w) @ w.T, None), w * total, x)
+
+    assert names(step, W, X) == ["dot_general"]
+
+
 def test_random_bits_of_one_key_are_the_same_and_those_of_two_are_not():
     def noisy(x, key):
         return x * jax.random.bernoulli(key, 0.5, x.shape)

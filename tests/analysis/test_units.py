@@ -9,12 +9,13 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jax_deepcompile._jax_compat import open_jaxpr, scan_counts
-from jax_deepcompile.analysis.dataflow import needed_for, slim_barriers, with_names, without_barriers
+from jax_deepcompile.analysis.dataflow import needed_for, slim_barriers, with_names
 from jax_deepcompile.analysis.gathers import find_gathers, first_uses, outermost
 from jax_deepcompile.analysis.leading import collectives_along_leading_dimension
 from jax_deepcompile.analysis.loops import find_loops
 from jax_deepcompile.analysis.parts import split_body
 from jax_deepcompile.analysis.stacks import stacked_reductions
+from jax_deepcompile.ir.rewrite import without_barriers
 from jax_deepcompile.ir.traversal import free_variables, reached_from
 from tests.transforms.programs import sharded, stack_loss, stack_shapes
 
@@ -65,9 +66,23 @@ def test_gathers_of_inputs_are_found_and_those_of_results_are_not():
 
     jaxpr = traced(fun, (4, 4), (4, 4))
     (gather,) = find_gathers(jaxpr, jaxpr.invars)
-    assert gather.source is jaxpr.invars[0]
+    assert gather.sources == (jaxpr.invars[0],)
     assert gather.size_bytes == 8 * 4 * 4 * 2
     assert first_uses(jaxpr, [gather.result, jaxpr.invars[0]]) == [len(jaxpr.eqns), 0]
+
+
+def test_gathers_of_what_elementwise_work_joins_are_of_all_that_it_reads():
+    def fun(whole, scale, other, x):
+        def gathered(integers, scale):
+            return lax.all_gather(integers.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16), "fsdp", tiled=True)
+
+        return gathered(whole, scale), gathered(whole, scale), gathered(whole, other), gathered(whole, whole @ x)
+
+    jaxpr = traced(fun, (4, 4), (1, 4), (1, 4), (4, 4))
+    one, same, unlike = find_gathers(jaxpr, jaxpr.invars)
+    assert one.sources == (jaxpr.invars[0], jaxpr.invars[1])
+    assert one.key == same.key != unlike.key
+    assert outermost([one, same, unlike]) == (one, same, unlike)
 
 
 def test_equal_gathers_have_equal_keys_and_outer_ones_hide_inner_ones():

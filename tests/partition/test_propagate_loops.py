@@ -91,6 +91,23 @@ class TestRecurrentLoops:
         found = moves(trace_training(loss, RECURRENT, BATCH, optimizer=ADAM))
         assert not any(line.startswith("  reduce_scatter") for line in found)
 
+    @pytest.mark.parametrize("whole", [True, False], ids=["activations", "batch"])
+    def test_chunks_of_activations_are_no_microbatches(self, whole):
+        """A loss over chunks sums its gradients after the loop, accumulated steps in every iteration."""
+
+        def chunked(p, x):
+            @jax.checkpoint
+            def chunk(x):
+                return jnp.sum(jax.nn.logsumexp(x @ p["wh"], axis=-1))
+
+            return lax.scan(lambda total, x: (total + chunk(x), None), 0.0, jnp.swapaxes(x, 0, 1))[0]
+
+        def loss(p, batch):
+            return chunked(p, jnp.tanh(batch["x"] @ p["wx"]) if whole else batch["x"])
+
+        found = moves(trace_training(loss, RECURRENT, SERIES, optimizer=ADAM))
+        assert any(line.startswith("  reduce_scatter") for line in found) != whole
+
     def test_steps_of_training_share_what_is_not_trained(self):
         """Which may be large, and is gathered in every step where that reads it twice."""
 

@@ -5,6 +5,7 @@ the body when its turn comes. Three kinds of loop deserve better than that, and 
 
 * *recurrent*: the parameters are the same in every iteration and are all needed whole, once each. They are held
   gathered in every iteration anyway, so they are gathered once before the loop, and their gradients summed once after.
+  Loops over chunks of activations are the same: few parameters read them, and the rest of the step has the batch whole.
 * *over microbatches*: the batch was cut into pieces by the loop's dimension, and the pieces can be split among the
   devices along the dimension behind it.
 * *over examples* (``lax.map``): they cannot. If nothing but sums passes from one iteration to the next, each device
@@ -20,7 +21,8 @@ from jax import lax
 from jax_deepcompile._jax_compat import closed_consts
 from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, AxisPlacement, MeshAxes, Placement
 from jax_deepcompile.ir.primitives import ADDITIONS, Scan
-from jax_deepcompile.ir.traversal import variables
+from jax_deepcompile.ir.rewrite import abstract, without_barriers
+from jax_deepcompile.ir.traversal import reached_from, variables
 from jax_deepcompile.partition.layout import (
     Decision,
     Layout,
@@ -126,7 +128,11 @@ def _settle_given(eqn, request: Request, propagate: Propagate, xs: list[Placemen
         return settle_carry(jaxpr, consts, carry, inner_xs, batch, ys_demands, final_demands, propagate, keep_partial)
 
     settled, layout = settle(consts, carry, [not any(demand.is_split for demand in wanted) for wanted in final_demands])
-    if _is_recurrent(layout, len(consts)) or _carries_examples(eqn, settled, inner_xs, carry_batch, xs_batch):
+    if (
+        _is_recurrent(layout, len(consts))
+        or _carries_examples(eqn, settled, inner_xs, carry_batch, xs_batch)
+        or _reads_activations(scan, batch)
+    ):
         whole = request.mesh.replicated()
         consts = [
             placement if depends or whole not in wanted else whole
@@ -205,6 +211,34 @@ def _carries_examples(
     came = _split_sizes(scan.inputs.xs, xs, xs_batch)
     stays = [depends and not sums for depends, sums in zip(carry_batch, _sums(eqn), strict=True)]
     return not came.isdisjoint(_split_sizes(scan.inputs.carry, carry, stays))
+
+
+def _reads_activations(scan: Scan, batch: Sequence[bool]) -> bool:
+    """Whether the pieces are of what layers have computed, as chunks of a sequence are for its loss, not of a batch.
+
+    Such pieces are multiplied by what all of them share, and their cotangents leave the loop.
+    """
+    eqns = without_barriers(scan.body).eqns
+    depends = dict(zip(scan.body.invars, batch, strict=True))
+    left = {(size.shape, size.dtype) for size in map(abstract, scan.outputs.ys)}
+    shared = reached_from(eqns, [var for var in scan.inputs.consts if not depends[var]])
+    for piece in scan.inputs.xs:
+        if depends[piece] and (piece.aval.shape, piece.aval.dtype) in left:
+            made = reached_from(eqns, [piece])
+            if any(_multiplies(eqn, piece.aval.shape, made, shared - made) for eqn in eqns):
+                return True
+    return False
+
+
+def _multiplies(eqn, shape: Sequence[int], made: set, shared: set) -> bool:
+    """Whether ``eqn`` contracts vectors of something of this shape that is ``made`` with something ``shared``."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    contracted, _ = eqn.params["dimension_numbers"]
+    return any(
+        atom in made and other in shared and atom.aval.shape == shape and any(shape[dim] > 1 for dim in dims)
+        for atom, other, dims in zip(eqn.invars, reversed(eqn.invars), contracted, strict=True)
+    )
 
 
 def _split_sizes(values: Sequence[Any], placements: Sequence[Placement], counted: Sequence[bool]) -> set[int]:
