@@ -121,7 +121,7 @@ class Compilation:
     @cached_property
     def program(self) -> Program:
         """The same as partitioning rules expect it."""
-        return self._stage("canonicalize", canonicalize, self.traced.program, REGISTRY.knows)
+        return self._stage("canonicalize", canonicalize, self.traced.program, REGISTRY.knows, self.context.use.platform)
 
     @cached_property
     def partitioned(self) -> Partitioned:
@@ -294,7 +294,7 @@ def compile_init(creation: Callable, args: tuple, kwargs: dict, use: MeshUse) ->
     """The local view of the function that creates the state, which the same stages make, less those of a step."""
     with as_if_here(use.mesh):
         traced = stage("trace", trace_init, creation, args, kwargs, use.axes)
-    program = stage("canonicalize", canonicalize, traced.program, REGISTRY.knows)
+    program = stage("canonicalize", canonicalize, traced.program, REGISTRY.knows, use.platform)
     return stage("partition", partition_init, program, use.mesh, use.state).program
 
 

@@ -296,6 +296,7 @@ class Cond:
 
     eqn: Any
     closed_branches = _param("branches")
+    platforms = _param("branches_platforms", ())  # of ``lax.platform_dependent``: those of each branch, None for all
 
     @property
     def branches(self) -> list:

@@ -11,6 +11,7 @@ from jax_deepcompile.frontend.canonicalize.defined_by_others import with_others_
 from jax_deepcompile.frontend.canonicalize.empty_arrays import without_empty_arrays
 from jax_deepcompile.frontend.canonicalize.explicit_indices import without_explicit_indices
 from jax_deepcompile.frontend.canonicalize.inner_products import without_ravel
+from jax_deepcompile.frontend.canonicalize.platforms import with_branches_chosen
 from jax_deepcompile.ir.program import Program
 
 REWRITES = (
@@ -23,12 +24,14 @@ REWRITES = (
 """In this order. Each keeps what is computed, goes into loops and branches, and returns what needs no change."""
 
 
-def canonicalize(program: Program, has_rule: Callable[[str], bool]) -> Program:
+def canonicalize(program: Program, has_rule: Callable[[str], bool], platform: str) -> Program:
     """``program``, global and with its calls inlined, after all rewrites and without what those left dead.
 
-    ``has_rule`` says of the name of a primitive whether it can be divided as it is.
+    Args:
+      has_rule: says of the name of a primitive whether it can be divided as it is.
+      platform: of the devices, as JAX calls it: ``cuda``, ``cpu``.
     """
-    closed = with_others_written_out(program.jaxpr, has_rule)
+    closed = with_others_written_out(with_branches_chosen(program.jaxpr, platform), has_rule)
     for rewrite in REWRITES:
         closed = rewrite(closed)
     if closed is program.jaxpr:
