@@ -23,6 +23,7 @@ from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.lax import optimization_barrier_p
 from jax._src.random.core import _gamma_one
+from jax._src.state import discharge as _discharge
 from jax._src.state.types import AbstractRef
 from jax.experimental import topologies
 from jax.extend import core as jex
@@ -145,6 +146,15 @@ def _frames(eqn) -> list[Any]:
 def is_mutable(atom: Any) -> bool:
     """Whether an atom of a jaxpr is an array that its equations write into, as ``jax.new_ref`` makes them."""
     return isinstance(atom.aval, AbstractRef)
+
+
+def without_mutables(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """``closed`` with values in the place of the mutable arrays that it makes.
+
+    Raises:
+      NotImplementedError: an equation that JAX has no rule for writes into one.
+    """
+    return _discharge.discharge_state(closed)
 
 
 def scan_counts(eqn) -> tuple[int, int]:

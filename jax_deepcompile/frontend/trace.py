@@ -1,5 +1,6 @@
 """From the user's step to a global-view ``Program``: abstract tracing, inlining, dead code, checks."""
 
+import contextlib
 import functools
 import logging
 import re
@@ -197,8 +198,7 @@ def _trace(
         if in_state := [port.path for port in needed if port.role.is_state]:
             raise errors.StateValueNeededError(name, in_state, reason) from error
         raise errors.PythonValueNeededError(name, [port.path for port in needed], reason) from error
-    _refuse_mutable(jaxpr, name)
-    flat = inline_calls(jaxpr)
+    flat = inline_calls(_without_mutables(jaxpr, name))
     if around := axes_around(flat):
         raise errors.AxisNameError(name, f"{min(around)} is an axis of what maps the sharded step")
     _refuse_effects(flat)
@@ -246,16 +246,23 @@ def _call(fun: Callable, name: str, trees: list[Any], args: tuple, kwargs: dict)
     return opened(out)
 
 
-def _refuse_mutable(closed: jex.ClosedJaxpr, function: str) -> None:
-    """Of what reads, writes or makes one, the innermost has the line."""
+def _without_mutables(closed: jex.ClosedJaxpr, function: str) -> jex.ClosedJaxpr:
+    """``closed`` with values in place of the mutable arrays that it makes; those that it closes over outlive it."""
     using = list(_using_mutable(closed))
-    if using:
-        where = _jax_compat.user_line(using[-1])
-        raise errors.MutableArrayError(f"{function} uses a mutable array (jax.new_ref) at {where}")
+    if not using:
+        return closed
+    if not any(map(_jax_compat.is_mutable, _jax_compat.open_jaxpr(closed).constvars)):
+        with contextlib.suppress(NotImplementedError):
+            return _jax_compat.without_mutables(closed)
+    where = _jax_compat.user_line(using[-1])
+    raise errors.MutableArrayError(f"{function} uses a mutable array (jax.new_ref) at {where}")
 
 
 def _using_mutable(jaxpr: Any) -> Iterator[jex.JaxprEqn]:
-    """Not what kernels do with the memory that they are given, whose equation is given none."""
+    """Not what kernels do with the memory that they are given, whose equation is given none.
+
+    Of what reads, writes or makes one, the innermost comes last.
+    """
     for eqn in _jax_compat.open_jaxpr(jaxpr).eqns:
         is_given = any(map(_jax_compat.is_mutable, (*eqn.invars, *eqn.outvars)))
         if is_given:
