@@ -14,26 +14,28 @@ from jax_deepcompile.ir.equation import Equation
 
 _TRAITS = {
     # Elementwise arithmetic.
-    "add add_any": "elementwise addition keeps_zero",
-    "sub neg": "elementwise keeps_zero",
-    "mul": "elementwise cheap",
+    "add add_any": "elementwise addition keeps_zero widening",
+    "sub neg": "elementwise keeps_zero widening",
+    "mul": "elementwise cheap widening",
+    "div": "elementwise widening",
     "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt": "elementwise",
-    "ceil clamp clz cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma": "elementwise",
+    "ceil clamp clz cos cosh digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma": "elementwise",
     "igamma_grad_a igammac integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max": "elementwise",
     "min mulhi ne nextafter not one_minus_square or polygamma polynomial population_count pow": "elementwise",
     "reciprocal regularized_incomplete_beta rem round rsqrt select_n shift_left": "elementwise",
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta": "elementwise",
-    "convert_element_type": "elementwise cheap keeps_zero keeps_number recomputed",
-    "copy": "elementwise cheap keeps_zero",
+    "convert_element_type": "elementwise cheap keeps_zero keeps_number recomputed widening",
+    "copy": "elementwise cheap keeps_zero widening",
     "reduce_precision": "elementwise cheap",
+    "name": "widening",
     # Data movement.
-    "reshape": "elementwise cheap keeps_zero view",
-    "squeeze": "cheap keeps_zero view",
+    "reshape": "elementwise cheap keeps_zero view widening",
+    "squeeze": "cheap keeps_zero view widening",
     "layout_constraint": "cheap view",
     "stop_gradient": "cheap keeps_number view",
     "optimization_barrier": "keeps_number view",
-    "transpose": "cheap keeps_zero",
-    "broadcast_in_dim": "cheap keeps_zero recomputed",
+    "transpose": "cheap keeps_zero widening",
+    "broadcast_in_dim": "cheap keeps_zero recomputed widening",
     "iota": "recomputed",
     "slice": "cheap recomputed slice",
     "split": "recomputed slice",
@@ -94,6 +96,7 @@ SLICES = _having("slice")  # cut pieces out of an operand
 UNREPEATABLE = _having("unrepeatable")  # make another value every time
 UPDATES = _having("update")  # replace a part of their first operand
 VIEWS = _having("view")  # other names for what is in memory already
+WIDENING = _having("widening")  # what numbers are made with of how they are stored: next to nothing beside reading that
 
 COLLECTIVES = {
     "all_gather": "all-gather",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.partition.layout import Fetch, Layout, Split, Step
 from jax_deepcompile.partition.reshard import MoveKind, apply_move, plan_moves
 from jax_deepcompile.partition.rules.base import Kind, LocalEquation
+from jax_deepcompile.partition.widening import Widened, is_gathered, widened
 
 
 def run_layout(layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = ()) -> list[jax.Array]:
@@ -25,16 +26,19 @@ def run_layout(layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = (
     blocks: _Blocks = {var: {mesh.replicated(): value} for var, value in zip(jaxpr.constvars, consts, strict=True)}
     for var, placement, value in zip(jaxpr.invars, layout.inputs, inputs, strict=True):
         blocks[var] = {placement: value}
+    narrow: dict[Any, Widened] = {}
     last_use = _last_uses(jaxpr)
     for index, step in enumerate(layout.steps):
         with _jax_compat.provenance(step.eqn):
             operands = [
-                _fetched(blocks, atom, fetch, mesh, _companion(step, position, blocks))
+                _fetched(blocks, narrow, atom, fetch, mesh, _companion(step, position, blocks))
                 for position, (atom, fetch) in enumerate(zip(step.eqn.invars, step.fetches, strict=True))
             ]
             results = _compute(step, operands, mesh)
             for var, computed, kept, value in zip(step.eqn.outvars, step.results, step.kept, results, strict=True):
                 blocks[var] = {kept: _moved(value, computed, kept, mesh)}
+            if (found := widened(step, operands, narrow)) is not None:
+                narrow[step.eqn.outvars[0]] = found
         for atom in set(variables(step.eqn.invars)):
             if last_use[atom] == index:
                 del blocks[atom]
@@ -43,7 +47,7 @@ def run_layout(layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = (
     for atom, fetch in zip(jaxpr.outvars, layout.outputs, strict=True):
         maker = None if isinstance(atom, jex.Literal) else makers.get(atom)
         with contextlib.nullcontext() if maker is None else _jax_compat.provenance(maker):
-            outputs.append(_fetched(blocks, atom, fetch, mesh))
+            outputs.append(_fetched(blocks, narrow, atom, fetch, mesh))
     return outputs
 
 
@@ -91,15 +95,23 @@ _Blocks = dict[Any, dict[Placement, jax.Array]]
 """The local blocks of every value, by placement; the first is as it was made."""
 
 
-def _fetched(blocks: _Blocks, atom, fetch: Fetch, mesh: MeshAxes, companion: jax.Array | None = None) -> jax.Array:
+def _fetched(
+    blocks: _Blocks, narrow: Mapping[Any, Widened], atom, fetch: Fetch, mesh: MeshAxes, companion: Any = None
+) -> jax.Array:
     if isinstance(atom, jex.Literal):
         return _moved(atom.val, fetch.source, fetch.target, mesh)
-    copies = blocks[atom]
-    if fetch.target not in copies or fetch.fresh:
-        value = copies[fetch.source]
-        if fetch.fresh and companion is not None:
+    copies, made = blocks[atom], narrow.get(atom)
+
+    def moved(value: Any, source: Placement, target: Placement) -> Any:
+        if fetch.fresh and companion is not None and source != target:
             value, _ = lax.optimization_barrier((value, companion))
-        copies[fetch.target] = _moved(value, fetch.source, fetch.target, mesh)
+        return _moved(value, source, target, mesh)
+
+    if fetch.target not in copies or fetch.fresh:
+        if made is not None and next(iter(copies)) == fetch.source and is_gathered(fetch.source, fetch.target, mesh):
+            copies[fetch.target] = made.at(fetch.target, mesh, moved)
+        else:
+            copies[fetch.target] = moved(copies[fetch.source], fetch.source, fetch.target)
     return copies[fetch.target]
 
 

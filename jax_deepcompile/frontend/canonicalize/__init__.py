@@ -11,6 +11,7 @@ from jax_deepcompile.frontend.canonicalize.defined_by_others import with_others_
 from jax_deepcompile.frontend.canonicalize.empty_arrays import without_empty_arrays
 from jax_deepcompile.frontend.canonicalize.explicit_indices import without_explicit_indices
 from jax_deepcompile.frontend.canonicalize.inner_products import without_ravel
+from jax_deepcompile.frontend.canonicalize.narrow_residuals import with_narrow_residuals
 from jax_deepcompile.frontend.canonicalize.platforms import with_branches_chosen
 from jax_deepcompile.ir.program import Program
 
@@ -20,6 +21,7 @@ REWRITES = (
     without_ravel,
     without_explicit_indices,
     with_broadcasts_inside,
+    with_narrow_residuals,
 )
 """In this order. Each keeps what is computed, goes into loops and branches, and returns what needs no change."""
 
