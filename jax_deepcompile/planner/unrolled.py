@@ -14,6 +14,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.planner import budget
 from jax_deepcompile.planner.candidate import WORTH_TRYING, Candidate, Environment
 from jax_deepcompile.planner.plan import Plan
+from jax_deepcompile.transforms.compute_whole import ComputedWhole
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule
 from jax_deepcompile.transforms.prefetch import Prefetch, choose_prefetches, parameter_gathers
 from jax_deepcompile.transforms.reduce_in_order import OrderedReductions
@@ -56,8 +57,11 @@ MOSTLY_LATENCY = 0.5
 
 
 def without_starts(base: Program, plan: Plan, environment: Environment) -> Program:
-    """``base`` as all makes it that ``plan`` says but for the order of collectives outside of loops."""
-    return plan.without(Prefetch, OrderedReductions).program(base, environment.mesh)
+    """``base`` as all makes it that ``plan`` says but for the order of collectives outside of loops.
+
+    What is computed whole once that order is known is not: gathers are called otherwise then.
+    """
+    return plan.without(Prefetch, OrderedReductions, ComputedWhole).program(base, environment.mesh)
 
 
 def chosen_anew(base: Program, plan: Plan, best: Candidate, environment: Environment, slack: float = 1.25) -> Plan:
