@@ -1,4 +1,4 @@
-"""Examples that a step makes itself: noise, points to train on, data that it closes over.
+"""Examples that a step makes itself: noise, points to train on, data that it closes over, queries for every example.
 
 Every device can have its own rows of them, and none need go on with all.
 """
@@ -24,9 +24,10 @@ _DRAWS = frozenset({"random_bits", "random_gamma"})
 class OwnExamples:
     """How they are told, and divided.
 
-    What is drawn has as many rows as the batch, or it may be for all examples alike, as random features are. A step
-    without a batch has any number of rows drawn. One that draws nothing either, such as one for a full batch or a grid
-    of points, has them at hand: most of what it closes over, counts, or makes of that has as many rows.
+    What is drawn has as many rows as the batch, or it may be for all examples alike, as random features are. What all
+    examples begin with, such as queries that are trained, is repeated as often as the batch has rows. A step without a
+    batch has any number of rows drawn. One that draws nothing either, such as one for a full batch or a grid of points,
+    has them at hand: most of what it closes over, counts, or makes of that has as many rows.
 
     Attributes:
       rows: the placement of examples.
@@ -40,13 +41,27 @@ class OwnExamples:
     of_state: frozenset[tuple[int, ...]]
     at_hand: frozenset[jex.Var] = frozenset()
 
-    def drawn(self, eqn: Equation, mesh: MeshAxes) -> Placement | None:
-        """The placement of the result of ``eqn``; None if that is not drawn, no example, or cannot be divided."""
-        if eqn.primitive.name not in _DRAWS:
+    def made(self, eqn: Equation, mesh: MeshAxes) -> Placement | None:
+        """The placement of the result of ``eqn``, which reads nothing of the batch; None if that is no example, or
+        cannot be divided."""
+        dim = self._drawn(eqn) if eqn.primitive.name in _DRAWS else self._repeated(eqn)
+        if dim is None:
             return None
+        placement = self.rows.shifted(dim)
+        return placement if placement.fits(eqn.outvars[0].aval.shape, mesh) else None
+
+    def _drawn(self, eqn: Equation) -> int | None:
         shape = eqn.outvars[0].aval.shape
         are_examples = shape[0] in self.of_batch if shape and self.of_batch else shape not in self.of_state
-        return self.rows if shape and are_examples and self.rows.fits(shape, mesh) else None
+        return 0 if shape and are_examples else None
+
+    def _repeated(self, eqn: Equation) -> int | None:
+        """The dimension along which something is repeated for every example."""
+        if eqn.primitive.name != "broadcast_in_dim" or not eqn.invars[0].aval.shape:
+            return None
+        own = dict(zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True))
+        repeated = (dim for dim, size in enumerate(eqn.params["shape"]) if own.get(dim, 1) != size)
+        return next((dim for dim in repeated if eqn.params["shape"][dim] in self.of_batch), None)
 
 
 def own_examples(jaxpr: jex.ClosedJaxpr, inputs: Sequence[Port], rows: Placement, mesh: MeshAxes) -> OwnExamples:

@@ -172,7 +172,7 @@ class _Sweeps:
         own = self.propagator.own
         if own is None or var in own.at_hand:
             return own and own.rows
-        return own.drawn(eqn, self.mesh) if eqn is not None else None
+        return own.made(eqn, self.mesh) if eqn is not None and not any(map(self._is_of_batch, eqn.invars)) else None
 
     def _is_of_batch(self, atom) -> bool:
         return not isinstance(atom, jex.Literal) and self.batch.get(atom, False)

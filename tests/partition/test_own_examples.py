@@ -131,6 +131,25 @@ class TestDivided:
         found = traced(step, shapes({"w0": (D,), "w1": (D, D)}))
         assert not any("64," in line for line in products(found))
 
+    @pytest.mark.parametrize("examples_first", [True, False])
+    @pytest.mark.parametrize("of", ["trained", "closed over"])
+    def test_what_every_example_begins_with(self, of, examples_first):
+        """Queries that attend to one another before they see the example; features of a fixed graph."""
+        fixed = np.ones((24, D), np.float32)
+
+        def step(p, x):
+            def loss(p):
+                q = p["q"] if of == "trained" else fixed
+                q = jnp.repeat(q[None], 32, 0) if examples_first else jnp.repeat(q[:, None], 32, 1).swapaxes(0, 1)
+                q = jax.nn.softmax(jnp.tanh(q @ p["w0"]) @ q.swapaxes(1, 2)) @ (q @ p["w1"])
+                return jnp.mean(jnp.einsum("bqd,bd->bq", q, x["x"] @ p["w2"]) ** 2)
+
+            return descend(p, jax.grad(loss)(p)), 0.0
+
+        found = traced(step, shapes(MLP | {"q": (24, D)}), shapes(BATCH))
+        assert {line.split()[0] for line in moves(found)} == {"all_gather", "reduce_scatter"}
+        assert not [line for line in products(found) if "[32," in line]
+
     def test_all_examples_that_it_closes_over(self):
         """Positions are counted too, and are for all examples alike."""
         tokens = np.zeros((64, 32), np.int32)
@@ -149,6 +168,21 @@ class TestDivided:
 
 @pytest.mark.pure
 class TestAsItWas:
+    def test_what_is_repeated_within_an_example_is_where_the_example_is(self):
+        """As often as there are examples: pairs of those have both."""
+
+        def step(p, x):
+            def loss(p):
+                z = jnp.tanh(x["x"] @ p["w0"])
+                apart = jnp.broadcast_to(jnp.sum(z, 1)[:, None], (32, 32)) - jnp.sum(x["y"] @ p["w1"], 1)[None]
+                return jnp.mean(jax.nn.logsumexp(apart, axis=1))
+
+            return descend(p, jax.grad(loss)(p)), 0.0
+
+        found = traced(step, shapes(MLP), shapes(BATCH))
+        assert not any("all_to_all" in line for line in moves(found))
+        assert all("[4," in line for line in lines(found.sharded, ("exp",)))
+
     def test_a_constant_for_weights_is_where_they_are(self):
         kept = np.tri(D, dtype=np.float32)
 
