@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -144,6 +144,18 @@ def seconds_of(planned: Planned | None, achieves: Utilisation | None) -> Seconds
         _ceilings(run, achieves),
         _kernels(run),
         _waits(run, origins),
+        _uncounted(run),
+    )
+
+
+def _uncounted(run: Simulation) -> str:
+    """What is not known of loops whose length is found as they run."""
+    loops = [operation_text(loop.op_name) or loop.name for loop in run.loops if not loop.is_counted]
+    which = ", ".join(f"{name} {times}x" if times > 1 else name for name, times in Counter(loops).items())
+    return (
+        f"how often loops run whose length depends on values: {which}; one iteration of each is counted"
+        if loops
+        else ""
     )
 
 

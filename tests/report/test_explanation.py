@@ -54,6 +54,20 @@ def test_where_nothing_is_compiled_nothing_is_made_up():
     assert sum(each.bytes for each in assumed.memory.roles) == assumed.memory.peak_bytes == assumed.headline.peak_bytes
 
 
+@pytest.mark.cpu_mesh
+def test_of_loops_as_long_as_values_say_one_iteration_is_counted_and_that_is_said():
+    def step(w, x):
+        def goes_on(carry):
+            return jnp.max(jnp.abs(carry[1])) > 1e-3
+
+        z, _ = jax.lax.while_loop(goes_on, lambda carry: (jnp.tanh(carry[0] @ w + x), carry[0] - x), (x, x))
+        return w - 0.1 * z.T @ z, jax.lax.fori_loop(0, 3, lambda _, z: jnp.tanh(z @ w), z).mean()
+
+    shapes = [jax.ShapeDtypeStruct((rows, 16), jnp.float32) for rows in (16, 32)]
+    explained = deepcompile.shard(step, {"fsdp": 8}).trace(*shapes).explain(assume=True)
+    assert "unknown: how often loops run whose length depends on values: while; one iteration of each" in explained
+
+
 @pytest.mark.pure
 @pytest.mark.parametrize(("sent_s", "beaten"), [(1.0, False), (9.0, True)])
 def test_the_first_ceiling_says_what_it_adds_up_to_and_whether_a_schedule_may_reach_it(sent_s, beaten):
