@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, new_var, open_jaxpr, provenance
+from jax_deepcompile._jax_compat import closed_consts, eval_local, new_jaxpr, open_jaxpr, provenance
 from jax_deepcompile.ir.primitives import Scan
 from jax_deepcompile.ir.retrace import compute, rerun, rescan
 from jax_deepcompile.ir.rewrite import Walk, abstract, renamed, with_renamed_operands
@@ -100,9 +100,8 @@ def _leaving(eqn: Any, wanted: Mapping[Any, tuple[Any, Widened]], left: dict[Any
     more, eqns = [var for var in sources if var not in there], [eqn]
     if more:
         body = new_jaxpr(scan.body.invars, [*scan.body.outvars, *more], scan.body.eqns)
-        stacks = [new_var(var.aval.update(shape=(scan.length, *var.aval.shape))) for var in more]
+        eqns, stacks = _traced(eqn, lambda operands: rerun(eqn, body, operands), eqn.invars, names)
         there |= dict(zip(more, stacks, strict=True))
-        eqns = _traced(eqn, lambda operands: rerun(eqn, body, operands), eqn.invars, [*eqn.outvars, *stacks], names)
     for stack, (result, made) in wanted.items():
         stacked = {var: renamed(there[var], names) for var in made.sources}
         left[stack] = _Left(result, made, stacked, {var: constants[var] for var in made.free})
@@ -118,7 +117,7 @@ def _widening_what_it_reads(eqn: Any, left: Mapping[Any, _Left], names: dict) ->
         return [eqn]
     sliced = {var: atom for each in reading.values() for var, atom in each.stacks.items()}
     constants = {var: atom for each in reading.values() for var, atom in each.constants.items()}
-    eqns = list({id(made): made for each in reading.values() for made in each.made.eqns}.values())
+    chain = list({id(made): made for each in reading.values() for made in each.made.eqns}.values())
 
     def run(operands: list) -> list:
         own, more = operands[: len(eqn.invars)], operands[len(eqn.invars) :]
@@ -126,18 +125,22 @@ def _widening_what_it_reads(eqn: Any, left: Mapping[Any, _Left], names: dict) ->
         consts, carry, xs = scan.split(own)
 
         def body(carry: list, slices: list) -> list:
-            known = compute(eqns, fixed | dict(zip(sliced, slices[len(xs) :], strict=True)))
+            known = compute(chain, fixed | dict(zip(sliced, slices[len(xs) :], strict=True)))
             widened = {place: known[each.result] for place, each in reading.items()}
             layer = [widened.get(place, given) for place, given in enumerate(slices[: len(xs)])]
             return eval_local(scan.closed, [*consts, *carry, *layer])
 
         return rescan(eqn, body, carry, [*xs, *stacks])
 
-    return _traced(eqn, run, [*eqn.invars, *sliced.values(), *constants.values()], eqn.outvars, names)
+    eqns, _ = _traced(eqn, run, [*eqn.invars, *sliced.values(), *constants.values()], names)
+    return eqns
 
 
-def _traced(eqn: Any, run: Callable[[list], list], operands: Sequence, results: Sequence, names: dict) -> list:
-    """What takes the place of ``eqn``: ``run`` on ``operands``; what it returns of those is noted among ``names``."""
+def _traced(eqn: Any, run: Callable[[list], list], operands: Sequence, names: dict) -> tuple[list, list]:
+    """What takes the place of ``eqn``, ``run`` on ``operands``, and what that returns more.
+
+    What it returns of its operands is noted among ``names``.
+    """
 
     def once(*values):
         with provenance(eqn):
@@ -145,10 +148,11 @@ def _traced(eqn: Any, run: Callable[[list], list], operands: Sequence, results: 
 
     jaxpr = open_jaxpr(jax.make_jaxpr(once)(*map(abstract, operands)))
     known = dict(zip(jaxpr.invars, operands, strict=True))
-    for atom, result in zip(jaxpr.outvars, results, strict=True):
+    for atom, result in zip(jaxpr.outvars, eqn.outvars, strict=False):
         if isinstance(atom, jex.Literal) or atom in known:
             names[result] = renamed(atom, known)
         else:
             known[atom] = result
     eqns = [with_renamed_operands(made, known) for made in jaxpr.eqns]
-    return [made.replace(outvars=[known.get(var, var) for var in made.outvars]) for made in eqns]
+    eqns = [made.replace(outvars=[known.get(var, var) for var in made.outvars]) for made in eqns]
+    return eqns, [renamed(atom, known) for atom in jaxpr.outvars[len(eqn.outvars) :]]
