@@ -109,7 +109,7 @@ def _answer(question: _Question):
         price = functools.partial(_price, axis=axis, question=question)
         way = min(candidates, key=price) if len(candidates) > 1 else candidates[0]
         ways.append(way)
-        lost = _gathers_the_batch(way, axis, question)
+        lost = _gathers_the_batch(way, axis, question) or _divides_examples_otherwise(way, axis, question)
         for index, states in enumerate(kept):
             again = _split_again(question, index, axis, size, states) if lost else None
             if way.factor in rule.looked_up:
@@ -182,6 +182,19 @@ def _gathers_the_batch(way: _Way, axis: int, question: _Question) -> bool:
     if way.factor is not None or way.is_partial:
         return False
     return any(operand.batch and operand.held[0].axes[axis] >= 0 for operand in question.operands)
+
+
+def _divides_examples_otherwise(way: _Way, axis: int, question: _Question) -> bool:
+    """Whether examples that are needed all together are divided along another dimension for that."""
+    split = [
+        (operand.held[0].axes[axis], dims)
+        for operand, dims in zip(question.operands, question.rule.operands, strict=True)
+        if operand.batch and operand.held[0].axes[axis] >= 0
+    ]
+    factors = question.rule.factors
+    return way.factor is not None and any(
+        all(factors[factor].kind is Kind.WHOLE for factor in dims[state]) for state, dims in split
+    )
 
 
 def _split_again(
@@ -262,7 +275,8 @@ def _waits_for_a_total(
 def _touched_factors(axis: int, remaining: Sequence[int], question: _Question, before: Sequence[_Way]) -> set[int]:
     """Factors that an operand or a demand already splits over this axis; splitting others would only invent work.
 
-    A partial sum that nobody expects in a certain form may be scattered along any factor.
+    A partial sum that nobody expects in a certain form may be scattered along any factor. And examples that are needed
+    all together, to be joined with others or put in another order, may be divided along any other.
     """
     rule, virtual = question.rule, question.mesh.is_virtual(axis)
     touched: set[int] = set()
@@ -271,7 +285,7 @@ def _touched_factors(axis: int, remaining: Sequence[int], question: _Question, b
         placements = [held for held in (*operand.held, *operand.expected) if not virtual or _refines(held, chosen)]
         states = {placement.axes[axis] for placement in placements}
         touched |= {_leading_factor(dims[state], remaining) for state in states if state >= 0}
-        if states == {PARTIAL}:
+        if states == {PARTIAL} or (operand.batch and _is_needed_whole(dims, states, question, remaining)):
             touched |= {_leading_factor(factors, remaining) for factors in dims}
     for index, (dims, wanted) in enumerate(zip(rule.results, question.demands, strict=True)):
         chosen = [way.results[index] for way in before]
@@ -282,6 +296,12 @@ def _touched_factors(axis: int, remaining: Sequence[int], question: _Question, b
     if by_element := rule.looked_up | rule.updated:
         touched -= by_element - _movable(question)
     return {factor for factor in touched if _splittable(rule, factor, question.mesh.sizes[axis], remaining)}
+
+
+def _is_needed_whole(dims: Dims, states: set[AxisPlacement], question: _Question, remaining: Sequence[int]) -> bool:
+    """Whether an operand is split along what an equation cannot split, and nothing else."""
+    leading = {_leading_factor(dims[state], remaining) for state in states if state >= 0}
+    return bool(leading) and all(factor >= 0 and question.rule.factors[factor].kind is Kind.WHOLE for factor in leading)
 
 
 def _movable(question: _Question) -> frozenset[int]:
