@@ -106,11 +106,10 @@ def test_what_was_never_narrow_stays():
     ("update", "stays"),
     [
         (lambda w, gradient: w - gradient, False),
-        (lambda w, gradient: lax.map(lambda layer: layer[0] - layer[1], (w, gradient)), True),
         (lambda w, gradient: w - gradient @ jnp.eye(WIDTH), True),
         (lambda w, gradient: w - jnp.einsum("lde,lfe->ldf", gradient, gradient), True),
     ],
-    ids=["elements", "loop", "product", "gather"],
+    ids=["elements", "product", "gather"],
 )
 def test_only_stacks_that_are_read_by_elements_are_narrow(update, stays):
     def step(params, batch):
