@@ -14,7 +14,7 @@ Axes are chosen one after the other, major first. The price of a way is compared
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jax_deepcompile.ir.equation import Equation
@@ -186,15 +186,9 @@ def _gathers_the_batch(way: _Way, axis: int, question: _Question) -> bool:
 
 def _divides_examples_otherwise(way: _Way, axis: int, question: _Question) -> bool:
     """Whether examples that are needed all together are divided along another dimension for that."""
-    split = [
-        (operand.held[0].axes[axis], dims)
-        for operand, dims in zip(question.operands, question.rule.operands, strict=True)
-        if operand.batch and operand.held[0].axes[axis] >= 0
-    ]
-    factors = question.rule.factors
-    return way.factor is not None and any(
-        all(factors[factor].kind is Kind.WHOLE for factor in dims[state]) for state, dims in split
-    )
+    pairs = zip(question.rule.operands, question.operands, strict=True)
+    states = ((dims, operand.held[0].axes[axis]) for dims, operand in pairs if operand.batch)
+    return way.factor is not None and any(_are_needed_together(dims, [state], question) for dims, state in states)
 
 
 def _split_again(
@@ -285,7 +279,7 @@ def _touched_factors(axis: int, remaining: Sequence[int], question: _Question, b
         placements = [held for held in (*operand.held, *operand.expected) if not virtual or _refines(held, chosen)]
         states = {placement.axes[axis] for placement in placements}
         touched |= {_leading_factor(dims[state], remaining) for state in states if state >= 0}
-        if states == {PARTIAL} or (operand.batch and _is_needed_whole(dims, states, question, remaining)):
+        if states == {PARTIAL} or (operand.batch and _are_needed_together(dims, states, question)):
             touched |= {_leading_factor(factors, remaining) for factors in dims}
     for index, (dims, wanted) in enumerate(zip(rule.results, question.demands, strict=True)):
         chosen = [way.results[index] for way in before]
@@ -298,10 +292,14 @@ def _touched_factors(axis: int, remaining: Sequence[int], question: _Question, b
     return {factor for factor in touched if _splittable(rule, factor, question.mesh.sizes[axis], remaining)}
 
 
-def _is_needed_whole(dims: Dims, states: set[AxisPlacement], question: _Question, remaining: Sequence[int]) -> bool:
-    """Whether an operand is split along what an equation cannot split, and nothing else."""
-    leading = {_leading_factor(dims[state], remaining) for state in states if state >= 0}
-    return bool(leading) and all(factor >= 0 and question.rule.factors[factor].kind is Kind.WHOLE for factor in leading)
+def _are_needed_together(dims: Dims, states: Iterable[AxisPlacement], question: _Question) -> bool:
+    """Whether an operand is split along what an equation cannot split, and nothing else.
+
+    Not where there are microbatches: no device has all examples at a time.
+    """
+    split, factors = [dims[state] for state in states if state >= 0], question.rule.factors
+    whole = all(factors[factor].kind is Kind.WHOLE for along in split for factor in along)
+    return bool(split) and whole and not question.mesh.virtual
 
 
 def _movable(question: _Question) -> frozenset[int]:
