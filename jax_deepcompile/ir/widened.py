@@ -24,7 +24,7 @@ class Widened:
     Attributes:
       eqns: that make it, in order.
       sources: what they make it of.
-      free: and of which of those that it costs nothing to have.
+      free: what else they read, which it costs nothing to have.
     """
 
     eqns: tuple

@@ -15,9 +15,9 @@ from jax_deepcompile import _jax_compat
 from jax_deepcompile.ir.placement import MeshAxes, Placement
 from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.partition.layout import Fetch, Layout, Split, Step
+from jax_deepcompile.partition.narrow_gathers import NarrowBlock, is_gathered, narrow_block
 from jax_deepcompile.partition.reshard import MoveKind, apply_move, plan_moves
 from jax_deepcompile.partition.rules.base import Kind, LocalEquation
-from jax_deepcompile.partition.widening import Widened, is_gathered, widened
 
 
 def run_layout(layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = ()) -> list[jax.Array]:
@@ -26,7 +26,7 @@ def run_layout(layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = (
     blocks: _Blocks = {var: {mesh.replicated(): value} for var, value in zip(jaxpr.constvars, consts, strict=True)}
     for var, placement, value in zip(jaxpr.invars, layout.inputs, inputs, strict=True):
         blocks[var] = {placement: value}
-    narrow: dict[Any, Widened] = {}
+    narrow: dict[Any, NarrowBlock] = {}
     last_use = _last_uses(jaxpr)
     for index, step in enumerate(layout.steps):
         with _jax_compat.provenance(step.eqn):
@@ -37,7 +37,7 @@ def run_layout(layout: Layout, inputs: Sequence[jax.Array], consts: Sequence = (
             results = _compute(step, operands, mesh)
             for var, computed, kept, value in zip(step.eqn.outvars, step.results, step.kept, results, strict=True):
                 blocks[var] = {kept: _moved(value, computed, kept, mesh)}
-            if (found := widened(step, operands, narrow)) is not None:
+            if (found := narrow_block(step, operands, narrow)) is not None:
                 narrow[step.eqn.outvars[0]] = found
         for atom in set(variables(step.eqn.invars)):
             if last_use[atom] == index:
@@ -96,7 +96,7 @@ _Blocks = dict[Any, dict[Placement, jax.Array]]
 
 
 def _fetched(
-    blocks: _Blocks, narrow: Mapping[Any, Widened], atom, fetch: Fetch, mesh: MeshAxes, companion: Any = None
+    blocks: _Blocks, narrow: Mapping[Any, NarrowBlock], atom, fetch: Fetch, mesh: MeshAxes, companion: Any = None
 ) -> jax.Array:
     if isinstance(atom, jex.Literal):
         return _moved(atom.val, fetch.source, fetch.target, mesh)

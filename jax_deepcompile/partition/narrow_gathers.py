@@ -43,17 +43,17 @@ class Operand:
     Attributes:
       block: in the ``placement`` that it was read in.
       sent_bytes: of what is sent for it to be whole, whole.
-      widened: what it was made of, if of less.
+      made: how it was made, if of less.
     """
 
     block: Any
     placement: Placement
     sent_bytes: float
-    widened: Widened | None = None
+    made: NarrowBlock | None = None
 
 
 @dataclass(frozen=True)
-class Widened:
+class NarrowBlock:
     """A block that is made of smaller ones.
 
     Attributes:
@@ -81,8 +81,8 @@ class Widened:
         operands = []
         for operand, dims in zip(self.operands, rule.operands, strict=True):
             there = _placed(dims, axes, mesh)
-            if operand.widened is not None and is_gathered(operand.placement, there, mesh):
-                operands.append(operand.widened.at(there, mesh, moved))
+            if operand.made is not None and is_gathered(operand.placement, there, mesh):
+                operands.append(operand.made.at(there, mesh, moved))
             else:
                 operands.append(moved(operand.block, operand.placement, there))
         names = ((mesh.names[axis] for axis in axes.get((factor,), ())) for factor in range(len(rule.factors)))
@@ -91,7 +91,7 @@ class Widened:
             return rule.emit(local, *operands)[0]
 
 
-def widened(step: Step, blocks: Sequence[Any], known: Mapping[Any, Widened]) -> Widened | None:
+def narrow_block(step: Step, blocks: Sequence[Any], known: Mapping[Any, NarrowBlock]) -> NarrowBlock | None:
     """How the result of ``step``, which reads ``blocks``, is made of less; None if it is not.
 
     Args:
@@ -109,7 +109,7 @@ def widened(step: Step, blocks: Sequence[Any], known: Mapping[Any, Widened]) -> 
         operands.append(Operand(block, fetch.target, sent, before))
         if fetch.target.is_partial or (before is None and fetch.target.is_split and not _can_be_sent(atom)):
             return None
-    found = Widened(step, tuple(operands))
+    found = NarrowBlock(step, tuple(operands))
     return found if found.sent_bytes < full_bytes(eqn.outvars[0].aval) else None
 
 
