@@ -11,6 +11,7 @@ from jax_deepcompile._jax_compat import is_drop_var, open_jaxpr
 from jax_deepcompile.analysis.dataflow import variables
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import ANCHORS, ATTENTION, COLLECTIVES, PRODUCTS
+from jax_deepcompile.ir.ragged import RaggedProduct
 from jax_deepcompile.ir.traversal import bodies
 
 _XLA_NAMES = {
@@ -40,7 +41,8 @@ class Product:
 
     Attributes:
       dtype: type of the factors' elements, as XLA calls it; ``f32-highest`` for full float32.
-      groups: of a ragged product, of which every row is written to meet one, and XLA:GPU has it meet all.
+      repeats: how often what is written is computed: the rows of a ragged product meet one group each, but are filled
+        up to whole tiles, or meet all groups.
     """
 
     batch: float
@@ -48,7 +50,7 @@ class Product:
     n: float
     k: float
     dtype: str
-    groups: int = 1
+    repeats: float = 1.0
 
     @property
     def flops(self) -> float:
@@ -58,7 +60,7 @@ class Product:
     @property
     def written_flops(self) -> float:
         """Those that the user wrote."""
-        return self.flops / self.groups
+        return self.flops / self.repeats
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,10 @@ def work_of(eqn: Any) -> Product | Attention:
 
 def _ragged(eqn: Any, dtype: str) -> Product:
     """Of ``ragged_dot_general``, whose ragged dimension is one of the rows, contracted, or of a batch."""
+    tiled = RaggedProduct.of(eqn)
+    if tiled is not None and tiled.pays_in_tiles:
+        m, k = (tiled.depth, tiled.tile_rows) if tiled.sums_rows else (tiled.tile_rows, tiled.depth)
+        return Product(tiled.tiles, m, tiled.columns, k, dtype, tiled.tiles * tiled.tile_rows / tiled.rows)
     numbers, (left, right, sizes) = eqn.params["ragged_dot_dimension_numbers"], (each.aval.shape for each in eqn.invars)
     (contracted, _), (batched, _) = numbers.dot_dimension_numbers
     batch, k = math.prod(left[dim] for dim in batched), math.prod(left[dim] for dim in contracted)

@@ -13,12 +13,13 @@ from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.placement import AnyMesh, around
 from jax_deepcompile.ir.program import Port, Program
 from jax_deepcompile.lowering.eigenvalues import with_eigenvalues_in_turn
+from jax_deepcompile.lowering.ragged_products import with_tiles
 from jax_deepcompile.lowering.transposed_products import without_transposes
 
 
 def emit(program: Program, mesh: AnyMesh) -> Callable[..., list[jax.Array]]:
     """``f(*inputs) -> outputs`` on global arrays, each device running ``program`` on its blocks."""
-    jaxpr = with_eigenvalues_in_turn(without_transposes(program.jaxpr), mesh)
+    jaxpr = with_eigenvalues_in_turn(with_tiles(without_transposes(program.jaxpr)), mesh)
     mapped = jax.shard_map(
         lambda *blocks: eval_local(jaxpr, blocks),
         mesh=mesh,

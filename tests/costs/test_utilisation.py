@@ -69,7 +69,16 @@ def test_of_ragged_products_each_row_meets_one_group_whatever_is_contracted():
     assert flops(jax.grad(loss, (0, 1)), (8, 16), (4, 16, 16)) == 3 * PRODUCT
     traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(jnp.zeros((8, 16)), jnp.zeros((4, 16, 16)))
     products = [work_of(eqn) for eqn in equations(traced) if eqn.primitive.name == "ragged_dot_general"]
-    assert [each.flops for each in products] == 3 * [4 * PRODUCT]  # XLA:GPU multiplies every row with all of them
+    assert [each.flops for each in products] == 3 * [4 * PRODUCT]  # so few rows are multiplied with all of them
+
+
+@pytest.mark.pure
+def test_many_rows_of_a_ragged_product_are_filled_up_to_tiles():
+    shapes = jnp.zeros((16384, 32)), jnp.zeros((8, 32, 16)), jnp.zeros(8, jnp.int32)
+    traced = jax.make_jaxpr(jax.grad(lambda x, w, sizes: lax.ragged_dot(x, w, sizes).sum(), (0, 1)))(*shapes)
+    products = [work_of(eqn) for eqn in equations(traced) if eqn.primitive.name == "ragged_dot_general"]
+    assert [each.written_flops for each in products] == pytest.approx(3 * [2.0 * 16384 * 32 * 16])
+    assert all(each.flops < 1.5 * each.written_flops for each in products)
 
 
 @pytest.mark.pure
