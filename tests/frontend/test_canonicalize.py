@@ -164,7 +164,7 @@ NEGATIVE = {
     "sometimes other rows": lambda a: a["x"][jnp.where(a["label"] < 0, a["label"], jnp.arange(B)), a["label"]],
     "repeated half": lambda a: a["x"][jnp.tile(jnp.arange(B // 2), 2), a["label"]],
     "joined halves": lambda a: a["x"][jnp.concatenate([jnp.arange(B // 2), jnp.arange(B // 2)]), a["label"]],
-    "cut out of a table": lambda a: a["x"][jnp.arange(B * B).reshape(B, B)[0], a["label"]],
+    "cut out of a table": lambda a: a["x"][jnp.arange(B * B).reshape(B, B)[1], a["label"]],
     "table read across": lambda a: a["square"][jnp.arange(B * B).reshape(B, B), a["label"]],
     "window that keeps its dimension": lambda a: jax.vmap(
         lambda row: lax.dynamic_slice(a["x"], (row, 0), (1, V)),

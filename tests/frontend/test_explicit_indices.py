@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core as jex
 
 import jax_deepcompile as deepcompile
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.frontend.canonicalize.explicit_indices import _INDEXED, without_explicit_indices
+from jax_deepcompile.ir.traversal import equations, inline_calls
 from tests.equality.harness import assert_same_training
 
 B, S, D, V = 16, 6, 16, 24
@@ -37,6 +41,27 @@ def positions_of_each_sequence(params, batch):
     return jnp.mean((picked @ params["out"]) ** 2)
 
 
+def beams_of_each_sequence(params, batch):
+    example = jnp.reshape(jnp.arange(B * S) // S, (B, S))
+    picked = hidden(params, batch)[example, batch["labels"] % S]
+    return jnp.mean((picked @ params["out"]) ** 2)
+
+
+def beams_found_in_a_loop(params, batch):
+    example = jnp.reshape(jnp.arange(B * S) // S, (B, S))
+    x, _ = jax.lax.scan(lambda x, _: (x[example, batch["labels"] % S], None), hidden(params, batch), None, length=2)
+    return jnp.mean((x @ params["out"]) ** 2)
+
+
+def pairs_of_each_example(params, batch):
+    x = hidden(params, batch)
+    products = jnp.einsum("bsd,btd->bst", x, x)
+    pairs = jnp.tile(jnp.array(jnp.triu_indices(S)), [1, B])
+    example = jnp.tile(jnp.arange(B)[:, None], [1, S * (S + 1) // 2]).reshape(1, -1)
+    picked = products[tuple(jnp.concatenate([example, pairs]))].reshape(B, -1)
+    return jnp.mean((picked @ jnp.resize(params["out"], (picked.shape[1], 2))) ** 2)
+
+
 def updated_positions(params, batch):
     x = hidden(params, batch)
     x = x.at[jnp.arange(B), batch["lengths"] - 1].set(0.5).at[jnp.arange(B), 0].add(x[:, 1])
@@ -48,11 +73,19 @@ def rows_in_another_order(params, batch):
     return -log_probs[jnp.arange(B)[::-1], batch["labels"][:, 0]].mean()
 
 
+def beams_of_others(params, batch):
+    example = jnp.reshape((jnp.arange(B * S) + 1) // S % B, (B, S))
+    return jnp.mean((hidden(params, batch)[example, batch["labels"] % S] @ params["out"]) ** 2)
+
+
 LOSSES = [
     label_of_each_example,
     label_of_each_token,
     last_token_of_each_sequence,
     positions_of_each_sequence,
+    beams_of_each_sequence,
+    beams_found_in_a_loop,
+    pairs_of_each_example,
     updated_positions,
 ]
 
@@ -96,11 +129,40 @@ def test_no_activation_moves(loss):
 
 
 @pytest.mark.pure
-def test_activations_move_where_rows_are_exchanged():
-    assert moving_equations(rows_in_another_order)
+@pytest.mark.parametrize("loss", [rows_in_another_order, beams_of_others])
+def test_activations_move_where_rows_are_exchanged(loss):
+    assert moving_equations(loss)
 
 
 @pytest.mark.cpu_mesh
 @pytest.mark.parametrize("loss", LOSSES)
 def test_equals_the_step_on_one_device(loss):
     assert_same_training(step_of(loss), create_params, [make_batch(seed) for seed in range(2)], {"8": {"fsdp": 8}})
+
+
+ROWS = jnp.arange(4).repeat(3)
+PLACES = (7 * jnp.arange(12)) % 5
+
+BY_BLOCKS = {
+    "windows after": lambda x: x[ROWS, PLACES],
+    "windows before": lambda x: jnp.moveaxis(x, (0, 1), (1, 2))[:, ROWS, PLACES],
+    "windows between": lambda x: jnp.moveaxis(x, 1, 2)[ROWS, :, PLACES],
+    "in the second dimension": lambda x: x[jnp.stack([ROWS, ROWS]), jnp.stack([PLACES, PLACES[::-1]])],
+    "beside another": lambda x: x[jnp.broadcast_to(ROWS[:, None], (12, 5)), jnp.arange(5)],
+    "added": lambda x: x.at[ROWS, PLACES].add(jnp.arange(12.0)[:, None]),
+    "put in the second dimension": lambda x: jnp.moveaxis(x, 1, 2).at[ROWS[None], :, PLACES[None]].set(3.0),
+    "beyond the end": lambda x: x.at[ROWS, PLACES + 2].get(mode="fill", fill_value=-1),
+}
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("name", BY_BLOCKS)
+def test_several_indices_for_each_row(name):
+    x, function = jnp.arange(4 * 5 * 2.0).reshape(4, 5, 2), BY_BLOCKS[name]
+    before = inline_calls(jax.make_jaxpr(lambda x: (function(x), jax.grad(lambda x: jnp.sum(function(x) ** 2))(x)))(x))
+    after = without_explicit_indices(before)
+    jex.check_jaxpr(open_jaxpr(after))
+    indexed = [eqn.params["dimension_numbers"] for eqn in equations(after) if eqn.primitive.name in _INDEXED]
+    assert all(batching for *_, batching in indexed)
+    for made, expected in zip(jex.jaxpr_as_fun(after)(x), jex.jaxpr_as_fun(before)(x), strict=True):
+        np.testing.assert_array_equal(made, expected)

@@ -14,7 +14,11 @@ from jax import core
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import closed_consts, open_jaxpr
+from jax_deepcompile.ir.known_values import makers_inside, values_of
 from jax_deepcompile.ir.primitives import Cond, Scan, While
+
+_MOST_BYTES = 1 << 26
+"""Of indices that are looked at."""
 
 
 class Scope:
@@ -36,7 +40,19 @@ class Scope:
             for var, atom in zip(jaxpr.invars, operands, strict=False)
             if atom is not None
         }
+        self.makers: dict = {} if outer is None else self._makers_outside(outer)
+        self.makers |= {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self._known = {var: value for var, value in self.constants.items() if _is_known(value)}
         self._regions: dict = {}
+
+    def value(self, atom) -> np.ndarray | None:
+        """Of a variable, if nothing but constants makes it."""
+        found = values_of([atom], self.makers, _MOST_BYTES, self._known)
+        return None if found is None else found[0]
+
+    def _makers_outside(self, outer: Scope) -> dict:
+        whole = [(var, atom) for var, (_, atom, dims) in self.passed.items() if not dims]
+        return makers_inside(whole, outer.makers)
 
     def maker(self, atom) -> tuple[jex.JaxprEqn | None, int]:
         return (None, 0) if isinstance(atom, jex.Literal) else self.definitions.get(atom, (None, 0))
@@ -81,11 +97,14 @@ class Claim(NamedTuple):
 
 
 def holds(claim: Claim | None, atom, scope: Scope) -> bool:
-    """Whether the definitions of ``atom`` lead back to an iota or a constant for which ``claim`` is true."""
+    """Whether the definitions of ``atom`` lead back to an iota or a constant for which ``claim`` is true.
+
+    What is made of nothing, such as ``jnp.arange(B * K) // K`` as ``[B, K]``, is looked at itself.
+    """
     while claim is not None and not isinstance(atom, jex.Literal) and _countable(atom, claim.dim):
+        if (known := scope.value(atom)) is not None:
+            return _counts(known, claim)
         eqn, index = scope.maker(atom)
-        if atom in scope.constants:
-            return _counts(scope.constants[atom], claim)
         if atom in scope.passed:
             scope, atom, dims = scope.passed[atom]
             claim = claim.shifted(dims)
@@ -103,25 +122,32 @@ def holds(claim: Claim | None, atom, scope: Scope) -> bool:
     return False
 
 
+def known_values(indices, component: int, scope: Scope) -> np.ndarray | None:
+    """One component of ``indices``, whose last dimension has them, if it is made of nothing."""
+    last = len(shape_of(indices)) - 1
+    eqn, _ = scope.maker(indices)
+    if eqn is not None and eqn.primitive.name == "concatenate" and eqn.params["dimension"] == last:
+        places = [(atom, at) for atom in eqn.invars for at in range(shape_of(atom)[last])]
+        indices, component = places[component]
+    known = None if isinstance(indices, jex.Literal) else scope.value(indices)
+    return None if known is None else np.take(known, component, last)
+
+
 def _countable(atom, dim: int) -> bool:
     """Whether a value's type can hold the indices along ``dim``: a narrower iota starts again."""
     dtype = atom.aval.dtype
     return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).max >= shape_of(atom)[dim] - 1
 
 
-def _counts(value, claim: Claim) -> bool:
-    array = _concrete(value)
-    if array is None:
-        return False
+def _counts(array: np.ndarray, claim: Claim) -> bool:
     if claim.column is not None:
         array = np.take(array, [claim.at], claim.column)
     return bool(np.all(np.moveaxis(array, claim.dim, -1) == np.arange(array.shape[claim.dim])))
 
 
-def _concrete(value) -> np.ndarray | None:
-    """A constant's value, if this process has it now."""
-    known = value is not None and not isinstance(value, core.Tracer) and getattr(value, "is_fully_addressable", True)
-    return np.asarray(value) if known else None
+def _is_known(value) -> bool:
+    """Whether this process has the value of a constant now."""
+    return value is not None and not isinstance(value, core.Tracer) and getattr(value, "is_fully_addressable", True)
 
 
 def _step_back(eqn: jex.JaxprEqn, result: int, claim: Claim, scope: Scope) -> tuple[int, Claim | None]:
@@ -150,7 +176,7 @@ def _is_false(condition, number, scope: Scope) -> bool:
     if eqn is not None and eqn.primitive.name == "lt":
         left, right = eqn.invars
         return left is number and isinstance(right, jex.Literal) and bool(np.all(right.val == 0))
-    value = None if isinstance(condition, jex.Literal) else _concrete(scope.constants.get(condition))
+    value = None if isinstance(condition, jex.Literal) else scope.value(condition)
     return value is not None and not value.any()
 
 
