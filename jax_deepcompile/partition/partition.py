@@ -16,6 +16,7 @@ from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.partition.dealt_out import dealt_out
 from jax_deepcompile.partition.layout import Layout
 from jax_deepcompile.partition.own_examples import OwnExamples, own_examples
+from jax_deepcompile.partition.own_order import with_own_order
 from jax_deepcompile.partition.propagate import Propagator
 from jax_deepcompile.partition.reshard import Move, MoveKind, apply_move
 from jax_deepcompile.partition.rewrite import run_layout
@@ -48,6 +49,8 @@ def partition_step(
     send ``latency_bytes`` in the time that a collective takes to begin.
     """
     program = dealt_out(program, program.mesh.size_of(state_axes))
+    parts = program.mesh.size_of(batch_axes) * microbatches
+    program = program.replace(jaxpr=with_own_order(program.jaxpr, parts))
     if microbatches > 1:
         name = "microbatch" if "microbatch" not in mesh.axis_names else "deepcompile_microbatch"
         program = program.replace(mesh=program.mesh.with_loop(name, microbatches))

@@ -1,0 +1,233 @@
+"""Rows that are sorted among all examples are sorted by each device, where nothing can tell."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import core as jex
+
+import jax_deepcompile as deepcompile
+from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile.frontend.canonicalize.broadcasts_in_loops import with_broadcasts_inside
+from jax_deepcompile.ir.traversal import equations, inline_calls
+from jax_deepcompile.partition.own_order import with_own_order
+from tests.equality.harness import assert_close
+
+pytestmark = pytest.mark.pure
+
+D, F = 4, 3
+
+
+def weights(experts: int) -> dict[str, jax.Array]:
+    shapes = {"router": (D, experts), "up": (experts, D, F), "down": (experts, F, D), "bias": (experts, F)}
+    return {name: jax.random.normal(jax.random.key(i), shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def argsorted(rows, order, k):
+    return rows[jnp.argsort(order)].reshape(-1, k, rows.shape[-1])
+
+
+def added(rows, order, k):
+    return jnp.zeros((rows.shape[0] // k, rows.shape[-1]), rows.dtype).at[order // k].add(rows)[:, None]
+
+
+def summed(rows, order, k):
+    return jax.ops.segment_sum(rows, order // k, rows.shape[0] // k)[:, None]
+
+
+def ones(ids, experts):
+    return jnp.sum(jax.nn.one_hot(ids, experts, dtype=jnp.int32), 0)
+
+
+def bins(ids, experts):
+    return jnp.bincount(ids, length=experts)
+
+
+def layer(w, x, k=2, put_back=argsorted, count=bins, bias=False):
+    """Tokens that meet ``k`` experts each, as they are written without dropping any."""
+    experts = w["router"].shape[1]
+    tokens = x.reshape(-1, D)
+    chances, chosen = lax.top_k(jax.nn.softmax(tokens @ w["router"]), k)
+    ids = chosen.reshape(-1)
+    order = jnp.argsort(ids)
+    sizes = count(ids, experts)
+    hidden = lax.ragged_dot(tokens[order // k], w["up"], sizes)
+    if bias:
+        hidden += w["bias"][ids[order]]
+    rows = lax.ragged_dot(jnp.tanh(hidden), w["down"], sizes) * chances.reshape(-1)[order][:, None]
+    balance = jnp.sum(sizes / sizes.sum() * jax.nn.softmax(tokens @ w["router"]).mean(0))
+    return put_back(rows, order, k).sum(1).reshape(x.shape), balance
+
+
+def gradients(function):
+    def loss(*args):
+        y, balance = function(*args)
+        return jnp.sum(y**2) + balance
+
+    return jax.value_and_grad(loss, (0, 1))
+
+
+def flat(function, *args) -> jex.ClosedJaxpr:
+    return with_broadcasts_inside(inline_calls(jax.make_jaxpr(function)(*args)))
+
+
+def sorted_shapes(closed) -> set[tuple[int, ...]]:
+    return {eqn.invars[0].aval.shape for eqn in equations(closed) if eqn.primitive.name == "sort"}
+
+
+def assert_own(function, *args, parts: int) -> jex.ClosedJaxpr:
+    """The rewritten jaxpr, in which every part sorts its own rows, and computes the same."""
+    before = flat(function, *args)
+    after = with_own_order(before, parts)
+    ((rows,),) = sorted_shapes(before)
+    jex.check_jaxpr(open_jaxpr(after))
+    assert sorted_shapes(after) == {(parts, rows // parts)}
+    made = jax.jit(jex.jaxpr_as_fun(after))(*jax.tree.leaves(args))
+    for left, right in zip(made, jax.tree.leaves(jax.jit(function)(*args)), strict=True):
+        np.testing.assert_allclose(left, right, rtol=2e-4, atol=2e-5)
+    return after
+
+
+def tokens(count: int, seed: int = 9) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (count // 2, 2, D))
+
+
+@pytest.mark.parametrize(
+    ("parts", "experts", "k", "put_back", "count", "bias"),
+    [
+        (2, 3, 1, argsorted, bins, False),
+        (4, 5, 2, argsorted, ones, True),
+        (3, 4, 3, added, bins, True),
+        (2, 6, 2, summed, ones, False),
+    ],
+)
+def test_ways_to_write_a_layer(parts, experts, k, put_back, count, bias):
+    def written(w, x):
+        return layer(w, x, k, put_back, count, bias)
+
+    assert_own(gradients(written), weights(experts), tokens(4 * parts), parts=parts)
+
+
+@pytest.mark.parametrize("wrap", [lambda body: body, jax.checkpoint], ids=["", "checkpoint"])
+def test_in_a_loop_over_layers(wrap):
+    w, x = jax.tree.map(lambda each: jnp.stack([each, each / 2]), weights(4)), tokens(8)
+
+    def looped(w, x):
+        def body(x, w):
+            y, balance = layer(w, x)
+            return x + y, balance
+
+        y, balance = lax.scan(wrap(body), x, w)
+        return y, balance.sum()
+
+    if wrap is jax.checkpoint:
+        assert_own(gradients(looped), w, x, parts=2)
+    assert_own(looped, w, x, parts=2)
+
+
+def test_tokens_that_no_expert_has():
+    ids = jnp.asarray([4, 0, 3, 4, 1, 1, 7, 0])
+
+    def padded(w, x):
+        keys = ids + (x[:, 0, 0] > 99).astype(int).repeat(2)
+        order = jnp.argsort(keys)
+        rows = lax.ragged_dot(x.reshape(-1, D)[order], w["up"], jnp.bincount(keys, length=4))
+        return jnp.zeros_like(rows).at[order].set(rows)
+
+    assert_own(padded, weights(4), tokens(8), parts=4)
+
+
+def chosen_of(w, x):
+    ids = jnp.argmax(x.reshape(-1, D) @ w["router"], 1)
+    return ids, jnp.argsort(ids), jnp.bincount(ids, length=w["router"].shape[1])
+
+
+def multiplied(w, x, order, sizes):
+    return lax.ragged_dot(x.reshape(-1, D)[order], w["up"], sizes)
+
+
+def with_capacity(w, x):
+    _, order, sizes = chosen_of(w, x)
+    return multiplied(w, x, order, sizes)[:6].sum()
+
+
+def with_sizes_cut(w, x):
+    _, order, sizes = chosen_of(w, x)
+    return multiplied(w, x, order, jnp.minimum(sizes, 3)).sum()
+
+
+def with_other_sizes(w, x):
+    ids, order, _ = chosen_of(w, x)
+    return multiplied(w, x, order, jnp.bincount((ids + 1) % 4, length=4)).sum()
+
+
+def with_dropout(w, x):
+    _, order, sizes = chosen_of(w, x)
+    rows = multiplied(w, x, order, sizes)
+    return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, rows.shape), rows, 0).sum()
+
+
+def added_up(w, x):
+    _, order, sizes = chosen_of(w, x)
+    return jnp.cumsum(multiplied(w, x, order, sizes), 0).max()
+
+
+def in_pairs(w, x):
+    _, order, sizes = chosen_of(w, x)
+    return multiplied(w, x, order, sizes).reshape(-1, 2, F).max(1).sum()
+
+
+def returned(w, x):
+    _, order, sizes = chosen_of(w, x)
+    return multiplied(w, x, order, sizes)
+
+
+def put_elsewhere(w, x):
+    _, order, sizes = chosen_of(w, x)
+    return multiplied(w, x, order, sizes)[jnp.argsort(order)[::-1]]
+
+
+def places_within_experts(w, x):
+    ids, order, sizes = chosen_of(w, x)
+    return jnp.argsort(order) - (jnp.cumsum(sizes) - sizes)[ids]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        with_capacity,
+        with_sizes_cut,
+        with_other_sizes,
+        with_dropout,
+        added_up,
+        in_pairs,
+        returned,
+        put_elsewhere,
+        places_within_experts,
+    ],
+)
+def test_left_alone_where_the_order_of_all_matters(function):
+    closed = flat(function, weights(4), tokens(8))
+    assert with_own_order(closed, 2) is closed
+
+
+def test_left_alone_where_rows_cannot_be_divided():
+    closed = flat(layer, weights(4), tokens(8))
+    assert with_own_order(closed, 3) is closed
+    assert with_own_order(closed, 1) is closed
+
+
+@pytest.mark.cpu_mesh
+@pytest.mark.parametrize(("mesh", "microbatches"), [({"fsdp": 8}, 1), ({"data": 2, "fsdp": 2}, 2)])
+def test_in_a_step(mesh, microbatches):
+    def step(w, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.sum(layer(w, x, bias=True)[0] ** 2))(w)
+        return jax.tree.map(lambda w, g: w - 0.001 * g, w, grads), loss
+
+    w, x = weights(8), tokens(1024)
+    sharded = deepcompile.shard(step, mesh, microbatches=microbatches, donate=False)
+    assert "activations moved between devices: none" in str(sharded.trace(w, x).explain())
+    assert_close(sharded(w, x), jax.jit(step)(w, x), 1e-4, "state")
