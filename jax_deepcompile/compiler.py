@@ -16,7 +16,7 @@ from jax.extend import core as jex
 from jax.sharding import Mesh
 
 from jax_deepcompile import errors
-from jax_deepcompile._jax_compat import calls_on_gpus_only, compiles_on_gpus_only, user_line
+from jax_deepcompile._jax_compat import calls_on_gpus_only, compiles_on_gpus_only, is_tracing, user_line
 from jax_deepcompile.analysis.names import with_loop_names
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.devices import as_if_here, is_described, latency_bytes_of
@@ -24,7 +24,7 @@ from jax_deepcompile.costs.entries import StepTime
 from jax_deepcompile.costs.measured import costs_of
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.costs.utilisation import model_flops
-from jax_deepcompile.frontend.arguments import on_host
+from jax_deepcompile.frontend.arguments import Form, on_host
 from jax_deepcompile.frontend.call import PureCall
 from jax_deepcompile.frontend.canonicalize import canonicalize
 from jax_deepcompile.frontend.containers import closed
@@ -39,6 +39,7 @@ from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import located_equations
 from jax_deepcompile.ir.verifier import verify
 from jax_deepcompile.jitted import Shardings, jit
+from jax_deepcompile.lowering.first_nan import is_looked_for
 from jax_deepcompile.options import StepOptions
 from jax_deepcompile.partition.partition import Partitioned, partition_init, partition_step
 from jax_deepcompile.partition.rules.families import REGISTRY
@@ -70,6 +71,8 @@ class Runs:
     """All processes have compiled it, and it keeps the memory limit."""
     measured: StepTime | None = None
     compiled: jax.stages.Compiled | None = None
+    form: Form | None = None
+    """Of the arguments that it was compiled for."""
     fastest: Planned | None = None
     """Of the plans that were run to choose one."""
     profile: Profile | None = None
@@ -174,6 +177,17 @@ class Compilation:
     def jitted(self) -> Any:
         """The planned step for XLA; see ``jit``."""
         return jit(self.planned, self.traced, self.placed, self.call.leaf_types, self.context.use)
+
+    def runner_for(self, args: tuple) -> Callable:
+        """What runs ``args``: the jitted step, but what was compiled of it where JAX would compile it once more.
+
+        It does where arrays of NumPy's come in the place of those on devices, or the other way round.
+        """
+        compiled, form = self.runs.compiled, self.runs.form
+        if compiled is None or form is None or is_tracing() or is_looked_for():
+            return self.jitted
+        given = Form.of(args)
+        return compiled if given != form and given.structure == form.structure else self.jitted
 
     def as_written(self, *args: Any) -> Any:
         """What the user's step makes of ``(*args, kwargs)``, in containers of any kind."""

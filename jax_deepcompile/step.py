@@ -19,6 +19,7 @@ from jax_deepcompile.costs.fingerprint import fingerprint, program_text
 from jax_deepcompile.costs.profile import Profile
 from jax_deepcompile.first_run import prepare, title
 from jax_deepcompile.frontend.arguments import (
+    Form,
     are_plain,
     arrays_among,
     free_moved,
@@ -111,7 +112,7 @@ class ShardedStep(Summarized, Generic[P, R]):
         self._signatures: dict[Hashable, Signature] = {}
         self._last: Compilation | None = None
         self._fast: Callable | None = None
-        self._returned: tuple[int, ...] = ()
+        self._given: dict[int, bool] = {}
 
     def __get__(self, instance: Any, owner: type | None = None) -> ShardedStep | BoundStep:
         """As a method it takes its object, an NNX module or a pytree, as the argument at position 0."""
@@ -144,7 +145,7 @@ class ShardedStep(Summarized, Generic[P, R]):
             wrong with the step.
           ProcessStoppedError, ProcessMismatchError: another process cannot run it, or would run another.
         """
-        if self._fast is not None and not kwargs and not bound_axes() and are_plain(args, self._returned):
+        if self._fast is not None and not kwargs and not bound_axes() and are_plain(args, self._given):
             try:
                 return self._fast(*args, {})
             except (TypeError, ValueError, OtherTypes):
@@ -385,15 +386,18 @@ class ShardedStep(Summarized, Generic[P, R]):
             prepare(made, there, processes)
             tell_what_is_moved(there if call.objects else call.inputs, made.placed.inputs, made.program)
         free_moved(call.inputs, made.placed.inputs, donated, there)
-        run = made.jitted
+        run = made.runner_for(there)
         out = run(*there)
         if call.objects:
             state, result = out
             return call.finish(there[0] if state is None else state, result)
         as_given = jax.tree.structure(there) == jax.tree.structure(call.inputs)
-        if not is_moved and not kwargs and not call.step.static and jax.process_count() == 1 and as_given:
+        is_jitted = run is made.jitted and not call.step.static and jax.process_count() == 1
+        if is_jitted and not is_moved and not kwargs and as_given:
             first_and_last = (min(returned), max(returned)) if returned else ()
-            self._fast, self._returned = run, (*first_and_last, *made.traced.handed_on, *alike)
+            given = {at: is_placed for at, is_placed in enumerate(Form.of(there).placed) if at not in returned}
+            given |= dict.fromkeys((*first_and_last, *made.traced.handed_on, *alike), True)
+            self._fast, self._given = run, given
         return out
 
     def _bind(self, args: tuple, kwargs: dict) -> PureCall:

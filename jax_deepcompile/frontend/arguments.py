@@ -1,9 +1,12 @@
 """A call's arguments on the devices where a step wants them, what compiling needs to know of them, and their rows."""
 
+from __future__ import annotations
+
 import itertools
 import logging
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import jax
@@ -108,20 +111,20 @@ def _changes_memory(leaf: Any, target: NamedSharding | None) -> bool:
     return kind is not None and _is_there(leaf, target) and leaf.sharding.memory_kind != kind
 
 
-def are_plain(args: tuple, returned: Sequence[int]) -> bool:
+def are_plain(args: tuple, placed: Mapping[int, bool]) -> bool:
     """Whether every array in ``args`` is in memory, and there once: XLA crashes on buffers that are gone or used twice.
 
-    Nor are those that are ``returned`` new, and on no certain device: for such a state the step would be compiled once
+    Nor are those that are on certain devices, or on none, where others were: for them the step would be compiled once
     more. All leaves are looked at before every step, in loops that Python's interpreter takes no part in.
 
     Args:
-      returned: of the state that the step returns anew, the first leaf and the last; and all else that it returns.
+      placed: whether a leaf is on certain devices. Of the state that the step returns anew the first and the last do.
     """
     leaves = [jax.tree.leaves(arg) for arg in args]
     if any(map(_any_deleted, leaves)):
         return False
     together = list(itertools.chain.from_iterable(leaves))
-    if not all(_is_on_certain_devices(together[at]) for at in returned if at < len(together)):
+    if any(_is_placed(together[at]) is not is_placed for at, is_placed in placed.items() if at < len(together)):
         return False
     if len(set(map(id, together))) == len(together):
         return True
@@ -129,8 +132,27 @@ def are_plain(args: tuple, returned: Sequence[int]) -> bool:
     return len(set(arrays)) == len(arrays)
 
 
-def _is_on_certain_devices(leaf: Any) -> bool:
+def _is_placed(leaf: Any) -> bool:
+    """Whether it is on certain devices."""
     return isinstance(leaf, Tracer) or (isinstance(leaf, jax.Array) and leaf.committed)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What JAX compiles a function anew for, though shapes and types are the same.
+
+    Attributes:
+      structure: of the arguments.
+      placed: which leaves are on certain devices; NumPy's arrays and those that JAX may move are not.
+    """
+
+    structure: Any
+    placed: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, args: tuple) -> Form:
+        leaves, structure = jax.tree.flatten(args)
+        return cls(structure, tuple(map(_is_placed, leaves)))
 
 
 def _any_deleted(leaves: list) -> bool:

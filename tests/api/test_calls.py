@@ -638,6 +638,21 @@ def test_what_comes_back_in_place_of_an_argument_is_compiled_for_once(caplog):
     assert len([each for each in caplog.messages if "Finished XLA compilation of jit(recurrent)" in each]) == 1
 
 
+def test_batches_of_numpy_and_on_devices_are_compiled_for_once(caplog):
+    sharded, plain = deepcompile.shard(step), jax.jit(step)
+    rows = jax.NamedSharding(sharded.mesh, jax.P("fsdp"))
+    forms = [np.asarray, lambda x: jax.device_put(x, rows), jnp.asarray, np.asarray, lambda x: jax.device_put(x, rows)]
+    state = expected = create()
+    state = jax.tree.map(jnp.copy, state)
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        for form in forms:
+            state, found = sharded(state, jax.tree.map(form, batch()))
+    assert len([each for each in caplog.messages if "Finished XLA compilation of jit(step)" in each]) == 1
+    for _ in forms:
+        expected, metrics = plain(expected, batch())
+    assert_equal((state, found), (expected, metrics))
+
+
 def test_a_primitive_without_a_rule_is_computed_whole_and_named():
     from jax.extend.core import Primitive
     from jax.interpreters import mlir
