@@ -19,7 +19,6 @@ from typing import Any
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import name_path, open_jaxpr, user_source
-from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.costs.combining import Thresholds
 from jax_deepcompile.costs.cost_model import CostModel
 from jax_deepcompile.costs.player import Due, Operation, Player, merged
@@ -30,6 +29,7 @@ from jax_deepcompile.costs.streams import Queue, Stream, Timing
 from jax_deepcompile.ir.primitives import Scan, While
 from jax_deepcompile.ir.program import Program
 from jax_deepcompile.ir.traversal import bodies
+from jax_deepcompile.ir.trip_counts import known_counts, trips_of
 
 _MOST_TRIPS = 8
 """Trips that are played of a loop that comes to no steady state before; those left are taken to be like the last."""

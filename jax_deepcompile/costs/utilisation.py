@@ -8,7 +8,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_deepcompile._jax_compat import open_jaxpr
-from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.analysis.work import work_of
 from jax_deepcompile.costs.devices import hardware_of
 from jax_deepcompile.costs.streams import AGAIN
@@ -16,6 +15,7 @@ from jax_deepcompile.ir.placement import AnyMesh
 from jax_deepcompile.ir.primitives import PRODUCTS, Scan
 from jax_deepcompile.ir.program import Program, Role
 from jax_deepcompile.ir.traversal import bodies
+from jax_deepcompile.ir.trip_counts import known_counts, trips_of
 
 CONVENTION = "products as written, recomputation left out, attention by a kernel as its mask shows"
 

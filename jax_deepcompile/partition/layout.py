@@ -11,6 +11,7 @@ from jax.extend import core as jex
 
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import MeshAxes, Placement
+from jax_deepcompile.ir.trip_counts import known_counts, trips_of
 from jax_deepcompile.partition.rules.base import Kind, OpRule
 from jax_deepcompile.summary import Summarized, Summary, axes_text
 
@@ -116,9 +117,11 @@ class Layout(Summarized):
     def nested_layouts(self, trips: int = 1) -> Iterator[tuple[Layout, int]]:
         """This layout and all that its steps hold, with how often each runs."""
         yield self, trips
+        known = known_counts(self.jaxpr)
         for step in self.steps:
             if isinstance(step.how, Nested):
-                inner = trips * step.how.rule.trip_count(step.eqn)
+                repeats = trips_of(step.eqn, known) if step.eqn.primitive.name == "while" else None
+                inner = trips * step.how.rule.trip_count(step.eqn) * (1 if repeats is None else repeats)
                 for layout in step.layouts:
                     yield from layout.nested_layouts(inner)
 

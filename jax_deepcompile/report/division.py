@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_deepcompile._jax_compat import open_jaxpr, user_line
-from jax_deepcompile.analysis.trip_counts import known_counts, trips_of
 from jax_deepcompile.analysis.work import work_of
 from jax_deepcompile.errors import some_of
 from jax_deepcompile.ir.primitives import COLLECTIVES, PRODUCTS, Collective, Scan
 from jax_deepcompile.ir.program import AS_JITTED, Program, Role
-from jax_deepcompile.ir.traversal import bodies
+from jax_deepcompile.ir.traversal import bodies, equations
+from jax_deepcompile.ir.trip_counts import known_counts, trips_of
 from jax_deepcompile.partition.layout import Split
 from jax_deepcompile.partition.partition import Partitioned
 from jax_deepcompile.partition.reshard import MoveKind, full_bytes, plan_moves
@@ -147,6 +147,7 @@ class Division:
       microbatches: None where the batch is not worked on in parts.
       launches: how often what is compiled launches each kind of collective; None before it is.
       collectives: of the program ``is_planned`` or still to be, before XLA joins any.
+      uncounted: loops with collectives whose length depends on values: one iteration of each is counted.
       moved: where what the batch had split is gathered or exchanged, most bytes first.
       whole: what every device computes whole.
       has_batch: whether any argument is one.
@@ -160,6 +161,7 @@ class Division:
     microbatches: Microbatches | None
     launches: tuple[tuple[str, int], ...] | None
     collectives: tuple[Moved, ...]
+    uncounted: tuple[str, ...]
     is_planned: bool
     moved: tuple[Moved, ...]
     whole: tuple[Noted, ...]
@@ -195,6 +197,8 @@ class Division:
             compiled = [f"collectives a step, as compiled: {launched}"]
         stage = "as planned, before XLA joins any" if self.is_planned else "before planning and compilation"
         lines = [f"  {each.what}: {each.times} a step, {size_text(each.bytes)}" for each in self.collectives]
+        once = "  one iteration is counted of loops whose length depends on values: "
+        lines += [once + some_of(self.uncounted, LINES)] if self.uncounted else []
         return [*compiled, f"collectives, {stage}:", *(lines or ["  none"])]
 
 
@@ -220,6 +224,7 @@ def division_of(
     expected = None if planned is None else planned.plan.prediction
     if launches is None and expected is not None and expected.launches:
         launches = dict(expected.launches)
+    local = sharded if planned is None else planned.program
     return Division(
         len(partitioned.layout.steps),
         _arguments(program, sharded, reasons),
@@ -227,7 +232,8 @@ def division_of(
         _like_examples(partitioned),
         _microbatches(partitioned),
         None if launches is None else tuple(sorted(launches.items())),
-        _collectives(sharded if planned is None else planned.program),
+        _collectives(local),
+        tuple(dict.fromkeys(_uncounted(local.jaxpr))),
         planned is not None,
         _moved_activations(partitioned),
         (*_replicated(partitioned), *_whole_products(partitioned)),
@@ -337,10 +343,25 @@ def _executions(jaxpr: Any, trips: int) -> Iterator[tuple[Any, int]]:
     known = known_counts(jaxpr)
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn, trips
-        is_scan, is_while = (eqn.primitive.name == name for name in ("scan", "while"))
-        repeats = Scan(eqn).length if is_scan else trips_of(eqn, known) if is_while else 1
+        repeats = Scan(eqn).length if eqn.primitive.name == "scan" else _while_trips(eqn, known)
         for body in bodies(eqn):
             yield from _executions(body, trips * (1 if repeats is None else repeats))
+
+
+def _while_trips(eqn: Any, known: Mapping) -> int | None:
+    """Of a ``while`` its trips, None if they depend on values; 1 of all else."""
+    return trips_of(eqn, known) if eqn.primitive.name == "while" else 1
+
+
+def _uncounted(jaxpr: Any) -> Iterator[str]:
+    """The loops that have collectives, and whose length depends on values."""
+    known = known_counts(jaxpr)
+    for eqn in open_jaxpr(jaxpr).eqns:
+        inside = (each.primitive.name for body in bodies(eqn) for each in equations(body))
+        if _while_trips(eqn, known) is None and not COLLECTIVES.keys().isdisjoint(inside):
+            yield _at(*_place(eqn))
+        for body in bodies(eqn):
+            yield from _uncounted(body)
 
 
 def _moved_activations(partitioned: Partitioned) -> tuple[Moved, ...]:

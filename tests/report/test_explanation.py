@@ -66,6 +66,27 @@ def test_of_loops_as_long_as_values_say_one_iteration_is_counted_and_that_is_sai
     shapes = [jax.ShapeDtypeStruct((rows, 16), jnp.float32) for rows in (16, 32)]
     explained = deepcompile.shard(step, {"fsdp": 8}).trace(*shapes).explain(assume=True)
     assert "unknown: how often loops run whose length depends on values: while; one iteration of each" in explained
+    assert "  one iteration is counted of loops whose length depends on values: while at tests/report/" in explained
+
+
+@pytest.mark.pure
+def test_what_moves_in_a_loop_moves_in_each_of_its_iterations():
+    def moved_bytes(loop):
+        def step(w, x):
+            return w, loop(lambda x: jnp.tanh(x @ w)[::-1][:, ::-1], x).mean()
+
+        shapes = [jax.ShapeDtypeStruct((rows, 16), jnp.float32) for rows in (16, 32)]
+        explained = deepcompile.shard(step, {"fsdp": 8}, state_argnums=0).trace(*shapes).explain()
+        return sum(each.bytes for each in explained.division.moved)
+
+    def counted(times, body, x):
+        return jax.lax.while_loop(lambda carry: carry[0] < times, lambda carry: (carry[0] + 1, body(carry[1])), (0, x))[
+            1
+        ]
+
+    once = moved_bytes(lambda body, x: counted(1, body, x))
+    assert once > 0
+    assert moved_bytes(lambda body, x: counted(5, body, x)) == 5 * once
 
 
 @pytest.mark.pure

@@ -1,4 +1,4 @@
-"""How often a ``while`` of a local program runs its body."""
+"""How often a ``while`` runs its body."""
 
 from __future__ import annotations
 
