@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import open_jaxpr, provenance
+from jax_deepcompile._jax_compat import dce, open_jaxpr, provenance
 from jax_deepcompile.ir.known_values import Makers, makers_inside
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.primitives import ELEMENTWISE, Scan, closed_like
@@ -59,7 +59,7 @@ def _with_own_order(closed: jex.ClosedJaxpr, parts: int, given: Makers) -> jex.C
     tried = [eqn for eqn in jaxpr.eqns if _sorts_rows(eqn, makers, parts)]
     while tried:
         try:
-            return closed_like(changed, _Level(jaxpr, makers, parts, frozenset(map(id, tried))).run())
+            return closed_like(changed, dce(_Level(jaxpr, makers, parts, frozenset(map(id, tried))).run()))
         except _MattersError as error:
             tried = [eqn for eqn in tried if eqn is not error.order.sort]
     return changed
@@ -156,6 +156,7 @@ class _Level:
     parts: int
     chosen: frozenset[int]
     known: dict[Any, _Rows | _Places] = field(default_factory=dict)
+    counted: dict[Any, bool] = field(default_factory=dict)
     eqns: list = field(default_factory=list)
 
     def run(self) -> jex.Jaxpr:
@@ -299,7 +300,7 @@ class _Level:
             return False
         ragged = eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions[0]
         mine = isinstance(y, _Rows) and y.dim in product.y_rows if product.sums_rows else y is None
-        if x.dim != ragged or not mine or not are_counted(eqn.invars[2], order.keys, self.makers):
+        if x.dim != ragged or not mine or not self._are_counted(eqn.invars[2], order):
             raise _MattersError(order)
 
         def in_parts(x: jax.Array, y: jax.Array, keys: jax.Array) -> jax.Array:
@@ -316,6 +317,11 @@ class _Level:
             contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
             self.known[eqn.outvars[0]] = _Rows(var, ragged - sum(dim < ragged for dim in contracted), order)
         return True
+
+    def _are_counted(self, sizes: Any, order: _Order) -> bool:
+        if (sizes, order) not in self.counted:
+            self.counted[sizes, order] = are_counted(sizes, order.keys, self.makers)
+        return self.counted[sizes, order]
 
     def _by_rule(self, eqn: Any, order: _Order) -> None:
         """What is computed of each row alone, or summed over rows."""

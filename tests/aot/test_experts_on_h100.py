@@ -37,11 +37,16 @@ def step(params, x):
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
 
 
-def test_rows_stay_and_meet_one_expert():
-    """All rows would come together to be sorted, and XLA would multiply each with the matrices of all experts."""
+def make_step():
+    """The step and the shapes of its arguments; ``deepcompile compare`` takes them."""
     shapes = {"router": (LAYERS, D, EXPERTS), "up": (LAYERS, EXPERTS, D, 2 * D), "down": (LAYERS, EXPERTS, 2 * D, D)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
-    x = jax.ShapeDtypeStruct((EXAMPLES, LENGTH, D), jnp.bfloat16)
+    return step, params, jax.ShapeDtypeStruct((EXAMPLES, LENGTH, D), jnp.bfloat16)
+
+
+def test_rows_stay_and_meet_one_expert():
+    """All rows would come together to be sorted, and XLA would multiply each with the matrices of all experts."""
+    _, params, x = make_step()
     traced = deepcompile.shard(step, deepcompile.targets.h100(nodes=2), passes=()).trace(params, x)
     assert "activations moved between devices: none" in str(traced.explain())
     made = instructions(read(traced.lower().compile().as_text() or ""))

@@ -43,12 +43,15 @@ class Scope:
         self.makers: dict = {} if outer is None else self._makers_outside(outer)
         self.makers |= {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._known = {var: value for var, value in self.constants.items() if _is_known(value)}
+        self._values: dict = {}
         self._regions: dict = {}
 
-    def value(self, atom) -> np.ndarray | None:
+    def value(self, var) -> np.ndarray | None:
         """Of a variable, if nothing but constants makes it."""
-        found = values_of([atom], self.makers, _MOST_BYTES, self._known)
-        return None if found is None else found[0]
+        if var not in self._values:
+            found = values_of([var], self.makers, _MOST_BYTES, self._known)
+            self._values[var] = None if found is None else found[0]
+        return self._values[var]
 
     def _makers_outside(self, outer: Scope) -> dict:
         whole = [(var, atom) for var, (_, atom, dims) in self.passed.items() if not dims]
