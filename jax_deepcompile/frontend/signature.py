@@ -1,6 +1,7 @@
 """What the leaves of a step's arguments are."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,7 +123,8 @@ def is_numeric(leaf: Any) -> bool:
 
 def state_role(path: Sequence, argument: str = "", is_optimizers: bool = False) -> Role:
     """Whether a leaf of the state, at ``path`` in ``argument``, is the optimizer's, by its names if not known to be."""
-    names = {argument, *(str(getattr(key, "name", getattr(key, "key", ""))) for key in path)}
+    keys = [argument, *(str(getattr(key, "name", getattr(key, "key", ""))) for key in path)]
+    names = {name for key in keys for name in re.split(r"[/.]", key)}
     return Role.OPTIMIZER if is_optimizers or names & _OPTIMIZER_NAMES else Role.PARAM
 
 

@@ -123,6 +123,20 @@ def test_moments_are_the_optimizers_whatever_they_are_called(together):
 
 
 @pytest.mark.pure
+def test_a_flat_dictionary_names_its_optimizer_in_part_of_its_keys():
+    """As Ninjax does, and safetensors."""
+
+    def step(state, x):
+        gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["net/w"])
+        momentum = 0.9 * state["opt/momentum/net/w"] + gradient
+        return {"net/w": state["net/w"] - 0.1 * momentum, "opt/momentum/net/w": momentum}
+
+    w, x = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    explained = deepcompile.shard(step, {"fsdp": 8}).trace({"net/w": w, "opt/momentum/net/w": w}, x).explain()
+    assert explained.headline.parameters == 64 * 64
+
+
+@pytest.mark.pure
 def test_words_are_those_that_the_batch_looks_up():
     """Not positions, which a step knows by itself."""
 
