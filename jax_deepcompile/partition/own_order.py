@@ -211,19 +211,23 @@ class _Level:
             self._by_rule(eqn, order)
 
     def _sorted_back(self, eqn: Any, order: _Order) -> bool:
-        """``argsort(argsort(keys))``: where each row went."""
-        rows, place = self._found(eqn.invars[0]), eqn.outvars[-1]
-        if len(eqn.invars) != 2 or not isinstance(rows, _Rows) or not order.are_numbers(rows.numbers):
+        """``argsort(argsort(keys))``: where each row went. Sorted once more, that is the order again."""
+        given = self._found(eqn.invars[0])
+        if len(eqn.invars) != 2 or given is None or not order.are_numbers(given.numbers):
             return False
         if not _is_iota(eqn.invars[1], self.makers):
             return False
+        first, place = eqn.outvars
+        self._add(eqn, lambda: lax.iota(first.aval.dtype, order.length), [], [first])
+        if isinstance(given, _Places):
+            self.known[place] = self.known[order.sort.outvars[1]]
+            return True
 
         def back(rows: jax.Array) -> jax.Array:
             return lax.sort((rows, lax.broadcasted_iota(place.aval.dtype, rows.shape, 1)), dimension=1, num_keys=1)[1]
 
-        (var,) = self._add(eqn, back, [rows.var])
+        (var,) = self._add(eqn, back, [given.var])
         self.known[place] = _Places(var, order, order.numbers(place.aval.dtype))
-        self._add(eqn, lambda: lax.iota(eqn.outvars[0].aval.dtype, order.length), [], eqn.outvars[:1])
         return True
 
     def _of_places(self, eqn: Any, order: _Order) -> None:

@@ -30,6 +30,19 @@ def argsorted(rows, order, k):
     return rows[jnp.argsort(order)].reshape(-1, k, rows.shape[-1])
 
 
+@jax.custom_vjp
+def permuted(rows, order):
+    return rows[order]
+
+
+permuted.defvjp(lambda rows, order: (rows[order], order), lambda order, g: (g[jnp.argsort(order)], None))
+
+
+def put_back_by_a_permutation(rows, order, k):
+    """As MaxText writes it, whose gradient is no scatter."""
+    return permuted(rows, jnp.argsort(order)).reshape(-1, k, rows.shape[-1])
+
+
 def added(rows, order, k):
     return jnp.zeros((rows.shape[0] // k, rows.shape[-1]), rows.dtype).at[order // k].add(rows)[:, None]
 
@@ -101,6 +114,7 @@ def tokens(count: int, seed: int = 9) -> jax.Array:
         (2, 3, 1, argsorted, bins, False),
         (4, 5, 2, argsorted, ones, True),
         (3, 4, 3, added, bins, True),
+        (2, 4, 2, put_back_by_a_permutation, bins, False),
         (2, 6, 2, summed, ones, False),
     ],
 )
