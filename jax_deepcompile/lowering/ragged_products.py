@@ -169,6 +169,6 @@ def _sums(
 
     def added(sums: jax.Array, tiles: _Tiles) -> tuple[jax.Array, None]:
         made = dot(tiles.of(x), tiles.of(y), (([1], [1]), ([0], [0])))
-        return sums.at[tiles.groups].add(made, indices_are_sorted=True), None
+        return sums.at[tiles.groups].add(made, indices_are_sorted=product.outer == 1), None
 
     return lax.scan(added, nothing, parts)[0]

@@ -30,6 +30,9 @@ from jax_deepcompile.partition.counted_groups import are_counted
 from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule
 from jax_deepcompile.partition.rules.families import REGISTRY
 
+_OF_EACH = ELEMENTWISE | {"broadcast_in_dim", "squeeze", "expand_dims"}
+"""They compute of each element alone, and keep the order of elements."""
+
 _SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
 
 
@@ -76,9 +79,14 @@ def _sorts_rows(eqn: Any, makers: Makers, parts: int) -> bool:
     """Whether ``eqn`` sorts the numbers of rows by a whole number for each."""
     if eqn.primitive.name != "sort" or len(eqn.invars) != 2 or eqn.params["num_keys"] != 1:
         return False
-    keys = eqn.invars[0].aval
+    keys, numbers = (atom.aval for atom in eqn.invars)
     is_divided = len(keys.shape) == 1 and keys.shape[0] % parts == 0 and jnp.issubdtype(keys.dtype, jnp.integer)
-    return is_divided and _is_iota(eqn.invars[1], makers)
+    return is_divided and _is_iota(eqn.invars[1], makers) and _holds(numbers.dtype, keys.shape[0])
+
+
+def _holds(dtype: Any, length: int) -> bool:
+    """Whether a type has the numbers of so many rows."""
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).max >= length - 1
 
 
 def _is_iota(atom: Any, makers: Makers) -> bool:
@@ -104,7 +112,9 @@ class _Order:
 
     def are_numbers(self, values: np.ndarray | None) -> bool:
         """Whether ``values`` are the numbers of rows, perhaps as indices that are vectors."""
-        return values is not None and np.array_equal(values.reshape(-1), self.numbers(values.dtype))
+        if values is None or values.dtype.kind not in "iu":
+            return False
+        return np.array_equal(values.reshape(-1).astype(np.int64), np.arange(self.length))
 
 
 @dataclass(frozen=True)
@@ -213,9 +223,11 @@ class _Level:
     def _sorted_back(self, eqn: Any, order: _Order) -> bool:
         """``argsort(argsort(keys))``: where each row went. Sorted once more, that is the order again."""
         given = self._found(eqn.invars[0])
-        if len(eqn.invars) != 2 or given is None or not order.are_numbers(given.numbers):
+        if len(eqn.invars) != 2 or given is None or eqn.params["num_keys"] != 1 or not order.are_numbers(given.numbers):
             return False
-        if not _is_iota(eqn.invars[1], self.makers):
+        if eqn.invars[0].aval.ndim != 1 or not _is_iota(eqn.invars[1], self.makers):
+            return False
+        if not _holds(eqn.invars[1].aval.dtype, order.length):
             return False
         first, place = eqn.outvars
         self._add(eqn, lambda: lax.iota(first.aval.dtype, order.length), [], [first])
@@ -231,11 +243,13 @@ class _Level:
         return True
 
     def _of_places(self, eqn: Any, order: _Order) -> None:
-        """What is computed of places before they are looked up, such as what is done about negative ones."""
-        made = self._numbers(eqn)
-        (places, *_) = (found for found in map(self._found, eqn.invars) if isinstance(found, _Places))
+        """What is computed of each place before it is looked up, such as what is done about negative ones."""
+        found = list(filter(None, map(self._found, eqn.invars)))
+        alone = eqn.primitive.name in _OF_EACH and all(isinstance(each, _Places) for each in found)
+        made = self._numbers(eqn) if alone else None
         if made is None:
             raise _MattersError(order)
+        places: Any = found[0]
         self.known.update({var: replace(places, numbers=each) for var, each in zip(eqn.outvars, made, strict=True)})
 
     def _gathered(self, eqn: Any, order: _Order) -> bool:
@@ -273,7 +287,7 @@ class _Level:
         length = eqn.invars[0].aval.shape[dim]
         (row,) = (each for each in range(eqn.invars[2].aval.ndim) if each not in numbers.update_window_dims)
         if isinstance(indices, _Places):
-            uniform = self._is_uniform(eqn.invars[0], dim)
+            uniform = length == order.length and self._is_uniform(eqn.invars[0], dim)
             if updates is not None or not uniform or not order.are_numbers(indices.numbers):
                 raise _MattersError(order)
 
@@ -392,7 +406,8 @@ class _Level:
         if maker is None or maker.primitive.name not in ELEMENTWISE | {"broadcast_in_dim"}:
             return None
         operands = [self._number(each) for each in maker.invars]
-        return None if any(each is None for each in operands) else _evaluated(maker, operands)[0]
+        made = None if any(each is None for each in operands) else _evaluated(maker, operands)
+        return None if made is None else made[0]
 
     def _is_uniform(self, atom: Any, dim: int) -> bool:
         """Whether ``atom`` is alike all along ``dim``, as what is broadcast is."""
@@ -421,9 +436,13 @@ class _Level:
         return jax.vmap(lambda *blocks: eqn.primitive.bind(*blocks, **eqn.primitive.get_bind_params(eqn.params)))
 
 
-def _evaluated(eqn: Any, operands: Sequence[Any]) -> list[np.ndarray]:
+def _evaluated(eqn: Any, operands: Sequence[Any]) -> list[np.ndarray] | None:
+    """The results of ``eqn``; None where numbers of all rows do not fit it."""
     with jax.ensure_compile_time_eval():
-        made = eqn.primitive.bind(*map(jnp.asarray, operands), **eqn.primitive.get_bind_params(eqn.params))
+        values = [jnp.asarray(value, atom.aval.dtype) for value, atom in zip(operands, eqn.invars, strict=True)]
+        if any(value.shape != atom.aval.shape for value, atom in zip(values, eqn.invars, strict=True)):
+            return None
+        made = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
         return list(map(np.asarray, made if eqn.primitive.multiple_results else [made]))
 
 

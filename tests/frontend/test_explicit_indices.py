@@ -166,3 +166,9 @@ def test_several_indices_for_each_row(name):
     assert all(batching for *_, batching in indexed)
     for made, expected in zip(jex.jaxpr_as_fun(after)(x), jex.jaxpr_as_fun(before)(x), strict=True):
         np.testing.assert_array_equal(made, expected)
+
+
+@pytest.mark.pure
+def test_no_index_at_all():
+    closed = inline_calls(jax.make_jaxpr(lambda x: jnp.take_along_axis(x, jnp.zeros((0, 4), int), 0))(jnp.ones((3, 4))))
+    assert [var.aval.shape for var in without_explicit_indices(closed).jaxpr.outvars] == [(0, 4)]

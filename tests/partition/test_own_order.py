@@ -209,9 +209,88 @@ def places_within_experts(w, x):
     return jnp.argsort(order) - (jnp.cumsum(sizes) - sizes)[ids]
 
 
+def cut_off_by_place(w, x):
+    _, order, _ = chosen_of(w, x)
+    places = jnp.argsort(order)
+    kept = jnp.zeros((4, D)).at[places].set(x.reshape(-1, D), mode="drop")
+    return kept.at[places].get(mode="fill", fill_value=0).sum()
+
+
+def with_a_row_for_the_rest(w, x):
+    _, order, _ = chosen_of(w, x)
+    return jnp.zeros((9, D)).at[jnp.argsort(order)].set(x.reshape(-1, D)).max()
+
+
+def put_by_sorted_places(w, x):
+    _, order, sizes = chosen_of(w, x)
+    return multiplied(w, x, order, sizes)[jnp.sort(jnp.argsort(order))]
+
+
+def put_by_places_and_order(w, x):
+    _, order, sizes = chosen_of(w, x)
+    return multiplied(w, x, order, sizes)[jnp.maximum(jnp.argsort(order), order)]
+
+
+def put_by_places_from_the_first(w, x):
+    _, order, sizes = chosen_of(w, x)
+    places = jnp.argsort(order)
+    return multiplied(w, x, order, sizes)[places - places[0]]
+
+
+def with_one_size_cut(w, x):
+    _, order, sizes = chosen_of(w, x)
+    return multiplied(w, x, order, sizes.at[2].set(jnp.minimum(sizes[2], 7))).sum()
+
+
+def with_one_key_moved(w, x):
+    keys = (9 * x.reshape(-1, D)[:, 0]).astype(int)
+    sizes = jnp.bincount(jnp.where(keys == 999, 0, keys), length=4)
+    return multiplied(w, x, jnp.argsort(keys), sizes).sum()
+
+
+def with_rounded_keys(w, x):
+    values = jnp.abs(x.reshape(-1, D)[:, 0])
+    return multiplied(
+        w, x, jnp.argsort(values.astype(int)), jnp.bincount(jnp.round(values).astype(int), length=4)
+    ).sum()
+
+
+def with_keys_that_are_values(w, x):
+    keys = lax.top_k((9 * x.reshape(-1, D)).astype(int), 1)[0][:, 0]
+    return multiplied(w, x, jnp.argsort(keys), jax.nn.one_hot(keys, 4, dtype=jnp.int32).sum(0)).sum()
+
+
+def with_small_counts(w, x):
+    ids, order, _ = chosen_of(w, jnp.tile(x, (32, 1, 1)))
+    sizes = jax.nn.one_hot(ids, 4, dtype=jnp.int8).sum(0, dtype=jnp.int8)
+    return multiplied(w, jnp.tile(x, (32, 1, 1)), order, sizes).sum()
+
+
+def sorted_as_columns(w, x):
+    _, order, sizes = chosen_of(w, x)
+    return multiplied(w, x, order, sizes)[jnp.argsort(order[:, None], 0)[:, 0]]
+
+
+def sorted_by_a_comparison(w, x):
+    _, order, sizes = chosen_of(w, x)
+    return multiplied(w, x, order, sizes)[jnp.argsort(order > 3)]
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        cut_off_by_place,
+        with_a_row_for_the_rest,
+        put_by_sorted_places,
+        put_by_places_and_order,
+        put_by_places_from_the_first,
+        with_one_size_cut,
+        with_one_key_moved,
+        with_rounded_keys,
+        with_keys_that_are_values,
+        with_small_counts,
+        sorted_as_columns,
+        sorted_by_a_comparison,
         with_capacity,
         with_sizes_cut,
         with_other_sizes,

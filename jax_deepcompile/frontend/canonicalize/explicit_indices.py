@@ -81,7 +81,7 @@ def _choose_blocks(eqn: jex.JaxprEqn, scope: Scope) -> _Blocks | None:
     for component, dim in enumerate(index_map):
         for other in range(len(indices) - 1):
             rows = operand[dim]
-            if other in batching or dim not in dropped or rows < 2 or indices[other] % rows or indices[other] == rows:
+            if other in batching or dim not in dropped or rows < 2 or indices[other] % rows or indices[other] <= rows:
                 continue
             known, length = known_values(eqn.invars[1], component, scope), indices[other] // rows
             if known is not None and bool((np.moveaxis(known, other, -1) == np.arange(indices[other]) // length).all()):
