@@ -178,6 +178,10 @@ class Compilation:
         """The planned step for XLA; see ``jit``."""
         return jit(self.planned, self.traced, self.placed, self.call.leaf_types, self.context.use)
 
+    def keep(self, compiled: jax.stages.Compiled, args: tuple) -> None:
+        """``compiled``, of the jitted step for ``args``, is what runs, and all processes have it."""
+        self.runs.is_compiled, self.runs.compiled, self.runs.form = True, compiled, Form.of(args)
+
     def runner_for(self, args: tuple) -> Callable:
         """What runs ``args``: the jitted step, but what was compiled of it where JAX would compile it once more.
 

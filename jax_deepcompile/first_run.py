@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from jax_deepcompile.compiler import Compilation
 from jax_deepcompile.costs.devices import machine_of
 from jax_deepcompile.costs.fingerprint import fingerprint, program_text
-from jax_deepcompile.frontend.arguments import Form
 from jax_deepcompile.jitted import Shardings, jit
 from jax_deepcompile.planner.limits import require_fit
 from jax_deepcompile.planner.session import fastest_of
@@ -32,7 +31,7 @@ def prepare(made: Compilation, args: tuple, processes: Alone) -> None:
     require_fit(made.context.name, compiled, made.planned.limit_bytes)
     if not processes.is_alone:
         processes.agree(f"run {title(made)}")
-    made.runs.is_compiled, made.runs.compiled, made.runs.form = True, compiled, Form.of(args)
+    made.keep(compiled, args)
 
 
 def _choose(made: Compilation, args: tuple, processes: Alone) -> None:
