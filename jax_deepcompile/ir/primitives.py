@@ -83,6 +83,8 @@ ATTENTION = _having("attention")  # cuDNN's fused attention and its gradient
 CHEAP = _having("cheap")  # work on a shard that may be done again, or earlier, together with its gather
 CONTROL_FLOW = _having("control_flow")  # loops and branches
 DEVICE_SUMS = _having("device_sum")  # collectives that add up what devices have
+SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+
 ELEMENTWISE = _having("elementwise")  # its operands of the result's shape want its placement
 EXPENSIVE = _having("expensive")  # work that is not done twice, besides products, collectives and loops
 KEEPS_NUMBER = _having("keeps_number")  # its results are whole numbers equal to its operands, if those are

@@ -23,17 +23,16 @@ from jax.extend import core as jex
 from jax_deepcompile._jax_compat import dce, open_jaxpr, provenance
 from jax_deepcompile.ir.known_values import Makers, makers_inside
 from jax_deepcompile.ir.placement import MeshAxes
-from jax_deepcompile.ir.primitives import ELEMENTWISE, Scan, closed_like
+from jax_deepcompile.ir.primitives import ELEMENTWISE, SCATTERS, Scan, closed_like
 from jax_deepcompile.ir.ragged import RaggedProduct
 from jax_deepcompile.ir.rewrite import Walk, abstract, inlined, with_regions
 from jax_deepcompile.partition.counted_groups import are_counted
+from jax_deepcompile.partition.ordered_rows import Order, Places, Rows, holds, merged, split
 from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule
 from jax_deepcompile.partition.rules.families import REGISTRY
 
 _OF_EACH = ELEMENTWISE | {"broadcast_in_dim", "squeeze", "expand_dims"}
 """They compute of each element alone, and keep the order of elements."""
-
-_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
 
 
 def with_own_order(closed: jex.ClosedJaxpr, parts: int) -> jex.ClosedJaxpr:
@@ -81,78 +80,17 @@ def _sorts_rows(eqn: Any, makers: Makers, parts: int) -> bool:
         return False
     keys, numbers = (atom.aval for atom in eqn.invars)
     is_divided = len(keys.shape) == 1 and keys.shape[0] % parts == 0 and jnp.issubdtype(keys.dtype, jnp.integer)
-    return is_divided and _is_iota(eqn.invars[1], makers) and _holds(numbers.dtype, keys.shape[0])
-
-
-def _holds(dtype: Any, length: int) -> bool:
-    """Whether a type has the numbers of so many rows."""
-    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).max >= length - 1
+    return is_divided and _is_iota(eqn.invars[1], makers) and holds(numbers.dtype, keys.shape[0])
 
 
 def _is_iota(atom: Any, makers: Makers) -> bool:
     return not isinstance(atom, jex.Literal) and atom in makers and makers[atom].primitive.name == "iota"
 
 
-@dataclass(frozen=True, eq=False)
-class _Order:
-    """Rows in the order of a sort."""
-
-    sort: Any
-
-    @property
-    def keys(self) -> Any:
-        return self.sort.invars[0]
-
-    @property
-    def length(self) -> int:
-        return self.keys.aval.shape[0]
-
-    def numbers(self, dtype: Any) -> np.ndarray:
-        return np.arange(self.length, dtype=dtype)
-
-    def are_numbers(self, values: np.ndarray | None) -> bool:
-        """Whether ``values`` are the numbers of rows, perhaps as indices that are vectors."""
-        if values is None or values.dtype.kind not in "iu":
-            return False
-        return np.array_equal(values.reshape(-1).astype(np.int64), np.arange(self.length))
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """A value whose rows are in an order, each part's by itself.
-
-    Attributes:
-      var: the new one, [parts, ...].
-      dim: the dimension of rows, of the old one.
-      order: which order.
-      numbers: what it is for the number that a row had before; None if it depends on more.
-    """
-
-    var: Any
-    dim: int
-    order: _Order
-    numbers: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class _Places:
-    """For every row, in the order that they had before, where it is now, or something made of that.
-
-    Attributes:
-      var: the place among those of its part, [parts, rows].
-      order: the new one.
-      numbers: what this is for every place.
-    """
-
-    var: Any
-    order: _Order
-    numbers: np.ndarray
-
-
 class _MattersError(Exception):
     """Something depends on where rows are among all others."""
 
-    def __init__(self, order: _Order) -> None:
+    def __init__(self, order: Order) -> None:
         super().__init__()
         self.order = order
 
@@ -165,7 +103,7 @@ class _Level:
     makers: Makers
     parts: int
     chosen: frozenset[int]
-    known: dict[Any, _Rows | _Places] = field(default_factory=dict)
+    known: dict[Any, Rows | Places] = field(default_factory=dict)
     counted: dict[Any, bool] = field(default_factory=dict)
     eqns: list = field(default_factory=list)
 
@@ -187,7 +125,7 @@ class _Level:
             raise _MattersError(found.order)
         return self.jaxpr.replace(eqns=self.eqns)
 
-    def _found(self, atom: Any) -> _Rows | _Places | None:
+    def _found(self, atom: Any) -> Rows | Places | None:
         return None if isinstance(atom, jex.Literal) else self.known.get(atom)
 
     def _add(self, eqn: Any, compute: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any] = ()) -> list:
@@ -199,39 +137,39 @@ class _Level:
         return results
 
     def _sort(self, eqn: Any) -> None:
-        order = _Order(eqn)
+        order = Order(eqn)
 
         def in_parts(*each: jax.Array) -> Sequence[jax.Array]:
-            return lax.sort_p.bind(*(_split(one, self.parts) for one in each), **{**eqn.params, "dimension": 1})
+            return lax.sort_p.bind(*(split(one, self.parts) for one in each), **{**eqn.params, "dimension": 1})
 
         keys, rows = self._add(eqn, in_parts, eqn.invars)
-        self.known[eqn.outvars[0]] = _Rows(keys, 0, order)
-        self.known[eqn.outvars[1]] = _Rows(rows, 0, order, order.numbers(eqn.outvars[1].aval.dtype))
+        self.known[eqn.outvars[0]] = Rows(keys, 0, order)
+        self.known[eqn.outvars[1]] = Rows(rows, 0, order, order.numbers(eqn.outvars[1].aval.dtype))
 
-    def _compute(self, eqn: Any, order: _Order) -> None:
+    def _compute(self, eqn: Any, order: Order) -> None:
         if any(found.order is not order for found in filter(None, map(self._found, eqn.invars))):
             raise _MattersError(order)
         ways = {"sort": self._sorted_back, "gather": self._gathered, "ragged_dot_general": self._multiplied}
-        way = self._scattered if eqn.primitive.name in _SCATTERS else ways.get(eqn.primitive.name)
+        way = self._scattered if eqn.primitive.name in SCATTERS else ways.get(eqn.primitive.name)
         if way is not None and way(eqn, order):
             return
-        if any(isinstance(self._found(atom), _Places) for atom in eqn.invars):
+        if any(isinstance(self._found(atom), Places) for atom in eqn.invars):
             self._of_places(eqn, order)
         else:
             self._by_rule(eqn, order)
 
-    def _sorted_back(self, eqn: Any, order: _Order) -> bool:
+    def _sorted_back(self, eqn: Any, order: Order) -> bool:
         """``argsort(argsort(keys))``: where each row went. Sorted once more, that is the order again."""
         given = self._found(eqn.invars[0])
         if len(eqn.invars) != 2 or given is None or eqn.params["num_keys"] != 1 or not order.are_numbers(given.numbers):
             return False
         if eqn.invars[0].aval.ndim != 1 or not _is_iota(eqn.invars[1], self.makers):
             return False
-        if not _holds(eqn.invars[1].aval.dtype, order.length):
+        if not holds(eqn.invars[1].aval.dtype, order.length):
             return False
         first, place = eqn.outvars
         self._add(eqn, lambda: lax.iota(first.aval.dtype, order.length), [], [first])
-        if isinstance(given, _Places):
+        if isinstance(given, Places):
             self.known[place] = self.known[order.sort.outvars[1]]
             return True
 
@@ -239,32 +177,32 @@ class _Level:
             return lax.sort((rows, lax.broadcasted_iota(place.aval.dtype, rows.shape, 1)), dimension=1, num_keys=1)[1]
 
         (var,) = self._add(eqn, back, [given.var])
-        self.known[place] = _Places(var, order, order.numbers(place.aval.dtype))
+        self.known[place] = Places(var, order, order.numbers(place.aval.dtype))
         return True
 
-    def _of_places(self, eqn: Any, order: _Order) -> None:
+    def _of_places(self, eqn: Any, order: Order) -> None:
         """What is computed of each place before it is looked up, such as what is done about negative ones."""
         found = list(filter(None, map(self._found, eqn.invars)))
-        alone = eqn.primitive.name in _OF_EACH and all(isinstance(each, _Places) for each in found)
+        alone = eqn.primitive.name in _OF_EACH and all(isinstance(each, Places) for each in found)
         made = self._numbers(eqn) if alone else None
         if made is None:
             raise _MattersError(order)
         places: Any = found[0]
         self.known.update({var: replace(places, numbers=each) for var, each in zip(eqn.outvars, made, strict=True)})
 
-    def _gathered(self, eqn: Any, order: _Order) -> bool:
+    def _gathered(self, eqn: Any, order: Order) -> bool:
         operand, indices = map(self._found, eqn.invars)
         dim = _looked_up(eqn, eqn.params["dimension_numbers"].start_index_map)
         if indices is None or dim is None or eqn.params["slice_sizes"][dim] != 1:
             return False
         length, dims = eqn.invars[0].aval.shape[dim], range(eqn.outvars[0].aval.ndim)
         (row,) = (each for each in dims if each not in eqn.params["dimension_numbers"].offset_dims)
-        if isinstance(indices, _Places):
-            if not order.are_numbers(indices.numbers) or not isinstance(operand, _Rows) or operand.dim != dim:
+        if isinstance(indices, Places):
+            if not order.are_numbers(indices.numbers) or not isinstance(operand, Rows) or operand.dim != dim:
                 raise _MattersError(order)
 
             def put_back(rows: jax.Array, places: jax.Array) -> jax.Array:
-                return _merged(self._each(eqn)(rows, places[..., None]), row)
+                return merged(self._each(eqn)(rows, places[..., None]), row)
 
             self._add(eqn, put_back, [operand.var, indices.var], eqn.outvars)
             return True
@@ -272,13 +210,13 @@ class _Level:
             return False
 
         def own(values: jax.Array, rows: jax.Array) -> jax.Array:
-            return self._each(eqn)(_split(values, self.parts, dim), self._within(rows, length))
+            return self._each(eqn)(split(values, self.parts, dim), self._within(rows, length))
 
         (var,) = self._add(eqn, own, [eqn.invars[0], indices.var])
-        self.known[eqn.outvars[0]] = _Rows(var, row, order)
+        self.known[eqn.outvars[0]] = Rows(var, row, order)
         return True
 
-    def _scattered(self, eqn: Any, order: _Order) -> bool:
+    def _scattered(self, eqn: Any, order: Order) -> bool:
         operand, indices, updates = map(self._found, eqn.invars)
         numbers = eqn.params["dimension_numbers"]
         dim = _looked_up(eqn, numbers.scatter_dims_to_operand_dims)
@@ -286,43 +224,43 @@ class _Level:
             return False
         length = eqn.invars[0].aval.shape[dim]
         (row,) = (each for each in range(eqn.invars[2].aval.ndim) if each not in numbers.update_window_dims)
-        if isinstance(indices, _Places):
+        if isinstance(indices, Places):
             uniform = length == order.length and self._is_uniform(eqn.invars[0], dim)
             if updates is not None or not uniform or not order.are_numbers(indices.numbers):
                 raise _MattersError(order)
 
             def put_in_order(values: jax.Array, places: jax.Array, updates: jax.Array) -> jax.Array:
-                blocks = _split(values, self.parts, dim), places[..., None], _split(updates, self.parts, row)
+                blocks = split(values, self.parts, dim), places[..., None], split(updates, self.parts, row)
                 return self._each(eqn)(*blocks)
 
             (var,) = self._add(eqn, put_in_order, [eqn.invars[0], indices.var, eqn.invars[2]])
-            self.known[eqn.outvars[0]] = _Rows(var, dim, order)
+            self.known[eqn.outvars[0]] = Rows(var, dim, order)
             return True
         if not self._are_own(indices.numbers, length):
             return False
-        in_order = updates if isinstance(updates, _Rows) and updates.dim == row else None
+        in_order = updates if isinstance(updates, Rows) and updates.dim == row else None
         if in_order is None and (updates is not None or not self._is_uniform(eqn.invars[2], row)):
             raise _MattersError(order)
 
         def own(values: jax.Array, rows: jax.Array, updates: jax.Array) -> jax.Array:
-            blocks = updates if in_order else _split(updates, self.parts, row)
-            return _merged(self._each(eqn)(_split(values, self.parts, dim), self._within(rows, length), blocks), dim)
+            blocks = updates if in_order else split(updates, self.parts, row)
+            return merged(self._each(eqn)(split(values, self.parts, dim), self._within(rows, length), blocks), dim)
 
         self._add(eqn, own, [eqn.invars[0], indices.var, in_order.var if in_order else eqn.invars[2]], eqn.outvars)
         return True
 
-    def _multiplied(self, eqn: Any, order: _Order) -> bool:
+    def _multiplied(self, eqn: Any, order: Order) -> bool:
         x, y, sizes = map(self._found, eqn.invars)
         product = RaggedProduct.of(eqn)
-        if product is None or len(product.x_rows) > 1 or sizes is not None or not isinstance(x, _Rows):
+        if product is None or len(product.x_rows) > 1 or sizes is not None or not isinstance(x, Rows):
             return False
         ragged = eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions[0]
-        mine = isinstance(y, _Rows) and y.dim in product.y_rows if product.sums_rows else y is None
+        mine = isinstance(y, Rows) and y.dim in product.y_rows if product.sums_rows else y is None
         if x.dim != ragged or not mine or not self._are_counted(eqn.invars[2], order):
             raise _MattersError(order)
 
         def in_parts(x: jax.Array, y: jax.Array, keys: jax.Array) -> jax.Array:
-            in_group = _split(jnp.maximum(keys, 0), self.parts)[..., None] == lax.iota(keys.dtype, product.groups)
+            in_group = split(jnp.maximum(keys, 0), self.parts)[..., None] == lax.iota(keys.dtype, product.groups)
             sizes = jnp.sum(in_group, 1, eqn.invars[2].aval.dtype)
             numbers = _with_parts(eqn.params["ragged_dot_dimension_numbers"], product.sums_rows)
             return eqn.primitive.bind(x, y, sizes, **{**eqn.params, "ragged_dot_dimension_numbers": numbers})
@@ -333,18 +271,18 @@ class _Level:
         else:
             (var,) = self._add(eqn, in_parts, inputs)
             contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][0]
-            self.known[eqn.outvars[0]] = _Rows(var, ragged - sum(dim < ragged for dim in contracted), order)
+            self.known[eqn.outvars[0]] = Rows(var, ragged - sum(dim < ragged for dim in contracted), order)
         return True
 
-    def _are_counted(self, sizes: Any, order: _Order) -> bool:
+    def _are_counted(self, sizes: Any, order: Order) -> bool:
         if (sizes, order) not in self.counted:
             self.counted[sizes, order] = are_counted(sizes, order.keys, self.makers)
         return self.counted[sizes, order]
 
-    def _by_rule(self, eqn: Any, order: _Order) -> None:
+    def _by_rule(self, eqn: Any, order: Order) -> None:
         """What is computed of each row alone, or summed over rows."""
         found, rule = map(self._found, eqn.invars), REGISTRY.find(eqn)
-        rows = [each if isinstance(each, _Rows) else None for each in found]
+        rows = [each if isinstance(each, Rows) else None for each in found]
         factor = _factor_of_rows(rule, rows, order) if isinstance(rule, OpRule) else None
         if not isinstance(rule, OpRule) or factor is None:
             raise _MattersError(order)
@@ -367,7 +305,7 @@ class _Level:
             dim = _dim_of(factor, factors)
             if dim is None or factors[dim] != (factor,):
                 raise _MattersError(order)
-            self.known[var] = _Rows(new, dim, order, known)
+            self.known[var] = Rows(new, dim, order, known)
 
     @property
     def _mesh(self) -> MeshAxes:
@@ -380,7 +318,7 @@ class _Level:
     def _by_parts(
         self,
         local: LocalEquation,
-        rows: Sequence[_Rows | None],
+        rows: Sequence[Rows | None],
         dims: Sequence[int | None],
         *values: jax.Array,
     ) -> Sequence[jax.Array]:
@@ -446,17 +384,6 @@ def _evaluated(eqn: Any, operands: Sequence[Any]) -> list[np.ndarray] | None:
         return list(map(np.asarray, made if eqn.primitive.multiple_results else [made]))
 
 
-def _split(values: jax.Array, parts: int, dim: int = 0) -> jax.Array:
-    """[parts, ...] of what has its parts along ``dim``."""
-    shape = values.shape
-    apart = lax.reshape(values, (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :]))
-    return jnp.moveaxis(apart, dim, 0)
-
-
-def _merged(parts: jax.Array, dim: int) -> jax.Array:
-    return lax.collapse(jnp.moveaxis(parts, 0, dim), dim, dim + 2)
-
-
 def _looked_up(eqn: Any, dims: Sequence[int]) -> int | None:
     """The dimension in which rows of indices look up one element each; None if they are more than that."""
     numbers, indices = eqn.params["dimension_numbers"], eqn.invars[1].aval
@@ -472,7 +399,7 @@ def _summed(
     return [total + values[place] for total in totals for place in addends] or totals
 
 
-def _factor_of_rows(rule: OpRule, rows: Sequence[_Rows | None], order: _Order) -> int | None:
+def _factor_of_rows(rule: OpRule, rows: Sequence[Rows | None], order: Order) -> int | None:
     """The factor that rows are, in all operands; None if they are several, or cannot be divided."""
     found = {rule.operands[place][each.dim] for place, each in enumerate(rows) if each}
     if len(found) != 1 or len(next(iter(found))) != 1:

@@ -10,6 +10,7 @@ from jax.extend.core import primitives
 
 from jax_deepcompile._jax_compat import new_var
 from jax_deepcompile.frontend.canonicalize.counting import Claim, Scope, holds, known_values, shape_of
+from jax_deepcompile.ir.primitives import SCATTERS
 from jax_deepcompile.ir.rewrite import Walk, with_regions
 
 
@@ -38,7 +39,7 @@ def without_explicit_indices(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return _Rewriter(Scope(closed)).run()
 
 
-_INDEXED = frozenset({"gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+_INDEXED = SCATTERS | {"gather"}
 """Their dimension numbers are five tuples that mean the same: those of the window, those dropped from the window, those
 indexed by each component, and the batching dimensions of operand and indices."""
 
