@@ -43,7 +43,7 @@ _TRAITS = {
     "dynamic_update_slice": "update",
     "gather": "mixing nonlocal",
     "rev": "nonlocal",
-    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max": "update",
+    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max": "scatter update",
     # Axes of the mesh.
     "psum": "device_sum keeps_zero running",
     "pmax pmin": "running",
@@ -83,8 +83,6 @@ ATTENTION = _having("attention")  # cuDNN's fused attention and its gradient
 CHEAP = _having("cheap")  # work on a shard that may be done again, or earlier, together with its gather
 CONTROL_FLOW = _having("control_flow")  # loops and branches
 DEVICE_SUMS = _having("device_sum")  # collectives that add up what devices have
-SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
-
 ELEMENTWISE = _having("elementwise")  # its operands of the result's shape want its placement
 EXPENSIVE = _having("expensive")  # work that is not done twice, besides products, collectives and loops
 KEEPS_NUMBER = _having("keeps_number")  # its results are whole numbers equal to its operands, if those are
@@ -94,6 +92,7 @@ NONLOCAL = _having("nonlocal")  # make an element of the result of others than t
 PRODUCTS = _having("product")  # run as kernels of their own
 RECOMPUTED = _having("recomputed")  # what XLA rather computes again than writes to memory
 RUNNING = _having("running")  # collectives that mean something over iterations too: a total, an extremum
+SCATTERS = _having("scatter")  # put values where indices say
 SLICES = _having("slice")  # cut pieces out of an operand
 UNREPEATABLE = _having("unrepeatable")  # make another value every time
 UPDATES = _having("update")  # replace a part of their first operand
