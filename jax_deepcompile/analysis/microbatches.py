@@ -30,11 +30,7 @@ _MEANING = {
 }
 """What stands in a user's line where the program has a collective, or reads what one made."""
 
-_MIX_BEFORE = "Bring examples together (shuffles, mixup, pairs, copies of the batch side by side) before the step"
-_SIDE_BY_SIDE = (
-    "Keep together what belongs to one example: jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:]) in the place of "
-    "jnp.concatenate([a, b]), and h.reshape(-1, 2, *h.shape[1:]) of what is made of it, h[:, 0] for a and h[:, 1] for b"
-)
+_MIX_BEFORE = "Bring examples together (shuffles, mixup, pairs) before the step"
 _NOT_IN_LOOPS = "Take out of the loop or branch what needs all examples, or call what has none inside"
 _EXAMPLES_ALONE = (
     "Make what the loss is a sum or mean over examples of from each example alone (LayerNorm or GroupNorm in the place "
@@ -391,8 +387,7 @@ def _refuse_hoards(flow: _Flow, loops: Sequence[Round], length: int, kept_bytes:
         awaited.sort(key=lambda total: total.how != "all_gather")
         if awaited and awaited[0].how == "all_gather":
             reader = next(eqn for eqn in flow.eqns if awaited[0].result in variables(eqn.invars))
-            remedy = _SIDE_BY_SIDE if reader.primitive.name == "concatenate" else _MIX_BEFORE
-            raise _needed(reader, length, "the step goes on with examples of other microbatches", remedy)
+            raise _needed(reader, length, "the step goes on with examples of other microbatches", _MIX_BEFORE)
         if loop.read and kept > kept_bytes:
             again = _maker(loop.read[0], flow)
             maker = _maker(next((total.source for total in awaited if total.source in flow.costly), loop.read[0]), flow)

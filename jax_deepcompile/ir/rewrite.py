@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import open_jaxpr
+from jax_deepcompile._jax_compat import open_jaxpr, provenance
 from jax_deepcompile.ir.primitives import closed_like
 
 
@@ -32,6 +32,16 @@ def inlined(made: jex.ClosedJaxpr, inputs: Sequence[Any], outputs: Sequence[jex.
     read = dict(zip(jaxpr.invars, inputs, strict=True)) | results
     eqns = [with_renamed_operands(eqn, read) for eqn in jaxpr.eqns]
     return [eqn.replace(outvars=[results.get(var, var) for var in eqn.outvars]) for eqn in eqns]
+
+
+def in_place_of(
+    eqn: Any, compute: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[jex.Var] = ()
+) -> tuple[list, list]:
+    """The equations of ``compute``, with the line of ``eqn``, and their results, which are ``outputs`` if given."""
+    with provenance(eqn):
+        made = jax.make_jaxpr(compute)(*map(abstract, inputs))
+    results = list(outputs) or open_jaxpr(made).outvars
+    return inlined(made, inputs, results), results
 
 
 def abstract(atom: Any) -> jax.ShapeDtypeStruct:

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core as jex
+
+from jax_deepcompile.ir.known_values import Makers
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +73,17 @@ class Places:
 def holds(dtype: Any, length: int) -> bool:
     """Whether a type has the numbers of so many rows."""
     return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).max >= length - 1
+
+
+def is_uniform(atom: Any, dim: int, makers: Makers) -> bool:
+    """Whether ``atom`` is alike all along ``dim``, as what is broadcast is."""
+    maker = None if isinstance(atom, jex.Literal) else makers.get(atom)
+    if maker is None or maker.primitive.name not in ("broadcast_in_dim", "iota"):
+        return False
+    if maker.primitive.name == "iota":
+        return maker.params["dimension"] != dim
+    source, dims = maker.invars[0].aval.shape, maker.params["broadcast_dimensions"]
+    return dim not in dims or source[dims.index(dim)] != maker.params["shape"][dim]
 
 
 def split(values: jax.Array, parts: int, dim: int = 0) -> jax.Array:

@@ -20,14 +20,14 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from jax_deepcompile._jax_compat import dce, open_jaxpr, provenance
+from jax_deepcompile._jax_compat import dce, open_jaxpr
 from jax_deepcompile.ir.known_values import Makers, makers_inside
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.primitives import ELEMENTWISE, SCATTERS, Scan, closed_like
 from jax_deepcompile.ir.ragged import RaggedProduct
-from jax_deepcompile.ir.rewrite import Walk, abstract, inlined, with_regions
+from jax_deepcompile.ir.rewrite import Walk, in_place_of, with_regions
 from jax_deepcompile.partition.counted_groups import are_counted
-from jax_deepcompile.partition.ordered_rows import Order, Places, Rows, holds, merged, split
+from jax_deepcompile.partition.ordered_rows import Order, Places, Rows, holds, is_uniform, merged, split
 from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule
 from jax_deepcompile.partition.rules.families import REGISTRY
 
@@ -46,7 +46,7 @@ def with_own_order(closed: jex.ClosedJaxpr, parts: int) -> jex.ClosedJaxpr:
         keys, order = sort[dimension=1] k:i32[2,3] (iota + first row of each part)
         rows:f32[2,3,4] = gather x:f32[2,3,4] (order - first row of each part)
     """
-    return closed if parts == 1 else _with_own_order(closed, parts, {})
+    return _with_own_order(closed, parts, {})
 
 
 def _with_own_order(closed: jex.ClosedJaxpr, parts: int, given: Makers) -> jex.ClosedJaxpr:
@@ -130,10 +130,8 @@ class _Level:
 
     def _add(self, eqn: Any, compute: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[Any] = ()) -> list:
         """Equations in the place of ``eqn``. Their results, which are ``outputs`` where these are given."""
-        with provenance(eqn):
-            made = jax.make_jaxpr(compute)(*map(abstract, inputs))
-        results = list(outputs) or open_jaxpr(made).outvars
-        self.eqns += inlined(made, inputs, results)
+        eqns, results = in_place_of(eqn, compute, inputs, outputs)
+        self.eqns += eqns
         return results
 
     def _sort(self, eqn: Any) -> None:
@@ -349,13 +347,7 @@ class _Level:
 
     def _is_uniform(self, atom: Any, dim: int) -> bool:
         """Whether ``atom`` is alike all along ``dim``, as what is broadcast is."""
-        maker = None if isinstance(atom, jex.Literal) else self.makers.get(atom)
-        if maker is None or maker.primitive.name not in ("broadcast_in_dim", "iota"):
-            return False
-        if maker.primitive.name == "iota":
-            return maker.params["dimension"] != dim
-        source, dims = maker.invars[0].aval.shape, maker.params["broadcast_dimensions"]
-        return dim not in dims or source[dims.index(dim)] != maker.params["shape"][dim]
+        return is_uniform(atom, dim, self.makers)
 
     def _are_own(self, numbers: np.ndarray | None, length: int) -> bool:
         """Whether each part looks up what is in the same part of ``length`` elements."""

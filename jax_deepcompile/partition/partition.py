@@ -13,6 +13,7 @@ from jax_deepcompile.ir.placement import AnyMesh, MeshAxes, Placement
 from jax_deepcompile.ir.program import Port, Program, Role, View
 from jax_deepcompile.ir.retrace import trace_blocks
 from jax_deepcompile.ir.verifier import verify
+from jax_deepcompile.partition.batch_major import with_batch_major
 from jax_deepcompile.partition.dealt_out import dealt_out
 from jax_deepcompile.partition.layout import Layout
 from jax_deepcompile.partition.own_examples import OwnExamples, own_examples
@@ -50,7 +51,9 @@ def partition_step(
     """
     program = dealt_out(program, program.mesh.size_of(state_axes))
     parts = program.mesh.size_of(batch_axes) * microbatches
-    program = program.replace(jaxpr=with_own_order(program.jaxpr, parts))
+    if parts > 1:
+        examples = [port.role is Role.BATCH for port in program.inputs]
+        program = program.replace(jaxpr=with_own_order(with_batch_major(program.jaxpr, examples), parts))
     if microbatches > 1:
         name = "microbatch" if "microbatch" not in mesh.axis_names else "deepcompile_microbatch"
         program = program.replace(mesh=program.mesh.with_loop(name, microbatches))

@@ -366,16 +366,6 @@ def test_rolling_over_the_batch_is_refused():
     assert f"test_microbatch.py:{loss.__code__.co_firstlineno + 2} (" in text
 
 
-def test_two_views_side_by_side_are_refused():
-    def loss(params, batch):
-        both = jnp.concatenate([batch["x"], batch["x"] * 2])
-        return errors_of_examples(params, {"x": both, "y": jnp.concatenate([batch["y"]] * 2)}).mean()
-
-    text = refused(loss)
-    assert "concatenate at" in text
-    assert "jnp.stack([a, b], axis=1)" in text
-
-
 def test_two_views_of_an_example_may_stand_together():
     def loss(params, batch):
         both = jnp.stack([batch["x"], batch["x"] * 2], axis=1).reshape(-1, 16)
