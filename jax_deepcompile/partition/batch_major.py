@@ -351,7 +351,7 @@ def _factors(rule: OpRule) -> tuple[list, list]:
 def _is_of_each_row(eqn: Any, rule: OpRule, factor: int, rows: Rows) -> bool:
     """Whether ``eqn`` computes the same wherever rows are along ``factor``."""
     dims = [factors for each in itertools.chain(*_factors(rule)) for factors in each if factor in factors]
-    by_number = rule.factors[factor].kind is Kind.WHOLE or factor in rule.looked_up | rule.updated
+    by_number = rule.factors[factor].kind is Kind.WHOLE or factor in rule.by_number
     if by_number or any(factors != (factor,) for factors in dims):
         return False
     return not rows.are_moved or rule.emit is bind_unchanged or not _asks_which_part(eqn, rule, factor, rows.examples)

@@ -109,10 +109,14 @@ def _answer(question: _Question):
         price = functools.partial(_price, axis=axis, question=question)
         way = min(candidates, key=price) if len(candidates) > 1 else candidates[0]
         ways.append(way)
-        lost = _gathers_the_batch(way, axis, question) or _divides_examples_otherwise(way, axis, question)
+        takes = way.factor in rule.looked_up | rule.cut and question.operands[0].batch
+        if takes:
+            lost = not mesh.is_virtual(axis) and _rows_taken(rule) >= math.prod(mesh.sizes)
+        else:
+            lost = _gathers_the_batch(way, axis, question) or _divides_examples_otherwise(way, axis, question)
         for index, states in enumerate(kept):
             again = _split_again(question, index, axis, size, states) if lost else None
-            if way.factor in rule.looked_up:
+            if way.factor in rule.looked_up and not takes:
                 again = _looked_up_by(question, axis)
             states.append(way.results[index] if again is None else again)
         if way.factor is not None:
@@ -287,8 +291,8 @@ def _touched_factors(axis: int, remaining: Sequence[int], question: _Question, b
             if placement.axes[axis] >= 0 and (not virtual or _refines(placement, chosen)):
                 touched.add(_leading_factor(dims[placement.axes[axis]], remaining))
     touched.discard(-1)
-    if by_element := rule.looked_up | rule.updated:
-        touched -= by_element - _movable(question)
+    if rule.by_number:
+        touched -= rule.by_number - _movable(question)
     return {factor for factor in touched if _splittable(rule, factor, question.mesh.sizes[axis], remaining)}
 
 
@@ -298,21 +302,47 @@ def _are_needed_together(dims: Dims, states: Iterable[AxisPlacement], question: 
     Not where there are microbatches: no device has all examples at a time.
     """
     split, factors = [dims[state] for state in states if state >= 0], question.rule.factors
-    whole = all(factors[factor].kind is Kind.WHOLE for along in split for factor in along)
+    cut = question.rule.cut
+    whole = all(factors[factor].kind is Kind.WHOLE or factor in cut for along in split for factor in along)
     return bool(split) and whole and not question.mesh.virtual
 
 
 def _movable(question: _Question) -> frozenset[int]:
     """The factors of single elements, as rows of a table, that each device may serve those of which it has.
 
-    Not of activations. Not where all examples of a microbatch would be needed: no device works on them in its turn.
-    And rows are not added up by where they are before it is known whether other sums are added to theirs, as to the
-    gradient of a table that is multiplied too: then one scatter serves both.
+    Of activations only where few are taken. Not where all examples of a microbatch would be needed: no device works on
+    them in its turn. And rows are not added up by where they are before it is known whether other sums are added to
+    theirs, as to the gradient of a table that is multiplied too: then one scatter serves both.
     """
     rule = question.rule
-    if question.operands[0].batch or question.mesh.virtual:
+    if question.operands[0].batch:
+        return rule.looked_up | rule.cut if _takes_few(question) else frozenset()
+    if question.mesh.virtual:
         return frozenset()
     return rule.looked_up if question.lazy else rule.looked_up | rule.updated
+
+
+def _takes_few(question: _Question) -> bool:
+    """Whether little is taken of activations, and wherever examples are, as of the first ones to look at.
+
+    In loops, which go on with minibatches, no more than some rows that devices could not divide.
+    """
+    first, *others = question.operands
+    few = question.may_move or _rows_taken(question.rule) < math.prod(question.mesh.sizes)
+    less = _FEW * question.result_sizes[0].bytes <= first.size.bytes
+    return few and less and not any(other.held[0].is_split for other in others)
+
+
+def _rows_taken(rule: OpRule) -> float:
+    """How many elements are taken along the dimensions in which they are told by where they are."""
+    of_a_row = math.prod(_shape(rule, rule.operands[0])) // math.prod(
+        rule.factors[each].size for each in rule.by_number
+    )
+    return math.prod(_shape(rule, rule.results[0])) / of_a_row
+
+
+_FEW = 4
+"""So many times larger is what all devices would have to have for what is taken of it."""
 
 
 def _refines(placement: Placement, chosen: Sequence[AxisPlacement]) -> bool:
@@ -379,7 +409,7 @@ def _price(way: _Way, axis: int, question: _Question) -> tuple[float, float, int
                 waits += bytes_sent > 0
     if (question.lazy and way.is_partial) or (question.rule.rearranges and _gathered_by_others(way, axis, question)):
         computed = 0.0
-    if way.factor in by_element:
+    if way.factor in question.rule.by_number:
         exposed = 0.0  # the table would come to the examples otherwise
     if exposed and _gathers_the_batch(way, axis, question) and (not stays or _multiplies(question.rule)):
         exposed = math.inf  # every device would compute all of it

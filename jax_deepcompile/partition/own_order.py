@@ -398,7 +398,7 @@ def _factor_of_rows(rule: OpRule, rows: Sequence[Rows | None], order: Order) -> 
         return None
     ((factor,),) = found
     kind, size = rule.factors[factor].kind, rule.factors[factor].size
-    is_divided = size == order.length and kind in (Kind.MAP, Kind.SUM) and factor not in rule.looked_up | rule.updated
+    is_divided = size == order.length and kind in (Kind.MAP, Kind.SUM) and factor not in rule.by_number
     return factor if is_divided else None
 
 

@@ -175,6 +175,33 @@ class TestMicrobatches:
         assert not any(line.startswith("all_gather") for line in before)
 
 
+class TestParametersOfWhile:
+    """What is decoded until all have stopped reads all parameters, once for every token."""
+
+    @staticmethod
+    def decoded(layers: int):
+        def step(p, batch):
+            def body(carry):
+                turn, h = carry
+                for number in range(layers):
+                    h = jnp.tanh(h @ p[f"w{number % 3}"])
+                return turn + 1, h
+
+            return lax.while_loop(lambda carry: (carry[0] < 9) & (jnp.max(carry[1]) > 0.1), body, (0, batch["x"]))[1]
+
+        return moves(trace(step, MLP, BATCH))
+
+    def test_are_gathered_once(self):
+        found = self.decoded(3)
+        assert found[:4] == [GATHER] * 3 + ["while"]
+        assert f"  {GATHER}" not in found
+
+    def test_are_gathered_in_every_iteration_if_they_are_for_several_uses(self):
+        found = self.decoded(9)
+        assert found[0] == "while"
+        assert found.count(f"  {GATHER}") == 9
+
+
 class TestPredicates:
     def test_of_while_are_the_same_everywhere(self):
         def step(p, batch):

@@ -119,6 +119,8 @@ class OpRule:
         are split each device serves those it has: rows are moved rather than the table, where that is less.
       updated: factors along which single elements of the first operand are updated, as the gradients of such rows
         are. If they are split each device updates those it has.
+      cut: factors along which elements of the first operand are taken that lie together. If they are split each device
+        gives those it has: of activations, where that is less.
       emit: computes the equation on one device's blocks.
       reported: why the equation is computed whole where it could not be split, for ``explain()``; empty if by nature.
     """
@@ -132,8 +134,14 @@ class OpRule:
     rearranges: bool = False
     looked_up: frozenset[int] = frozenset()
     updated: frozenset[int] = frozenset()
+    cut: frozenset[int] = frozenset()
     emit: Emit = field(default=bind_unchanged, compare=False)
     reported: str = field(default="", compare=False)
+
+    @property
+    def by_number(self) -> frozenset[int]:
+        """Factors whose elements are told by where they are."""
+        return self.looked_up | self.updated | self.cut
 
 
 @dataclass
@@ -188,6 +196,7 @@ class RuleBuilder:
         rearranges: bool = False,
         looked_up: Sequence[int] = (),
         updated: Sequence[int] = (),
+        cut: Sequence[int] = (),
         emit: Emit = bind_unchanged,
         reported: str = "",
     ) -> OpRule:
@@ -202,6 +211,7 @@ class RuleBuilder:
             rearranges,
             frozenset(looked_up),
             frozenset(updated),
+            frozenset(cut),
             emit,
             reported,
         )

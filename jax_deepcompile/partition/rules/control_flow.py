@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from jax import lax
@@ -11,7 +12,7 @@ from jax_deepcompile._jax_compat import closed_consts
 from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
 from jax_deepcompile.ir.primitives import Cond, While
 from jax_deepcompile.ir.traversal import variables
-from jax_deepcompile.partition.layout import Decision, Nested, Propagate, RegionRule, Request, Run, Step
+from jax_deepcompile.partition.layout import Decision, Layout, Nested, Propagate, RegionRule, Request, Run, Step
 from jax_deepcompile.partition.rules.registry import REGISTRY
 
 T = TypeVar("T", bound=tuple)
@@ -119,6 +120,23 @@ def held_in_body(kept: int, stacked: int) -> list[bool]:
     return [False] * kept + [True] * stacked
 
 
+def is_recurrent(layout: Layout, num_consts: int) -> bool:
+    """Whether the parameters that all iterations share are needed whole, for one use region each.
+
+    Shared parameters that come whole already count too: they were gathered before the loop.
+    """
+    shared = list(zip(layout.inputs, layout.regathered, strict=True))[:num_consts]
+    return not any(held.is_split and regathered for held, regathered in shared)
+
+
+def gathered_before(
+    consts: Sequence[Placement], layout: Layout, batch: Sequence[bool], mesh: MeshAxes
+) -> list[Placement]:
+    """``consts``, those that every iteration needs whole gathered once before the loop, but for activations."""
+    whole, pairs = mesh.replicated(), zip(consts, layout.wanted, batch, strict=False)
+    return [placement if depends or whole not in wanted else whole for placement, wanted, depends in pairs]
+
+
 def _meet(now: Placement, after: Placement, used, wanted, allowed: bool, mesh: MeshAxes) -> Placement:
     """The next guess for a carried value that enters as ``now`` and leaves as ``after``.
 
@@ -167,13 +185,17 @@ class WhileRule(RegionRule):
         known, _ = settled_batch(loop.body, body_batch, carry_batch, [])
         keep_partial = [not any(demand.is_split for demand in wanted) for wanted in request.demands]
 
-        def settle(flags: list[bool]) -> tuple:
+        def settle(consts: Sequence[Placement], flags: list[bool]) -> tuple:
             batch = [*body_batch, *flags]
             wanted = request.demands, propagate, keep_partial
-            return flags, *settle_carry(loop.body, body_consts, carry, [], batch, [], *wanted)
+            return flags, *settle_carry(loop.body, consts, carry, [], batch, [], *wanted)
 
         pairs = list(zip(loop.operands.carry, carry, strict=True))
-        carry_batch, carry, body = settle_batch(pairs, carry_batch, known, settle)
+        settled, after, body = settle_batch(pairs, carry_batch, known, partial(settle, body_consts))
+        if is_recurrent(body, len(body_consts)):
+            body_consts = gathered_before(body_consts, body, body_batch, request.mesh)
+            settled, after, body = settle_batch(pairs, carry_batch, known, partial(settle, body_consts))
+        carry_batch, carry = settled, after
         whole = request.mesh.replicated()
         condition = propagate(loop.condition, [*cond_consts, *carry], [*cond_batch, *carry_batch], [(whole,)])
         operands = (*cond_consts, *body_consts, *carry)

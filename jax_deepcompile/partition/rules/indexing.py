@@ -20,6 +20,7 @@ from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.partition.rules.base import Dims, Kind, LocalEquation, OpRule, RuleBuilder
 from jax_deepcompile.partition.rules.registry import rule
+from jax_deepcompile.partition.rules.shape import cut_dims, those_at_hand
 
 Mode = lax.GatherScatterMode
 
@@ -182,8 +183,8 @@ def dynamic_slice(eqn: Equation) -> OpRule:
     """``operand, *starts -> slice``; dimensions sliced whole split freely, as their start is clamped to 0."""
     operand, *starts = eqn.invars
     builder = RuleBuilder()
-    dims, sliced = builder.shared(operand.aval.shape, eqn.params["slice_sizes"])
-    return builder.build([dims, *[()] * len(starts)], [sliced], linear=[(0,)], emit=_clamped_slice)
+    dims, sliced, cut = cut_dims(builder, operand.aval, eqn.params["slice_sizes"])
+    return builder.build([dims, *[()] * len(starts)], [sliced], linear=[(0,)], cut=cut, emit=_clamped_slice)
 
 
 def _clamped_slice(local: LocalEquation, operand: jax.Array, *starts: jax.Array) -> Sequence[jax.Array]:
@@ -191,7 +192,13 @@ def _clamped_slice(local: LocalEquation, operand: jax.Array, *starts: jax.Array)
     whole, sizes = local.eqn.invars[0].aval.shape, local.params["slice_sizes"]
     last = [full - size for full, size in zip(whole, sizes, strict=True)]
     atoms = zip(local.eqn.invars[1:], starts, last, strict=True)
-    return _local_slice_sizes(local, operand, *(_clamped(atom, start, most) for atom, start, most in atoms))
+    clamped = [_clamped(atom, start, most) for atom, start, most in atoms]
+    for dim, (factor,) in enumerate(local.rule.operands[0]):
+        if factor in local.rule.cut and local.splits[factor]:
+            rows = _wide(jnp.asarray(clamped[dim])) + np.arange(sizes[dim])
+            operand = those_at_hand(operand, dim, rows, local.start((factor,)))
+            clamped[dim] = np.zeros((), clamped[dim].dtype)
+    return _local_slice_sizes(local, operand, *clamped)
 
 
 def _clamped(atom: Any, start: jax.Array, most: int) -> Any:

@@ -36,7 +36,9 @@ from jax_deepcompile.partition.layout import (
     sums_over_features,
 )
 from jax_deepcompile.partition.rules.control_flow import (
+    gathered_before,
     held_in_body,
+    is_recurrent,
     settle_batch,
     settle_carry,
     settled_batch,
@@ -129,15 +131,12 @@ def _settle_given(eqn, request: Request, propagate: Propagate, xs: list[Placemen
 
     settled, layout = settle(consts, carry, [not any(demand.is_split for demand in wanted) for wanted in final_demands])
     if (
-        _is_recurrent(layout, len(consts))
+        is_recurrent(layout, len(consts))
         or _carries_examples(eqn, settled, inner_xs, carry_batch, xs_batch)
         or _reads_activations(scan, batch)
     ):
         whole = request.mesh.replicated()
-        consts = [
-            placement if depends or whole not in wanted else whole
-            for placement, wanted, depends in zip(consts, layout.wanted, const_batch, strict=False)
-        ]
+        consts = gathered_before(consts, layout, const_batch, request.mesh)
         start = [whole if sums else placement for placement, sums in zip(carry, _sums(eqn), strict=True)]
         settled, layout = settle(consts, start, [True] * num_carry)
     consts = [_sliced_outside(placement, wanted) for placement, wanted in zip(consts, layout.wanted, strict=False)]
@@ -185,15 +184,6 @@ def _body_demands(wanted) -> tuple[Placement, ...]:
     """What the body should yield for a stacked output: demands on its own dimensions, not on the loop's."""
     inner = [_moved_to(REPLICATE, placement).shifted(-1) for placement in wanted if not placement.is_partial]
     return tuple(dict.fromkeys(placement for placement in inner if placement.is_split))
-
-
-def _is_recurrent(layout: Layout, num_consts: int) -> bool:
-    """Whether the parameters that all iterations share are needed whole, for one use region each.
-
-    Shared parameters that come whole already count too: they were gathered before the loop.
-    """
-    shared = list(zip(layout.inputs, layout.regathered, strict=True))[:num_consts]
-    return not any(held.is_split and regathered for held, regathered in shared)
 
 
 def _carries_examples(

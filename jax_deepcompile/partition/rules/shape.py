@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_deepcompile.ir.equation import Equation
@@ -124,17 +126,56 @@ def repeat(eqn: Equation) -> OpRule:
 
 @rule("slice")
 def slice_(eqn: Equation) -> OpRule:
-    """Dimensions taken whole split freely."""
+    """Dimensions taken whole split freely; of others each device gives what it has, and zeros."""
     shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     builder = RuleBuilder()
-    dims, result = builder.shared(shape, out)
+    dims, result, cut = cut_dims(builder, eqn.invars[0].aval, out)
+    starts, steps = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(shape)
 
     def emit(local: LocalEquation, block):
-        bounds = zip(shape, out, block.shape, eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
-        cuts = [(start, limit) if size != part else (0, own) for size, part, own, start, limit in bounds]
-        return local.bind(block, start_indices=tuple(c for c, _ in cuts), limit_indices=tuple(c for _, c in cuts))
+        given = [dim for dim in range(len(shape)) if local.splits[dims[dim][0]] and dims[dim][0] in cut]
+        bounds = zip(shape, out, block.shape, starts, eqn.params["limit_indices"], strict=True)
+        cuts = [
+            (0, own) if size == part or dim in given else (start, limit)
+            for dim, (size, part, own, start, limit) in enumerate(bounds)
+        ]
+        strides = tuple(1 if dim in given else step for dim, step in enumerate(steps))
+        (taken,) = local.bind(
+            block,
+            **dict(zip(("start_indices", "limit_indices"), zip(*cuts, strict=True), strict=True)),
+            strides=strides,
+        )
+        for dim in given:
+            rows = np.arange(starts[dim], eqn.params["limit_indices"][dim], steps[dim])
+            taken = those_at_hand(taken, dim, rows, local.start(dims[dim]))
+        return [taken]
 
-    return builder.build([dims], [result], linear=[(0,)], emit=emit)
+    return builder.build([dims], [result], linear=[(0,)], cut=cut, emit=emit)
+
+
+def cut_dims(builder: RuleBuilder, aval: Any, sizes: Sequence[int]) -> tuple[Dims, Dims, list[int]]:
+    """Dims of an operand and of what is cut out of it, and the factors that are cut, of which no part is in the result.
+
+    Of what cannot be added up none may be split.
+    """
+    whole = [size == part for size, part in zip(aval.shape, sizes, strict=True)]
+    dims, result = builder.shared(aval.shape, sizes, whole)
+    if not jnp.issubdtype(aval.dtype, jnp.number):
+        return dims, result, []
+    cut = {dim: builder.sum(size) for dim, (size, all_) in enumerate(zip(aval.shape, whole, strict=True)) if not all_}
+    return (
+        tuple(cut.get(dim, factors) for dim, factors in enumerate(dims)),
+        result,
+        [factor for (factor,) in cut.values()],
+    )
+
+
+def those_at_hand(block: jax.Array, dim: int, rows: Any, start: jax.Array | int) -> jax.Array:
+    """The ``rows`` of a whole of which this device has a ``block`` from ``start`` on; zeros for those of others."""
+    own = jnp.asarray(rows) - start
+    inside = (own >= 0) & (own < block.shape[dim])
+    taken = jnp.take(block, jnp.clip(own, 0, block.shape[dim] - 1), axis=dim, mode="clip")
+    return jnp.where(lax.broadcast_in_dim(inside, taken.shape, (dim,)), taken, jnp.zeros_like(taken))
 
 
 @rule("bitcast_convert_type", "random_wrap", "random_unwrap")

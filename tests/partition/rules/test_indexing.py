@@ -245,7 +245,7 @@ def test_a_dimension_of_which_single_elements_are_chosen_is_split():
     assert splittable(rule) == ([{0, 1}, set(), {1}], [{0, 1}])
 
 
-def test_a_dimension_of_which_windows_are_chosen_is_never_split():
+def test_a_dimension_of_which_windows_are_chosen_is_split_only_for_one_of_them():
     table, starts = np.zeros((16, 8), np.float32), np.zeros((8, 1), np.int32)
 
     def windows(x, i):
@@ -255,7 +255,7 @@ def test_a_dimension_of_which_windows_are_chosen_is_never_split():
     ((_, rule),) = rules_of(windows, table, starts, primitive="gather")
     assert splittable(rule) == ([{1}, {0}], [{0, 2}])
     ((_, rule),) = rules_of(lambda x: lax.dynamic_slice(x, (3, 0), (8, 8)), table, primitive="dynamic_slice")
-    assert splittable(rule) == ([{1}, set(), set()], [{1}])
+    assert splittable(rule) == ([{0, 1}, set(), set()], [{1}])
 
 
 def test_updates_over_the_index_batch_make_partial_sums():

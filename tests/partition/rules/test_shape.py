@@ -126,10 +126,14 @@ def test_squeeze():
     check(lambda x: lax.squeeze(x, (1, 3)), integers((8, 1, 4, 1), 0), primitives=["squeeze"])
 
 
-def test_what_is_cut_or_joined_is_never_split():
+def test_what_is_cut_is_split_if_it_can_be_added_up():
+    for dtype, dims in ((np.float32, {0, 1}), (np.bool_, {0})):
+        ((_, rule),) = rules_of(lambda x: lax.slice(x, (0, 8), (8, 16)), np.zeros((8, 16), dtype), primitive="slice")
+        assert splittable(rule) == ([dims], [{0}])
+
+
+def test_what_is_joined_is_never_split():
     x = np.zeros((8, 16), np.float32)
-    ((_, rule),) = rules_of(lambda x: lax.slice(x, (0, 8), (8, 16)), x, primitive="slice")
-    assert splittable(rule) == ([{0}], [{0}])
     ((_, rule),) = rules_of(lambda x: lax.concatenate([x, x], 1), x, primitive="concatenate")
     assert splittable(rule) == ([{0}, {0}], [{0}])
     ((_, rule),) = rules_of(lambda x: lax.pad(x, 0.0, ((0, 0, 0), (8, 8, 0))), x, primitive="pad")
