@@ -46,13 +46,17 @@ class KeptGathers(Decision, kind="keep_gathered", about=("loop",)):
 
     @staticmethod
     def apply(program: Program, mesh: AnyMesh, decisions: Sequence[KeptGathers]) -> Program:
-        hoisting = {}
-        for each in decisions:
-            loop = loop_named(program, each.loop, "keeps gathers over")
-            what = f"keeps over {each.loop!r} the gather of"
-            if kept := positions(each.gathers, hoistable_names(program, loop), what):
-                hoisting[id(loop.eqn)] = partial(_hoist, kept=kept)
-        return replace_equations(program, mesh, hoisting)
+        """Loops around others first: what those keep is gathered in every iteration of what they are in."""
+        depths = [len(loop_named(program, each.loop, "keeps gathers over").path) for each in decisions]
+        for depth in sorted(set(depths)):
+            hoisting = {}
+            for each in (each for each, own in zip(decisions, depths, strict=True) if own == depth):
+                loop = loop_named(program, each.loop, "keeps gathers over")
+                what = f"keeps over {each.loop!r} the gather of"
+                if kept := positions(each.gathers, hoistable_names(program, loop), what):
+                    hoisting[id(loop.eqn)] = partial(_hoist, kept=kept)
+            program = replace_equations(program, mesh, hoisting)
+        return program
 
 
 def hoistable_names(program: Program, loop: Loop) -> list[str]:

@@ -18,7 +18,7 @@ from jax_deepcompile.hlo.reader import read
 from jax_deepcompile.lowering.compile import peak_bytes
 from jax_deepcompile.transforms import carry_out
 from jax_deepcompile.transforms.decision import replace_loops
-from jax_deepcompile.transforms.keep_gathered import KeptGathers
+from jax_deepcompile.transforms.keep_gathered import KeptGathers, hoistable_names
 from jax_deepcompile.transforms.microbatch_loops import hidden_trip_count
 from jax_deepcompile.transforms.pipeline_loops import LoopSchedule, choose_schedules
 from jax_deepcompile.transforms.unshard import ReusedGathers, repeated_gathers
@@ -134,6 +134,28 @@ def test_a_loop_over_microbatches_before_and_after():
     assert outline(program) == ["scan 4", *layers, "  all_gather", *head, *backward]
     kept = carry_out(program, mesh, [KeptGathers("microbatches", ("head @forward",))])
     assert outline(kept) == ["all_gather", "scan 4", *layers, *head, *backward]
+
+
+@pytest.mark.cpu_mesh
+def test_a_loop_in_another_keeps_its_own():
+    """Chunks of a loss under ``jax.checkpoint``, in every microbatch."""
+
+    def loss(params, batch):
+        @jax.checkpoint
+        def one(total, chunk):
+            return total + jnp.sum(jnp.tanh(jnp.tanh(chunk @ params["up"]) @ params["down"]) ** 2), None
+
+        return lax.scan(one, 0.0, jnp.stack([batch, batch * 2], 1).swapaxes(0, 1))[0]
+
+    sizes = {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+    program, mesh = sharded(loss, sizes, (4 * BATCH, WIDTH), microbatches=2)
+    found = {loop.name: hoistable_names(program, loop) for loop in find_loops(program)}
+    decisions = [KeptGathers(name, tuple(names)) for name, names in found.items() if names]
+    assert len(decisions) > 1
+    alone = [count(program, "all_gather") - count(carry_out(program, mesh, [each]), "all_gather") for each in decisions]
+    kept = carry_out(program, mesh, decisions)
+    assert count(program, "all_gather") - count(kept, "all_gather") == sum(alone)
+    assert_same_values(kept, program, mesh)
 
 
 @pytest.mark.cpu_mesh
