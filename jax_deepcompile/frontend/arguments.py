@@ -19,6 +19,7 @@ from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import ArrayImpl, is_tracing
 from jax_deepcompile.frontend.call import abstract
 from jax_deepcompile.frontend.containers import contained
+from jax_deepcompile.frontend.signature import examples
 from jax_deepcompile.ir.memory import HOST_KIND
 from jax_deepcompile.ir.program import Port, Program, Role
 from jax_deepcompile.summary import size_text
@@ -233,11 +234,6 @@ def _shape_only(leaf: Any, target: NamedSharding | None, port: Port, is_unread: 
     return jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=sharding, weak_type=known.weak_type)
 
 
-def examples(arg: Any) -> set[int]:
-    """What the leaves of ``arg`` have along dimension 0, scalars aside."""
-    return {leaf.shape[0] for leaf in jax.tree.leaves(arg) if getattr(leaf, "shape", ())}
-
-
 def join_rows(arg: Any, name: str, sharding: NamedSharding) -> Any:
     """Makes of the rows that this process has, and others theirs, arrays that all processes have.
 
@@ -247,9 +243,10 @@ def join_rows(arg: Any, name: str, sharding: NamedSharding) -> Any:
       BatchNotDivisibleError: this process's devices cannot have equally many of its rows.
     """
     parts, _ = _parts(sharding)
+    counts = examples(arg)
 
     def joined(path, leaf):
-        if not _has_own_rows(leaf):
+        if not _has_own_rows(leaf) or leaf.shape[0] not in counts:
             return leaf
         if leaf.shape[0] % parts:
             where = f"{name}{jax.tree_util.keystr(path)}"

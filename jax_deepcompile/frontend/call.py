@@ -17,7 +17,7 @@ from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import ArrayImpl, bound_axes
 from jax_deepcompile.frontend.containers import opened
 from jax_deepcompile.frontend.objects import Holder, Structure, finish, purify, split
-from jax_deepcompile.frontend.signature import is_numeric, is_optimizer_state
+from jax_deepcompile.frontend.signature import is_numeric, is_optimizer_state, is_raw_key
 from jax_deepcompile.frontend.static_arguments import static_and_donated, without_static
 from jax_deepcompile.ir.memory import HOST_KIND
 
@@ -232,7 +232,7 @@ def _is_one_key(value: Any) -> bool:
         return False
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value.shape == ()
-    return value.dtype == jnp.uint32 and value.shape in ((2,), (4,))
+    return is_raw_key(value)
 
 
 def _argument(name: str, position: int, holder: Holder, value: Any, is_donated: bool) -> Argument:

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jax_deepcompile import errors
-from jax_deepcompile.frontend.arguments import examples, may_be_rows
+from jax_deepcompile.frontend.arguments import may_be_rows
 from jax_deepcompile.frontend.call import PureCall, PureStep
-from jax_deepcompile.frontend.signature import Signature, input_ports
+from jax_deepcompile.frontend.signature import Signature, examples, input_ports
 from jax_deepcompile.frontend.state_matching import Returned, returned_anew
 from jax_deepcompile.ir.program import AS_JITTED
 

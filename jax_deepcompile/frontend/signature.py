@@ -1,5 +1,6 @@
 """What the leaves of a step's arguments are."""
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -85,6 +86,7 @@ def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[
       MutableArrayError: a leaf is what the step would write into.
     """
     leaves, in_tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    counts = functools.cache(lambda argument: examples((kwargs if isinstance(argument, str) else args)[argument]))
     ports = []
     for (path, leaf), is_optimizers in zip(leaves, optimizer_leaves((args, kwargs)), strict=True):
         argument = path[1].idx if path[0].idx == 0 else path[1].key
@@ -97,8 +99,22 @@ def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[
         if isinstance(leaf, jax.Ref):
             raise errors.MutableArrayError(f"argument leaf {name} is a mutable array (jax.new_ref)")
         port = port_of(name, role, leaf)
-        ports.append(replace(port, role=Role.OTHER) if role is Role.BATCH and not port.shape else port)
+        if role is Role.BATCH and (not port.shape or port.shape[0] not in counts(argument)):
+            port = replace(port, role=Role.OTHER)
+        ports.append(port)
     return tuple(ports), in_tree
+
+
+def examples(arg: Any) -> set[int]:
+    """What the leaves of ``arg`` have along dimension 0, but for scalars and raw keys beside others."""
+    leaves = [leaf for leaf in jax.tree.leaves(arg) if getattr(leaf, "shape", ())]
+    others = {leaf.shape[0] for leaf in leaves if not is_raw_key(leaf)}
+    return others or {leaf.shape[0] for leaf in leaves}
+
+
+def is_raw_key(leaf: Any) -> bool:
+    """Whether ``leaf`` looks like what ``jax.random.PRNGKey`` makes, two or four words."""
+    return leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))
 
 
 def port_of(path: str, role: Role, leaf: Any) -> Port:
