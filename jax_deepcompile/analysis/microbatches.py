@@ -30,7 +30,10 @@ _MEANING = {
 }
 """What stands in a user's line where the program has a collective, or reads what one made."""
 
-_MIX_BEFORE = "Bring examples together (shuffles, mixup, pairs) before the step"
+_MIX_BEFORE = (
+    "Bring examples together (shuffles, mixup) before the step, and where several belong together, as all answers to a "
+    "question do, choose a batch of which every device has whole groups in every microbatch"
+)
 _NOT_IN_LOOPS = "Take out of the loop or branch what needs all examples, or call what has none inside"
 _EXAMPLES_ALONE = (
     "Make what the loss is a sum or mean over examples of from each example alone (LayerNorm or GroupNorm in the place "

@@ -52,7 +52,8 @@ Dims = Mapping[int, Rows]
 
 def apart(x: jax.Array, dim: int, rows: Rows) -> jax.Array:
     """[..., examples, copies, each, ...] of what is in memory."""
-    return x.reshape(*x.shape[:dim], rows.examples, -1, rows.each, *x.shape[dim + 1 :])
+    copies = x.shape[dim] // rows.block
+    return x.reshape(*x.shape[:dim], rows.examples, copies, rows.each, *x.shape[dim + 1 :])
 
 
 def together(x: jax.Array, dim: int) -> jax.Array:

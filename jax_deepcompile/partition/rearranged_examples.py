@@ -114,7 +114,7 @@ def _sliced(eqn: Any, dims: Dims) -> Change | None:
         return None
     (dim,), rows = cut, dims[cut[0]]
     (first, early), (end, late) = (divmod(each[dim], rows.block) for each in (starts, limits))
-    if early or late:
+    if early or late or first == end:
         return None
     others = [
         slice(None) if each == dim else slice(*bounds)
@@ -130,7 +130,7 @@ def _sliced(eqn: Any, dims: Dims) -> Change | None:
 def _split(eqn: Any, dims: Dims) -> Change | None:
     dim, sizes = eqn.params["axis"], list(map(int, eqn.params["sizes"]))
     rows = dims.get(dim)
-    if rows is None or not rows.are_moved or any(size % rows.block for size in sizes):
+    if rows is None or not rows.are_moved or any(not size or size % rows.block for size in sizes):
         return None
     copies = [size // rows.block for size in sizes]
 

@@ -153,9 +153,15 @@ def added_again(p, x, y):
     return jnp.mean(net(p, h)[B:] ** 2) + jnp.mean(h[:B] * h[2 * B :])
 
 
+def split_with_nothing_left(p, x, y):
+    a, b, none = jnp.split(net(p, jnp.concatenate([x, y])), [B, 2 * B])
+    return jnp.mean(a * b) + jnp.sum(none)
+
+
 STAYING = (
     views, unrolled, dropped, masks_kept, time_major, guided, recurrent, real_and_fake, crops, convolved, in_turn,
     in_branches, own_keys, flattened, added_again,
+    split_with_nothing_left,
 )  # fmt: skip
 
 
