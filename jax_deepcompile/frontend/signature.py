@@ -86,7 +86,7 @@ def input_ports(args: tuple, kwargs: dict, signature: Signature) -> tuple[tuple[
       MutableArrayError: a leaf is what the step would write into.
     """
     leaves, in_tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    counts = functools.cache(lambda argument: examples((kwargs if isinstance(argument, str) else args)[argument]))
+    counts = functools.cache(lambda name: examples(kwargs[name] if isinstance(name, str) else args[name]))
     ports = []
     for (path, leaf), is_optimizers in zip(leaves, optimizer_leaves((args, kwargs)), strict=True):
         argument = path[1].idx if path[0].idx == 0 else path[1].key
