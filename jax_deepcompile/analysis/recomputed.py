@@ -105,9 +105,10 @@ def _activations_of(loop: Scan) -> set:
 def _activations(jaxpr: jex.Jaxpr, again: Mapping[Any, int], first: Mapping[int, Any]) -> tuple[Activation, ...]:
     """What ``jaxpr`` has ``again``, by number, of what it, or another one, had ``first``."""
     found: dict[int, list] = {}
-    small = fused_away(jaxpr) | widened(jaxpr).keys()
+    fused = fused_away(jaxpr)
+    made_of_kept = {var for var, way in widened(jaxpr).items() if fused.isdisjoint(way.sources)}
     for eqn in jaxpr.eqns:
         for var in eqn.outvars:
-            if again.get(var) in first and var not in small and eqn.primitive.name not in VIEWS:
+            if again.get(var) in first and var not in fused | made_of_kept and eqn.primitive.name not in VIEWS:
                 found.setdefault(again[var], []).append(var)
     return tuple(Activation(first[number], tuple(same), size_bytes(same[0])) for number, same in found.items())

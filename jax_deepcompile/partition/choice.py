@@ -66,6 +66,7 @@ class _Question:
       lazy: leave partial sums unsummed where it costs nothing, as who needs them is not known yet.
       may_move: whether activations may move to save bytes of parameters.
       latency_bytes: what a device could send in the time that a collective takes to begin.
+      light: whether no heavy work goes on with the result, so that every device may do it all.
     """
 
     rule: OpRule
@@ -76,6 +77,7 @@ class _Question:
     lazy: bool
     may_move: bool
     latency_bytes: float
+    light: bool
 
 
 def choose_split(
@@ -87,10 +89,12 @@ def choose_split(
     lazy: bool = False,
     may_move: bool = False,
     latency_bytes: float = 0.0,
+    light: bool = False,
 ) -> Decision:
     """The cheapest legal split of ``eqn``, axis by axis."""
     sizes = tuple(size_of(var.aval) for var in eqn.outvars)
-    question = _Question(rule, tuple(operands), tuple(map(tuple, demands)), sizes, mesh, lazy, may_move, latency_bytes)
+    asked = tuple(map(tuple, demands))
+    question = _Question(rule, tuple(operands), asked, sizes, mesh, lazy, may_move, latency_bytes, light)
     splits, operand_placements, computed, kept = _answer(question)
     updates_own = any(splits[factor] for factor in rule.updated)
     return Decision(Split(rule, splits), operand_placements, computed, kept, (False,) if updates_own else ())
@@ -110,10 +114,8 @@ def _answer(question: _Question):
         way = min(candidates, key=price) if len(candidates) > 1 else candidates[0]
         ways.append(way)
         takes = way.factor in rule.looked_up | rule.cut and question.operands[0].batch
-        if takes:
-            lost = not mesh.is_virtual(axis) and _rows_taken(rule) >= math.prod(mesh.sizes)
-        else:
-            lost = _gathers_the_batch(way, axis, question) or _divides_examples_otherwise(way, axis, question)
+        elsewhere = _gathers_the_batch(way, axis, question) or _divides_examples_otherwise(way, axis, question)
+        lost = elsewhere and not takes
         for index, states in enumerate(kept):
             again = _split_again(question, index, axis, size, states) if lost else None
             if way.factor in rule.looked_up and not takes:
@@ -323,22 +325,10 @@ def _movable(question: _Question) -> frozenset[int]:
 
 
 def _takes_few(question: _Question) -> bool:
-    """Whether little is taken of activations, and wherever examples are, as of the first ones to look at.
-
-    In loops, which go on with minibatches, no more than some rows that devices could not divide.
-    """
+    """Whether little is taken of activations, wherever examples are, as of the first ones to look at."""
     first, *others = question.operands
-    few = question.may_move or _rows_taken(question.rule) < math.prod(question.mesh.sizes)
     less = _FEW * question.result_sizes[0].bytes <= first.size.bytes
-    return few and less and not any(other.held[0].is_split for other in others)
-
-
-def _rows_taken(rule: OpRule) -> float:
-    """How many elements are taken along the dimensions in which they are told by where they are."""
-    of_a_row = math.prod(_shape(rule, rule.operands[0])) // math.prod(
-        rule.factors[each].size for each in rule.by_number
-    )
-    return math.prod(_shape(rule, rule.results[0])) / of_a_row
+    return question.light and less and not any(other.held[0].is_split for other in others)
 
 
 _FEW = 4

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jax.extend import core as jex
 
 from jax_deepcompile._jax_compat import is_drop_var
 from jax_deepcompile.ir.equation import Equation
 from jax_deepcompile.ir.placement import PARTIAL, REPLICATE, MeshAxes, Placement
+from jax_deepcompile.ir.primitives import CONTROL_FLOW, PRODUCTS
 from jax_deepcompile.ir.traversal import variables
 from jax_deepcompile.partition.choice import Operand, choose_split
 from jax_deepcompile.partition.layout import (
@@ -139,6 +141,15 @@ class _Sweeps:
         """Not in loops: what they read again and again is gathered before them. Nor off one axis of several."""
         several = sum(size > 1 for size in self.mesh.sizes) > 1
         return self.outermost and not several and not self.mesh.virtual
+
+    @cached_property
+    def worked_on(self) -> set:
+        """What products, loops or branches go on with, and what leaves the body of one."""
+        found = set() if self.outermost else set(variables(self.jaxpr.outvars))
+        for eqn in reversed(self.jaxpr.eqns):
+            if eqn.primitive.name in PRODUCTS | CONTROL_FLOW or not found.isdisjoint(eqn.outvars):
+                found.update(variables(eqn.invars))
+        return found
 
     def run(self) -> Layout:
         self._mark_batch()
@@ -282,7 +293,8 @@ class _Sweeps:
         rule = self.propagator.rule_of(eqn)
         if isinstance(rule, OpRule):
             may_move, latency_bytes = self._activations_may_move, self.propagator.latency_bytes
-            return choose_split(eqn, rule, operands, demands, self.mesh, self.lazy, may_move, latency_bytes)
+            light = self.worked_on.isdisjoint(eqn.outvars)
+            return choose_split(eqn, rule, operands, demands, self.mesh, self.lazy, may_move, latency_bytes, light)
         offered, batch = map(self._best_for_region, operands), (operand.batch for operand in operands)
         return rule.decide(eqn, Request(tuple(offered), tuple(batch), demands, self.mesh), self.propagator)
 
