@@ -21,7 +21,6 @@ from jax_deepcompile.analysis.work import fused_away
 from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.primitives import PRODUCTS, VIEWS, Scan
 from jax_deepcompile.ir.traversal import reached_from
-from jax_deepcompile.ir.widened import widened
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,8 @@ def _activations(jaxpr: jex.Jaxpr, again: Mapping[Any, int], first: Mapping[int,
     """What ``jaxpr`` has ``again``, by number, of what it, or another one, had ``first``."""
     found: dict[int, list] = {}
     fused = fused_away(jaxpr)
-    made_of_kept = {var for var, way in widened(jaxpr).items() if fused.isdisjoint(way.sources)}
     for eqn in jaxpr.eqns:
         for var in eqn.outvars:
-            if again.get(var) in first and var not in fused | made_of_kept and eqn.primitive.name not in VIEWS:
+            if again.get(var) in first and var not in fused and eqn.primitive.name not in VIEWS:
                 found.setdefault(again[var], []).append(var)
     return tuple(Activation(first[number], tuple(same), size_bytes(same[0])) for number, same in found.items())
