@@ -130,25 +130,21 @@ def slice_(eqn: Equation) -> OpRule:
     shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     builder = RuleBuilder()
     dims, result, cut = cut_dims(builder, eqn.invars[0].aval, out)
-    starts, steps = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(shape)
+    bounds = list(zip(eqn.params["start_indices"], eqn.params["limit_indices"], strict=True))
+    steps = eqn.params["strides"] or (1,) * len(shape)
 
-    def emit(local: LocalEquation, block):
-        given = [dim for dim in range(len(shape)) if local.splits[dims[dim][0]] and dims[dim][0] in cut]
-        bounds = zip(shape, out, block.shape, starts, eqn.params["limit_indices"], strict=True)
-        cuts = [
-            (0, own) if size == part or dim in given else (start, limit)
-            for dim, (size, part, own, start, limit) in enumerate(bounds)
-        ]
-        strides = tuple(1 if dim in given else step for dim, step in enumerate(steps))
-        (taken,) = local.bind(
-            block,
-            **dict(zip(("start_indices", "limit_indices"), zip(*cuts, strict=True), strict=True)),
-            strides=strides,
-        )
+    def emit(local: LocalEquation, block: jax.Array) -> Sequence[jax.Array]:
+        given = [dim for dim, (factor,) in enumerate(dims) if factor in cut and local.splits[factor]]
         for dim in given:
-            rows = np.arange(starts[dim], eqn.params["limit_indices"][dim], steps[dim])
-            taken = those_at_hand(taken, dim, rows, local.start(dims[dim]))
-        return [taken]
+            rows = np.arange(*bounds[dim], steps[dim])
+            block = those_at_hand(block, dim, rows, local.start(dims[dim]))
+        whole = [dim in given or shape[dim] == out[dim] for dim in range(len(shape))]
+        cuts = [(0, own) if all_ else pair for all_, own, pair in zip(whole, block.shape, bounds, strict=True)]
+        strides = (
+            tuple(1 if dim in given else step for dim, step in enumerate(steps)) if given else eqn.params["strides"]
+        )
+        first, last = (tuple(each[end] for each in cuts) for end in (0, 1))
+        return local.bind(block, start_indices=first, limit_indices=last, strides=strides)
 
     return builder.build([dims], [result], linear=[(0,)], cut=cut, emit=emit)
 
