@@ -38,7 +38,8 @@ class UnshardMicrobatches:
         proposals = []
         for chosen in filter(None, choices):
             size = budget.total_bytes(chosen)
-            decision = f"{len(chosen)} of {len(repeats)} values are gathered once for all microbatches"
+            loops = " and ".join(dict.fromkeys(each.loop for each in chosen))
+            decision = f"{len(chosen)} of {len(repeats)} values are gathered once, before {loops}"
             plan = best.plan.having(KeptGathers, as_planned(chosen))
             proposals.append(Proposal(plan, f"{decision}, {size / 2**30:.2f} GiB"))
         yield from budget.ladder(proposals)
