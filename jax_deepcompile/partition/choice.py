@@ -325,10 +325,13 @@ def _movable(question: _Question) -> frozenset[int]:
 
 
 def _takes_few(question: _Question) -> bool:
-    """Whether little is taken of activations, wherever examples are, as of the first ones to look at."""
+    """Whether little is taken of activations, wherever examples are, as of the first ones to look at.
+
+    A number for each example, such as its loss, is little itself.
+    """
     first, *others = question.operands
-    less = _FEW * question.result_sizes[0].bytes <= first.size.bytes
-    return question.light and less and not any(other.held[0].is_split for other in others)
+    less = _FEW * question.result_sizes[0].bytes <= first.size.bytes and len(question.rule.operands[0]) > 1
+    return question.light and less and not any(other.held[0].is_split or other.of_total for other in others)
 
 
 _FEW = 4

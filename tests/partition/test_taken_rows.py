@@ -67,6 +67,18 @@ class TestWhatMoves:
             6:
         ]
 
+    @pytest.mark.parametrize(
+        "take",
+        [
+            lambda h: jnp.cumsum(h.sum(1))[-1],
+            lambda h: jnp.sort(h.sum(1))[:3],
+            lambda h: h[h.sum(1).argmax()],
+        ],
+        ids=["running", "sorted", "of the largest"],
+    )
+    def test_a_number_for_each_example_is_known_after_all_microbatches(self, take):
+        assert [move for move in found(take, microbatches=2) if move.startswith("all_gather") and f"f32[{B}" in move]
+
     def test_what_cannot_be_added_up_is_brought_together(self):
         assert [move for move in found(lambda h: (h > 0)[:2]) if "bool" in move]
 
