@@ -114,7 +114,7 @@ def examples(arg: Any) -> set[int]:
 
 def is_raw_key(leaf: Any) -> bool:
     """Whether ``leaf`` looks like what ``jax.random.PRNGKey`` makes, two or four words."""
-    return leaf.dtype == jnp.uint32 and leaf.shape in ((2,), (4,))
+    return getattr(leaf, "dtype", None) == jnp.uint32 and leaf.shape in ((2,), (4,))
 
 
 def port_of(path: str, role: Role, leaf: Any) -> Port:

@@ -24,7 +24,7 @@ from jax_deepcompile.ir.memory import size_bytes
 from jax_deepcompile.ir.placement import MeshAxes
 from jax_deepcompile.ir.primitives import ELEMENTWISE, Cond, Scan, While, closed_like
 from jax_deepcompile.ir.rewrite import in_place_of
-from jax_deepcompile.partition.example_rows import Dims, Rows, counted, in_step_order, side_by_side, together
+from jax_deepcompile.partition.example_rows import Dims, ExampleRows, counted, in_step_order, side_by_side, together
 from jax_deepcompile.partition.ordered_rows import is_uniform
 from jax_deepcompile.partition.rearranged_examples import rearranged
 from jax_deepcompile.partition.rules.base import Kind, LocalEquation, OpRule, bind_unchanged
@@ -50,7 +50,7 @@ def with_batch_major(closed: jex.ClosedJaxpr, examples: Sequence[bool]) -> jex.C
     """
     inputs = [var.aval.shape for var in open_jaxpr(closed).invars]
     of_batch = [are and bool(shape) and shape[0] > 1 for are, shape in zip(examples, inputs, strict=True)]
-    dims = [{0: Rows(1, shape[0], 1)} if are else {} for are, shape in zip(of_batch, inputs, strict=True)]
+    dims = [{0: ExampleRows(1, shape[0], 1)} if are else {} for are, shape in zip(of_batch, inputs, strict=True)]
     left_alone: set[int] = set()
     while True:
         level = _Level(closed, frozenset(left_alone))
@@ -170,7 +170,7 @@ class _Level:
                 atom = self._side_by_side(eqn, atom, dim, rows)
         return atom
 
-    def _in_step_order(self, eqn: Any, atom: Any, dim: int, rows: Rows) -> Any:
+    def _in_step_order(self, eqn: Any, atom: Any, dim: int, rows: ExampleRows) -> Any:
         key = atom, dim, rows, False
         if key not in self._brought:
             dims = self._dims(atom)
@@ -180,7 +180,7 @@ class _Level:
             self._note(self._brought[key], atom, {each: other for each, other in dims.items() if each != dim})
         return self._brought[key]
 
-    def _side_by_side(self, eqn: Any, atom: Any, dim: int, rows: Rows) -> Any:
+    def _side_by_side(self, eqn: Any, atom: Any, dim: int, rows: ExampleRows) -> Any:
         if isinstance(atom, jex.Literal) or is_uniform(atom, dim, self.makers):
             return atom
         key = atom, dim, rows, True
@@ -199,7 +199,7 @@ class _Level:
         if self._depends(like):
             self.of_batch.add(var)
 
-    def _made_side_by_side(self, atom: Any, dim: int, rows: Rows) -> Any:
+    def _made_side_by_side(self, atom: Any, dim: int, rows: ExampleRows) -> Any:
         """``atom`` made in that order, of less or of nothing of the batch; None if it must be put in it."""
         maker = self.makers.get(atom)
         if maker is None or (self._depends(atom) and maker.primitive.name != "broadcast_in_dim"):
@@ -224,7 +224,7 @@ class _Level:
         self.eqns.append(maker.replace(invars=operands, outvars=[made]))
         return made
 
-    def _drawn(self, maker: Any, dim: int, rows: Rows) -> Any:
+    def _drawn(self, maker: Any, dim: int, rows: ExampleRows) -> Any:
         """Random bits, which depend on their number alone where devices can draw their own."""
         rule = REGISTRY.find(maker)
         if not isinstance(rule, OpRule) or any(factor.kind is Kind.WHOLE for factor in rule.factors):
@@ -243,7 +243,7 @@ class _Level:
             self.eqns.append(eqn.replace(invars=[self._bring(eqn, atom, {}) for atom in eqn.invars]))
             return
         taken, made = _factors(rule)
-        found: dict[int, Rows] = {}
+        found: dict[int, ExampleRows] = {}
         for atom, dims in zip(eqn.invars, taken, strict=True):
             for dim, rows in self._dims(atom).items():
                 for factor in dims[dim]:
@@ -348,7 +348,7 @@ def _factors(rule: OpRule) -> tuple[list, list]:
     return operands, results
 
 
-def _is_of_each_row(eqn: Any, rule: OpRule, factor: int, rows: Rows) -> bool:
+def _is_of_each_row(eqn: Any, rule: OpRule, factor: int, rows: ExampleRows) -> bool:
     """Whether ``eqn`` computes the same wherever rows are along ``factor``."""
     dims = [factors for each in itertools.chain(*_factors(rule)) for factors in each if factor in factors]
     by_number = rule.factors[factor].kind is Kind.WHOLE or factor in rule.by_number

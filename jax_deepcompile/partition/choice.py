@@ -114,10 +114,9 @@ def _answer(question: _Question):
         way = min(candidates, key=price) if len(candidates) > 1 else candidates[0]
         ways.append(way)
         takes = way.factor in rule.looked_up | rule.cut and question.operands[0].batch
-        elsewhere = _gathers_the_batch(way, axis, question) or _divides_examples_otherwise(way, axis, question)
-        lost = elsewhere and not takes
+        lost = _gathers_the_batch(way, axis, question) or _divides_examples_otherwise(way, axis, question)
         for index, states in enumerate(kept):
-            again = _split_again(question, index, axis, size, states) if lost else None
+            again = _split_again(question, index, axis, size, states) if lost and not takes else None
             if way.factor in rule.looked_up and not takes:
                 again = _looked_up_by(question, axis)
             states.append(way.results[index] if again is None else again)
@@ -303,9 +302,8 @@ def _are_needed_together(dims: Dims, states: Iterable[AxisPlacement], question: 
 
     Not where there are microbatches: no device has all examples at a time.
     """
-    split, factors = [dims[state] for state in states if state >= 0], question.rule.factors
-    cut = question.rule.cut
-    whole = all(factors[factor].kind is Kind.WHOLE or factor in cut for along in split for factor in along)
+    split, rule = [dims[state] for state in states if state >= 0], question.rule
+    whole = all(rule.factors[each].kind is Kind.WHOLE or each in rule.cut for along in split for each in along)
     return bool(split) and whole and not question.mesh.virtual
 
 

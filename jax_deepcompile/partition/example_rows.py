@@ -11,7 +11,7 @@ from jax import lax
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExampleRows:
     """What a dimension has of examples.
 
     The step has it as [copies, examples, each]: all examples, and then all of them again. In memory it is
@@ -38,19 +38,19 @@ class Rows:
         """Rows of all examples once."""
         return self.examples * self.each
 
-    def times(self, copies: int) -> Rows:
+    def times(self, copies: int) -> ExampleRows:
         """As many copies instead."""
         return replace(self, copies=copies, sources=self.sources if copies > 1 else frozenset())
 
-    def made_by(self, source: int) -> Rows:
+    def made_by(self, source: int) -> ExampleRows:
         return replace(self, sources=self.sources | {source})
 
 
-Dims = Mapping[int, Rows]
+Dims = Mapping[int, ExampleRows]
 """By the dimensions of a value."""
 
 
-def apart(x: jax.Array, dim: int, rows: Rows) -> jax.Array:
+def apart(x: jax.Array, dim: int, rows: ExampleRows) -> jax.Array:
     """[..., examples, copies, each, ...] of what is in memory."""
     copies = x.shape[dim] // rows.block
     return x.reshape(*x.shape[:dim], rows.examples, copies, rows.each, *x.shape[dim + 1 :])
@@ -61,18 +61,18 @@ def together(x: jax.Array, dim: int) -> jax.Array:
     return lax.collapse(x, dim, dim + 3)
 
 
-def side_by_side(x: jax.Array, dim: int, rows: Rows) -> jax.Array:
+def side_by_side(x: jax.Array, dim: int, rows: ExampleRows) -> jax.Array:
     """What is in the step's order as it is in memory."""
     x = x.reshape(*x.shape[:dim], rows.copies, rows.examples, rows.each, *x.shape[dim + 1 :])
     return together(jnp.swapaxes(x, dim, dim + 1), dim)
 
 
-def in_step_order(x: jax.Array, dim: int, rows: Rows) -> jax.Array:
+def in_step_order(x: jax.Array, dim: int, rows: ExampleRows) -> jax.Array:
     """The other way round."""
     return together(jnp.swapaxes(apart(x, dim, rows), dim, dim + 1), dim)
 
 
-def counted(dtype: jnp.dtype, shape: Sequence[int], dim: int, rows: Rows) -> jax.Array:
+def counted(dtype: jnp.dtype, shape: Sequence[int], dim: int, rows: ExampleRows) -> jax.Array:
     """The numbers that rows of ``dim`` have in the step, as they are in memory."""
     sizes = (rows.examples, rows.copies, rows.each)
     example, copy, row = (lax.broadcasted_iota(dtype, sizes, each) for each in range(3))

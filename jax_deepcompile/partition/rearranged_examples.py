@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_deepcompile.partition.example_rows import Dims, Rows, apart, together
+from jax_deepcompile.partition.example_rows import Dims, ExampleRows, apart, together
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _concatenated(eqn: Any, dims: Sequence[Dims], depends: Sequence[bool]) -> Ch
         return together(jnp.concatenate([apart(value, dim, rows) for value in values], dim + 1), dim)
 
     sources = frozenset().union(*(each.sources for each in each_rows))
-    joined = Rows(sum(each.copies for each in each_rows), rows.examples, rows.each, sources)
+    joined = ExampleRows(sum(each.copies for each in each_rows), rows.examples, rows.each, sources)
     return Change(join, [{dim: each} for each in each_rows], [{dim: joined}])
 
 
@@ -209,7 +209,7 @@ def _regrouped(dims: Dims, shape: Sequence[int], new_shape: Sequence[int]) -> tu
     return changes, results, torn
 
 
-def _found_in(rows: Rows, ahead: int, shape: Sequence[int], dims: range) -> tuple[int, Rows] | None:
+def _found_in(rows: ExampleRows, ahead: int, shape: Sequence[int], dims: range) -> tuple[int, ExampleRows] | None:
     """Which dimension of a result has the examples that come ``ahead`` times one after the other."""
     for dim in dims:
         copies, rest = divmod(ahead, math.prod(shape[dims.start : dim]))

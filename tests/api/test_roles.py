@@ -410,6 +410,17 @@ def test_random_keys_are_no_batch(keys):
     assert arguments_of(sharded) == "state: params, opt_state; batch: x, y; replicated: keys"
 
 
+def test_a_raw_key_beside_examples_is_none_of_them():
+    def step(params, batch):
+        noise = jax.random.normal(batch["key"], batch["x"].shape)
+        return params - jax.grad(lambda params: jnp.mean((batch["x"] + noise) @ params))(params)
+
+    params, batch = jnp.ones((4, 8)), {"x": np.ones((16, 4), np.float32), "key": _KEY}
+    sharded = deepcompile.shard(step)
+    assert_close(sharded(jnp.copy(params), batch), jax.jit(step)(params, batch), 1e-5, "result")
+    assert arguments_of(sharded) == "state: params; batch: batch"
+
+
 def test_examples_by_name():
     sharded = deepcompile.shard(with_keywords)
     found = sharded(*jax.tree.map(jnp.copy, (_PARAMS, _STATE)), x=_X, y=_Y)

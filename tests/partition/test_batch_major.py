@@ -20,7 +20,7 @@ from jax_deepcompile import errors
 from jax_deepcompile._jax_compat import open_jaxpr
 from jax_deepcompile.ir.traversal import equations, inline_calls
 from jax_deepcompile.partition.batch_major import with_batch_major
-from jax_deepcompile.partition.example_rows import Rows, in_step_order, side_by_side
+from jax_deepcompile.partition.example_rows import ExampleRows, in_step_order, side_by_side
 from jax_deepcompile.partition.rearranged_examples import rearranged
 from tests.cases import examples
 from tests.equality.harness import MESHES, assert_close
@@ -359,7 +359,7 @@ def test_reshapes(ahead, copies, each, behind, cuts):
     count = 5
     shape = (*ahead, copies * count * each, *behind)
     new_shape = merged([*ahead, copies, count, each, *behind], cuts)
-    rows, dim = Rows(copies, count, each), len(ahead)
+    rows, dim = ExampleRows(copies, count, each), len(ahead)
     x = jnp.arange(math.prod(shape)).reshape(shape)
     (eqn,) = jax.make_jaxpr(lambda x: lax.reshape(x, new_shape))(x).eqns or [None]
     if eqn is None:
